@@ -1,0 +1,186 @@
+"""Traits: *what* an attention kernel computes.
+
+A :class:`Traits` is a frozen, hashable value with one short name that parses back::
+
+    >>> t = Traits("forward", "sm80", "bf16", 128, mask="causal", dropout="flash")
+    >>> t.name
+    'forward-sm80-bf16-d128-causal-dropout'
+    >>> Traits.parse(t.name) == t
+    True
+
+How it is computed (block sizes, warps, stages, ...) is a tile's business: see :mod:`cute_attn.tiles`.
+"""
+
+import re
+from dataclasses import dataclass, field, fields
+
+OPS = ("forward",)
+ARCHS = ("sm80", "sm90")
+DTYPES = ("fp16", "bf16")
+BIAS_DTYPES = ("fp16", "bf16", "fp32")
+MASKS = ("causal", "causal_top_left", "window", "window_top_left")
+DROPOUTS = ("flash", "mem_efficient")
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+
+_WORD = re.compile(r"[a-z_][a-z0-9_]*")
+_DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
+# What an optional part of a name stands for. A word that is not here names a user's own epilogue.
+_TOKENS: dict[str, tuple[str, object]] = {
+    **{mask: ("mask", mask) for mask in MASKS},
+    "softcap": ("softcap", True),
+    "alibi": ("alibi", True),
+    **{f"bias_{dtype}": ("bias", dtype) for dtype in BIAS_DTYPES},
+    "dropout": ("dropout", "flash"),
+    "dropout_mem_efficient": ("dropout", "mem_efficient"),
+    "varlen": ("varlen", True),
+    "seqused_q": ("seqused_q", True),
+    "seqused_k": ("seqused_k", True),
+    "return_softmax": ("return_softmax", True),
+}
+_TOKEN_OF = {value: token for token, value in _TOKENS.items()}
+
+
+@dataclass(frozen=True, order=True)
+class Traits:
+    """What is computed: the operation, the kernel's generation, the types, the score features.
+
+    Attributes:
+        op: the operation, one of ``OPS``.
+        arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
+        dtype: element type of q, k, v and o.
+        head_dim: elements of a row of q and k, a multiple of 8 up to 256.
+        head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
+        mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last
+            key (bottom right), the ``_top_left`` ones the first query with the first key.
+        softcap: scores pass through ``cap * tanh(score / cap)``.
+        alibi: ``slope * |query - key|`` is subtracted, a slope per head or per batch and head.
+        bias: dtype of a tensor added to the scores, or ``""``.
+        epilogues: names of users' own registered epilogues, applied in this order after the built-in ones.
+        dropout: ``""``, or which of PyTorch's two dropout masks is drawn.
+        varlen: q and k are packed along the sequence, with cumulative lengths.
+        seqused_q, seqused_k: each batch uses only so many of its queries or keys.
+        return_softmax: the normalised probabilities are written out, the sign bit set where they are dropped.
+        variant: name under which a changed kernel class was registered, ``""`` for the package's own.
+
+    Raises:
+        ValueError: a field outside what is listed; the message names the field, its value and what is accepted.
+    """
+
+    op: str
+    arch: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int = 0
+    mask: str = ""
+    softcap: bool = False
+    alibi: bool = False
+    bias: str = ""
+    epilogues: tuple[str, ...] = field(default=())
+    dropout: str = ""
+    varlen: bool = False
+    seqused_q: bool = False
+    seqused_k: bool = False
+    return_softmax: bool = False
+    variant: str = ""
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        for name, accepted in (
+            ("op", OPS),
+            ("arch", ARCHS),
+            ("dtype", DTYPES),
+            ("mask", ("", *MASKS)),
+            ("bias", ("", *BIAS_DTYPES)),
+            ("dropout", ("", *DROPOUTS)),
+        ):
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
+                )
+        for name in ("head_dim", "head_dim_v"):
+            dim = getattr(self, name)
+            if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % HEAD_DIM_MULTIPLE == 0):
+                raise ValueError(
+                    f"{name} is {dim!r}; accepted: multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+                )
+        for name in (*self.epilogues, *([self.variant] if self.variant else [])):
+            if not _WORD.fullmatch(name) or _DIMS.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} cannot be part of a name; accepted: lower-case words like 'my_bias'"
+                )
+        taken = [name for name in self.epilogues if name in _TOKENS]
+        if taken or len(set(self.epilogues)) != len(self.epilogues):
+            raise ValueError(
+                f"epilogues is {self.epilogues!r}; accepted: distinct names that are not traits' own words"
+            )
+
+    @property
+    def name(self) -> str:
+        """The short name, which :meth:`parse` reads back."""
+        dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
+        arch = f"{self.arch}:{self.variant}" if self.variant else self.arch
+        words = [_TOKEN_OF[item] for item in self._features() if item in _TOKEN_OF]
+        before_epilogues = [w for w in words if _TOKENS[w][0] in ("mask", "softcap", "alibi", "bias")]
+        after_epilogues = words[len(before_epilogues) :]
+        return "-".join(
+            [self.op, arch, self.dtype, dims, *before_epilogues, *self.epilogues, *after_epilogues]
+        )
+
+    def _features(self) -> list[tuple[str, object]]:
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "epilogues"]
+
+    @classmethod
+    def parse(cls, name: str) -> "Traits":
+        """Read a name such as ``forward-sm80-bf16-d192x128-causal`` back.
+
+        Raises:
+            ValueError: the text is not a kernel's name.
+        """
+        parts = name.split("-")
+        dims = _DIMS.fullmatch(parts[3]) if len(parts) > 3 else None
+        if dims is None:
+            raise ValueError(
+                f"name is {name!r}; accepted: OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...], such as "
+                "'forward-sm80-bf16-d128-causal'"
+            )
+        arch, _, variant = parts[1].partition(":")
+        features: dict[str, object] = {}
+        epilogues = []
+        for word in parts[4:]:
+            if word not in _TOKENS:
+                epilogues.append(word)
+                continue
+            key, value = _TOKENS[word]
+            if key in features:
+                raise ValueError(f"name is {name!r}; accepted: one word for {key}, and {word!r} is a second")
+            features[key] = value
+        return cls(
+            op=parts[0],
+            arch=arch,
+            dtype=parts[2],
+            head_dim=int(dims[1]),
+            head_dim_v=int(dims[2] or 0),
+            epilogues=tuple(epilogues),
+            variant=variant,
+            **features,  # type: ignore[arg-type]
+        )
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key after its own."""
+        return self.mask.startswith("causal")
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the band of visible keys has bounds given at run time."""
+        return self.mask.startswith("window")
+
+    @property
+    def top_left(self) -> bool:
+        """Whether the band is aligned to the first query and key rather than to the last."""
+        return self.mask.endswith("top_left")
+
+    def __str__(self) -> str:
+        return self.name
