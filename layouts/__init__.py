@@ -1,0 +1,46 @@
+"""Shared-memory layouts, tiled copies and tensor-core tilings as functions of a tile.
+
+    import cutlass, layouts
+
+    layouts.smem_layout(128, 64, cutlass.BFloat16)            swizzled tile in shared memory
+    layouts.wgmma_smem_layout(128, 64, cutlass.BFloat16)      the same for wgmma and TMA
+    layouts.gmem_tiled_copy(cutlass.BFloat16, 128, 64, asynchronous=True)      16-byte vectors, whole rows
+    layouts.tiled_mma_sm80(cutlass.BFloat16, 4)               four warps of mma.sync m16n8k16
+    layouts.ldmatrix_copy_b(tiled_mma, cutlass.BFloat16)      feeds that MMA from the tile above
+    layouts.row_col_modes(tiled_mma, 128, 64)                 which accumulator element is which row and column
+    layouts.as_operand_a(acc)                                 an accumulator as the next MMA's A operand
+
+These return CuTe objects, so they run inside ``cute.jit`` or ``cute.kernel``. Names are imported on first use:
+``import layouts`` itself loads neither the DSL nor matplotlib.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "BANKS": "swizzle",
+    "Swizzle": "swizzle",
+    "atom_cols": "swizzle",
+    "choose_swizzle": "swizzle",
+    "smem_layout": "smem",
+    "transposed": "smem",
+    "wgmma_smem_layout": "smem",
+    "gmem_tiled_copy": "copies",
+    "ldmatrix_copy_a": "copies",
+    "ldmatrix_copy_b": "copies",
+    "store_copy_c": "copies",
+    "RowColModes": "mma",
+    "as_operand_a": "mma",
+    "row_col_modes": "mma",
+    "row_col_view": "mma",
+    "thread_row_col": "mma",
+    "tiled_mma_sm80": "mma",
+    "tiled_mma_sm90": "mma",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'layouts' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

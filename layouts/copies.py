@@ -1,0 +1,72 @@
+"""Tiled copies between global memory, shared memory and registers. All functions run inside a trace."""
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import CopyUniversalOp, LoadCacheMode, cpasync, warp
+
+from .swizzle import atom_cols
+
+
+def gmem_tiled_copy(
+    dtype: Any, num_threads: int, cols: int, *, asynchronous: bool, bits: int = 128
+) -> cute.TiledCopy:
+    """Copies row-major (rows, cols) tiles between global memory and shared memory or registers.
+
+    A thread moves vectors of ``bits`` bits; adjacent threads read one row up to 128 bytes, which is one row of the
+    swizzle atom of ``smem_layout``. One step of the copy covers (num_threads / threads_per_row) rows.
+    asynchronous: cp.async (global to shared memory, ``bits`` 128 also bypasses L1), else loads and stores.
+    Raises ValueError unless the threads fill whole rows and the vectors whole elements.
+    """
+    if bits not in (32, 64, 128) or bits % dtype.width:
+        raise ValueError(
+            f"bits={bits}: a copy moves 32, 64 or 128 bits, whole elements of {dtype.width} bits"
+        )
+    vector = bits // dtype.width
+    width = atom_cols(cols, dtype.width)
+    threads_per_row = width // vector
+    if num_threads % threads_per_row:
+        raise ValueError(
+            f"num_threads={num_threads}: must be a multiple of the {threads_per_row} threads of a row"
+        )
+    if asynchronous:
+        cache = LoadCacheMode.GLOBAL if bits == 128 else LoadCacheMode.ALWAYS
+        op: Any = cpasync.CopyG2SOp(cache_mode=cache)
+    else:
+        op = CopyUniversalOp()
+    atom = cute.make_copy_atom(op, dtype, num_bits_per_copy=bits)
+    threads = cute.make_layout((num_threads // threads_per_row, threads_per_row), stride=(threads_per_row, 1))
+    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
+
+
+def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
+    """ldmatrix.x4 of the A operand, 16 x 16 elements a warp. transpose: the tile lies with M contiguous."""
+    return cute.make_tiled_copy_A(_ldmatrix(dtype, transpose), tiled_mma)
+
+
+def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
+    """ldmatrix.x4 of the B operand, 16 x 16 elements a warp. transpose: the tile lies with N contiguous.
+
+    For P @ V with V stored (keys, dims), take ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
+    """
+    return cute.make_tiled_copy_B(_ldmatrix(dtype, transpose), tiled_mma)
+
+
+def store_copy_c(tiled_mma: cute.TiledMma, dtype: Any, arch: str) -> cute.TiledCopy:
+    """Stores an accumulator, converted to ``dtype``, to row-major shared memory.
+
+    arch: "sm80" stores pairs of elements, "sm90" uses stmatrix (16-bit types, 16 columns at once).
+    """
+    if arch not in ("sm80", "sm90"):
+        raise ValueError(f"arch={arch!r}: accepted are 'sm80' and 'sm90'")
+    if arch == "sm90" and dtype.width == 16:
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    else:
+        atom = cute.make_copy_atom(CopyUniversalOp(), dtype, num_bits_per_copy=2 * dtype.width)
+    return cute.make_tiled_copy_C(atom, tiled_mma)
+
+
+def _ldmatrix(dtype: Any, transpose: bool) -> cute.CopyAtom:
+    if dtype.width != 16:
+        raise ValueError(f"dtype={dtype}: ldmatrix copies serve 16-bit types")
+    return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), dtype)
