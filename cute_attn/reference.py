@@ -1,0 +1,410 @@
+"""The definition of attention, in plain torch: any float dtype, any device, every feature, differentiable by autograd.
+
+For one batch, one head, query ``i`` of ``seqlen_q`` and key ``j`` of ``seqlen_k``::
+
+    s[i, j] = softmax_scale * sum_d q[i, d] * k[j, d]
+    s       = softcap * tanh(s / softcap)                    where softcap is not 0
+    s       = s - slope * |i + shift - j|                    ALiBi
+    s       = s + bias[i, j]
+    s       = the users' own epilogues, in order
+    s       = -inf where the mask hides key j from query i
+    P       = softmax over j of s;  lse[i] = log(sum_j exp(s[i, j]))
+    out[i]  = sum_j keep[i, j] * P[i, j] / (1 - dropout_p) * v[j]
+
+``shift`` is ``seqlen_k - seqlen_q`` (the last query sees the last key: bottom right) or 0 (top left). A row that
+sees no key gives out 0 and lse -inf. Memory that a sequence does not own is never read.
+
+The functions of a score (:func:`softcap_scores`, :func:`alibi_scores`, :func:`visible`, the ``*_keep`` masks) are
+what the kernels' epilogues are compared with, each formula in one place.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNBOUNDED = 2**30
+"""A window bound that hides nothing; with a sequence position added it still fits 32 bits."""
+
+_WORD = 0xFFFFFFFF
+# Scores held at once; a tensor of them in float64 is then 64 MB.
+_CHUNK_SCORES = 2**23
+
+
+@dataclass(frozen=True)
+class ScoreCoords:
+    """Where a block of scores sits. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
+
+    Attributes:
+        batch, head, row, col: int64 indices of the batch, the query head, the query and the key, the latter two
+            counted from the start of their sequence.
+        nheads: query heads of the whole problem.
+        seqlen_q, seqlen_k: this block's own sequence lengths.
+        max_seqlen_q, max_seqlen_k: the longest of the whole problem.
+        top_left: whether position 0 of the queries meets position 0 of the keys, rather than last meets last.
+    """
+
+    batch: Tensor
+    head: Tensor
+    row: Tensor
+    col: Tensor
+    nheads: int
+    seqlen_q: int
+    seqlen_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    top_left: bool
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The key position that each query stands at."""
+        return self.row + (0 if self.top_left else self.seqlen_k - self.seqlen_q)
+
+
+# ---- functions of a score ----
+
+
+def softcap_scores(scores: Tensor, softcap: float) -> Tensor:
+    """Squash scores smoothly into (-softcap, softcap)."""
+    return torch.tanh(scores / softcap) * softcap
+
+
+def alibi_scores(scores: Tensor, coords: ScoreCoords, slopes: Tensor) -> Tensor:
+    """Subtract slope times the distance between query and key; slopes (nheads,) or (batch, nheads)."""
+    slope = slopes[coords.head] if slopes.dim() == 1 else slopes[coords.batch, coords.head]
+    slope = slope.to(scores.dtype)
+    return scores - slope * (coords.diagonal - coords.col).abs().to(scores.dtype)
+
+
+def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
+    """Add a bias (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k)."""
+    batch, head, row, col = (
+        index.clamp(max=size - 1)
+        for index, size in zip((coords.batch, coords.head, coords.row, coords.col), bias.shape, strict=True)
+    )
+    return scores + bias[batch, head, row, col].to(scores.dtype)
+
+
+def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int) -> Tensor | None:
+    """Which keys a query sees, or None where it sees all. The windows count only where the mask is a window."""
+    if not mask:
+        return None
+    distance = coords.col - coords.diagonal
+    if mask.startswith("causal"):
+        return distance <= 0
+    return (distance >= -window_left) & (distance <= window_right)
+
+
+# ---- dropout ----
+
+
+def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int) -> tuple[Tensor, ...]:
+    """Philox 4x32 with the given number of rounds, vectorised: four 32-bit words a counter.
+
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+
+    Args:
+        counter: four int64 tensors holding 32-bit words.
+        key: two int64 tensors holding 32-bit words.
+        rounds: 10 (the usual) or 7.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        # A product of two 32-bit words may wrap int64, which leaves its 64 bits as they should be.
+        product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((product_1 >> 32) & _WORD) ^ c1 ^ k0,
+            product_1 & _WORD,
+            ((product_0 >> 32) & _WORD) ^ c3 ^ k1,
+            product_0 & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def flash_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
+    """FlashAttention-2's dropout mask as PyTorch draws it: True where an element is kept.
+
+    A block of 16 queries by 32 keys takes 32 Philox calls of 7 rounds, each giving 16 bytes.
+    """
+    seed, offset = rng_state[0], rng_state[1]
+    lane = coords.row % 8 * 4 + coords.col % 8 // 2
+    subsequence = offset + (coords.batch * coords.nheads + coords.head) * 32 + lane
+    words = philox4x32(
+        (subsequence & _WORD, (subsequence >> 32) & _WORD, coords.row // 16, coords.col // 32),
+        (seed & _WORD, (seed >> 32) & _WORD),
+        rounds=7,
+    )
+    word = _select_word(words, coords.col // 8 % 4)
+    byte = (word >> 8 * (coords.row // 8 % 2 * 2 + coords.col % 2)) & 0xFF
+    return byte <= flash_keep_threshold(dropout_p)
+
+
+def flash_keep_threshold(dropout_p: float) -> int:
+    """The largest byte that :func:`flash_keep` keeps. PyTorch subtracts in float32 and multiplies in float64."""
+    return math.floor(float(np.float32(1) - np.float32(dropout_p)) * 255.0)
+
+
+def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
+    """The memory-efficient attention's dropout mask as PyTorch draws it: True where an element is kept.
+
+    One 32-bit word of cuRAND's Philox (10 rounds, subsequence 0) an element.
+    """
+    seed, offset = rng_state[0], rng_state[1]
+    row_of_all = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q + coords.row
+    index = offset + row_of_all * coords.max_seqlen_k + coords.col
+    counter = (index >> 2) & (2**62 - 1)
+    zero = torch.zeros_like(counter[:1, :1, :1, :1])
+    words = philox4x32(
+        (counter & _WORD, counter >> 32, zero, zero), (seed & _WORD, (seed >> 32) & _WORD), rounds=10
+    )
+    return _select_word(words, index & 3) >= mem_efficient_keep_threshold(dropout_p)
+
+
+def mem_efficient_keep_threshold(dropout_p: float) -> int:
+    """The smallest 32-bit word x with ``x * 2**-32 + 2**-33 > dropout_p`` in float32, as cuRAND and PyTorch round.
+
+    float32 of x, and so the sum, never falls as x grows: bisection finds the one threshold.
+    """
+    p = np.float32(dropout_p)
+    low, high = 0, 2**32
+    while low < high:
+        middle = (low + high) // 2
+        if np.float32(middle) * np.float32(2.0**-32) + np.float32(2.0**-33) > p:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _select_word(words: tuple[Tensor, ...], index: Tensor) -> Tensor:
+    low = torch.where(index == 0, words[0], words[1])
+    return torch.where(index < 2, low, torch.where(index == 2, words[2], words[3]))
+
+
+DROPOUT_KEEP: dict[str, Callable[[ScoreCoords, float, Tensor], Tensor]] = {
+    "flash": flash_keep,
+    "mem_efficient": mem_efficient_keep,
+}
+
+
+# ---- attention ----
+
+
+@dataclass(frozen=True)
+class ScoreArgs:
+    """What happens to scores between the two products. The defaults do nothing.
+
+    Attributes:
+        mask: ``""``, ``"causal"``, ``"causal_top_left"``, ``"window"`` or ``"window_top_left"``.
+        window_left, window_right: keys seen before and after a query's own position, for a window mask.
+        softcap: 0 leaves scores as they are.
+        alibi_slopes: (nheads,) or (batch, nheads), or None.
+        bias: (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k), or None.
+        epilogues: functions ``(scores, coords) -> scores`` applied after the bias, in order.
+        dropout: ``""``, ``"flash"`` or ``"mem_efficient"``.
+        dropout_p: probability of dropping.
+        rng_state: int64 (2,), seed and offset, where there is dropout.
+    """
+
+    mask: str = ""
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    epilogues: tuple[Callable[[Tensor, ScoreCoords], Tensor], ...] = ()
+    dropout: str = ""
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None
+
+    def apply(self, scores: Tensor, coords: ScoreCoords) -> Tensor:
+        """Everything up to and including the mask."""
+        if self.softcap:
+            scores = softcap_scores(scores, self.softcap)
+        if self.alibi_slopes is not None:
+            scores = alibi_scores(scores, coords, self.alibi_slopes)
+        if self.bias is not None:
+            scores = bias_scores(scores, coords, self.bias)
+        for epilogue in self.epilogues:
+            scores = epilogue(scores, coords)
+        seen = visible(coords, self.mask, self.window_left, self.window_right)
+        return scores if seen is None else scores.masked_fill(~seen, -math.inf)
+
+    def keep(self, coords: ScoreCoords) -> Tensor | None:
+        """Which elements dropout keeps, or None where it keeps all."""
+        if not self.dropout:
+            return None
+        assert self.rng_state is not None
+        return DROPOUT_KEEP[self.dropout](coords, self.dropout_p, self.rng_state)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Where each batch's queries and keys lie. All None: batches by stride, each of full length.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starts of the packed sequences.
+        seqused_q, seqused_k: int32 (batch,), how many of a batch's queries and keys count.
+        max_seqlen_q, max_seqlen_k: the longest sequences; needed where they are packed.
+    """
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Batches of equal lengths, computed together: where they are and how long."""
+
+    batch: slice
+    rows_q: slice
+    rows_k: slice
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    scores: ScoreArgs | None = None,
+    lengths: Lengths | None = None,
+    *,
+    return_softmax: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention by definition.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim).
+        k: (batch, seqlen_k, nheads_kv, head_dim), or packed; nheads is a multiple of nheads_kv.
+        v: as k, with head_dim_v.
+        softmax_scale: what the products of q and k are multiplied with.
+        scores: masks, biases, dropout and so on.
+        lengths: sequence lengths where they are not the tensors' own.
+        return_softmax: also return P.
+        compute_dtype: what to compute in; by default float64 for float64 inputs and float32 for all others. With
+            the inputs' own 16-bit dtype every step rounds to it, as unfused torch code would.
+
+    Returns:
+        out, like q with head_dim_v, in q's dtype. Rows that no sequence owns are 0.
+        lse, (batch, nheads, seqlen_q) or packed (nheads, total_q), natural log, in the compute dtype but at least
+            float32. -inf on rows that see no key and on rows that no sequence owns.
+        softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
+            bit set where dropout drops it (0 becomes -0.0), 0 outside a batch's own lengths.
+    """
+    scores, lengths = scores or ScoreArgs(), lengths or Lengths()
+    dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse_dtype = torch.promote_types(dtype, torch.float32)
+    packed = lengths.cu_seqlens_q is not None
+    q4, k4, v4 = (x.unsqueeze(0) if packed else x for x in (q, k, v))
+    nheads, nheads_kv = q4.shape[2], k4.shape[2]
+    max_seqlen_q = lengths.max_seqlen_q if packed else q4.shape[1]
+    max_seqlen_k = lengths.max_seqlen_k if packed else k4.shape[1]
+    batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
+    out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
+    lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
+    softmax = q4.new_zeros((batch, nheads, max_seqlen_q, max_seqlen_k)) if return_softmax else None
+
+    for group in _sequences(q4, k4, lengths):
+        # A packed tensor's only "batch" holds every sequence.
+        where = slice(0, 1) if packed else group.batch
+        seqlen_q, seqlen_k = group.rows_q.stop - group.rows_q.start, group.rows_k.stop - group.rows_k.start
+        for heads in _chunks(nheads, max(1, _CHUNK_SCORES // max(1, seqlen_q * seqlen_k))):
+            head = torch.arange(heads.start, heads.stop, device=q.device)
+            head_kv = head * nheads_kv // max(nheads, 1)
+            coords = ScoreCoords(
+                batch=torch.arange(group.batch.start, group.batch.stop, device=q.device).view(-1, 1, 1, 1),
+                head=head.view(1, -1, 1, 1),
+                row=torch.arange(seqlen_q, device=q.device).view(1, 1, -1, 1),
+                col=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
+                nheads=nheads,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                top_left=scores.mask.endswith("top_left"),
+            )
+            piece, piece_lse, p = _attend(
+                q4[where, group.rows_q, heads].to(dtype),
+                k4[where, group.rows_k].index_select(2, head_kv).to(dtype),
+                v4[where, group.rows_k].index_select(2, head_kv).to(dtype),
+                softmax_scale,
+                scores,
+                coords,
+            )
+            out[where, group.rows_q, heads] = piece.to(out.dtype)
+            lse[where, heads, group.rows_q] = piece_lse.to(lse_dtype)
+            if softmax is not None:
+                softmax[group.batch, heads, :seqlen_q, :seqlen_k] = p.to(softmax.dtype)
+    return (out[0], lse[0], softmax) if packed else (out, lse, softmax)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, score_args: ScoreArgs, coords: ScoreCoords
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with its dropout signs."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = score_args.apply((q * softmax_scale) @ k.transpose(-1, -2), coords)
+    # The maximum only guards exp against overflow: any constant gives the same P, so no gradient flows through it.
+    row_max = (
+        scores.detach().amax(-1, keepdim=True) if coords.seqlen_k else scores.new_zeros((*q.shape[:3], 1))
+    )
+    row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
+    p = torch.exp(scores - row_max)
+    row_sum = p.sum(-1, keepdim=True)
+    empty = row_sum == 0
+    row_sum = row_sum.masked_fill(empty, 1.0)
+    p = p / row_sum
+    lse = (torch.log(row_sum) + row_max).masked_fill(empty, -math.inf).squeeze(-1)
+    keep = score_args.keep(coords)
+    if keep is None:
+        return (p @ v).transpose(1, 2), lse, p
+    out = (p * keep) @ v * (1.0 / (1.0 - score_args.dropout_p))
+    return out.transpose(1, 2), lse, torch.where(keep, p, -p)
+
+
+def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
+    """Every batch once; those known to be equally long together, as many as fit a chunk of scores."""
+    if all(
+        x is None for x in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_q, lengths.seqused_k)
+    ):
+        size = max(1, q.shape[1] * q.shape[2] * k.shape[1])
+        for batch in _chunks(q.shape[0], max(1, _CHUNK_SCORES // size)):
+            yield _Sequences(batch, slice(0, q.shape[1]), slice(0, k.shape[1]))
+        return
+    packed = lengths.cu_seqlens_q is not None
+    starts_q, rows_q = _row_ranges(q, packed, lengths.cu_seqlens_q, lengths.seqused_q)
+    starts_k, rows_k = _row_ranges(k, packed, lengths.cu_seqlens_k, lengths.seqused_k)
+    for b in range(len(rows_q)):
+        yield _Sequences(
+            slice(b, b + 1),
+            slice(starts_q[b], starts_q[b] + rows_q[b]),
+            slice(starts_k[b], starts_k[b] + rows_k[b]),
+        )
+
+
+def _row_ranges(
+    x: Tensor, packed: bool, cu_seqlens: Tensor | None, seqused: Tensor | None
+) -> tuple[list[int], list[int]]:
+    if packed:
+        assert cu_seqlens is not None
+        bounds = cu_seqlens.tolist()
+        starts, rows = bounds[:-1], [end - start for start, end in itertools.pairwise(bounds)]
+    else:
+        starts, rows = [0] * x.shape[0], [x.shape[1]] * x.shape[0]
+    return starts, rows if seqused is None else seqused.tolist()
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

@@ -1,0 +1,408 @@
+"""The definition of attention against torch's own, against naive loops, and against published random numbers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cute_attn import reference
+from cute_attn.reference import Lengths, ScoreArgs, ScoreCoords
+
+F64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def coords(batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> ScoreCoords:
+    return ScoreCoords(
+        batch=torch.arange(batch).view(-1, 1, 1, 1),
+        head=torch.arange(nheads).view(1, -1, 1, 1),
+        row=torch.arange(seqlen_q).view(1, 1, -1, 1),
+        col=torch.arange(seqlen_k).view(1, 1, 1, -1),
+        nheads=nheads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=seqlen_k,
+        top_left=False,
+    )
+
+
+# ---- against torch's own math attention ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("feature", ["plain", "causal_top_left", "bias"])
+@pytest.mark.parametrize(("nheads", "nheads_kv", "head_dim_v"), [(4, 4, 16), (6, 2, 24), (4, 1, 8)])
+def test_torch_math_attention(feature, dtype, nheads, nheads_kv, head_dim_v):
+    q = randn(2, 17, nheads, 16, seed=1, dtype=dtype)
+    k = randn(2, 29, nheads_kv, 16, seed=2, dtype=dtype)
+    v = randn(2, 29, nheads_kv, head_dim_v, seed=3, dtype=dtype)
+    bias = randn(2, nheads, 17, 29, seed=4, dtype=dtype) if feature == "bias" else None
+    mask = "causal_top_left" if feature == "causal_top_left" else ""
+    out, lse, _ = reference.attention(q, k, v, 0.3, ScoreArgs(mask=mask, bias=bias))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=bias,
+            is_causal=bool(mask),
+            scale=0.3,
+            enable_gqa=True,
+        )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert out.dtype == dtype and lse.shape == (2, nheads, 17)
+
+
+def test_bottom_right_causal_is_torchs_causal_lower_right():
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = randn(1, 9, 2, 8, seed=1), randn(1, 13, 2, 8, seed=2), randn(1, 13, 2, 8, seed=3)
+    out, _, _ = reference.attention(q, k, v, 1.0, ScoreArgs(mask="causal"))
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=causal_lower_right(9, 13), scale=1.0
+    )
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+# ---- against a loop over every query and key ----
+
+
+def naive(q, k, v, scale, args: ScoreArgs):
+    """One batch, written with Python loops over heads, queries and keys. q (sq, h, d), k (sk, h, d), v (sk, h, dv)."""
+    seqlen_q, nheads, seqlen_k = q.shape[0], q.shape[1], k.shape[0]
+    shift = 0 if args.mask.endswith("top_left") else seqlen_k - seqlen_q
+    out, lse = torch.zeros(seqlen_q, nheads, v.shape[2], dtype=F64), torch.zeros(nheads, seqlen_q, dtype=F64)
+    for h in range(nheads):
+        for i in range(seqlen_q):
+            weights = []
+            for j in range(seqlen_k):
+                s = scale * float(q[i, h] @ k[j, h])
+                if args.softcap:
+                    s = args.softcap * math.tanh(s / args.softcap)
+                if args.alibi_slopes is not None:
+                    s -= float(args.alibi_slopes[h]) * abs(i + shift - j)
+                if args.bias is not None:
+                    s += float(args.bias[0, h, i, j])
+                if args.mask.startswith("causal") and j > i + shift:
+                    continue
+                if args.mask.startswith("window") and not (
+                    i + shift - args.window_left <= j <= i + shift + args.window_right
+                ):
+                    continue
+                weights.append((math.exp(s), j))
+            total = sum(w for w, _ in weights)
+            lse[h, i] = math.log(total) if weights else -math.inf
+            for w, j in weights:
+                out[i, h] += w / total * v[j, h]
+    return out, lse
+
+
+SCORES = {
+    "causal": ScoreArgs(mask="causal"),
+    "causal_top_left": ScoreArgs(mask="causal_top_left"),
+    "window_0_0": ScoreArgs(mask="window", window_left=0, window_right=0),
+    "window_3_1": ScoreArgs(mask="window", window_left=3, window_right=1),
+    "window_left_unbounded": ScoreArgs(mask="window", window_right=2),
+    "window_top_left": ScoreArgs(mask="window_top_left", window_left=2, window_right=0),
+    "softcap": ScoreArgs(softcap=1.5),
+    "alibi": ScoreArgs(alibi_slopes=torch.tensor([0.5, 0.125])),
+    "all": ScoreArgs(
+        mask="window",
+        window_left=4,
+        window_right=2,
+        softcap=2.0,
+        alibi_slopes=torch.tensor([0.25, 0.75]),
+        bias=randn(1, 2, 7, 9, seed=9)[:, :, :, :],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(7, 9), (5, 5), (7, 4)])
+def test_naive_loops(name, seqlen_q, seqlen_k):
+    args = SCORES[name]
+    if args.bias is not None:
+        args = replace(args, bias=args.bias[:, :, :seqlen_q, :seqlen_k])
+    q, k, v = randn(seqlen_q, 2, 8, seed=1), randn(seqlen_k, 2, 8, seed=2), randn(seqlen_k, 2, 16, seed=3)
+    out, lse, _ = reference.attention(q[None], k[None], v[None], 0.5, args)
+    expected_out, expected_lse = naive(q, k, v, 0.5, args)
+    torch.testing.assert_close(out[0], expected_out)
+    torch.testing.assert_close(lse[0], expected_lse)
+
+
+def test_slopes_per_batch_and_head():
+    q, k, v = (randn(2, 6, 2, 8, seed=s) for s in (1, 2, 3))
+    slopes = randn(2, 2, seed=4).abs()
+    out, _, _ = reference.attention(q, k, v, 0.5, ScoreArgs(alibi_slopes=slopes))
+    for b in range(2):
+        expected, _ = naive(q[b], k[b], v[b], 0.5, ScoreArgs(alibi_slopes=slopes[b]))
+        torch.testing.assert_close(out[b], expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 5, 7), (2, 1, 5, 7), (2, 3, 1, 7), (1, 1, 1, 7)])
+def test_bias_broadcasts(shape):
+    q, k, v = randn(2, 5, 3, 8, seed=1), randn(2, 7, 3, 8, seed=2), randn(2, 7, 3, 8, seed=3)
+    bias = randn(*shape, seed=4)
+    out = reference.attention(q, k, v, 1.0, ScoreArgs(bias=bias))
+    full = reference.attention(q, k, v, 1.0, ScoreArgs(bias=bias.expand(2, 3, 5, 7)))
+    torch.testing.assert_close(out[:2], full[:2], rtol=0, atol=0)
+
+
+def test_user_epilogue_comes_after_the_bias_and_before_the_mask():
+    q, k, v = (randn(1, 4, 1, 8, seed=s) for s in (1, 2, 3))
+    bias = randn(1, 1, 4, 4, seed=4)
+    args = ScoreArgs(mask="causal", bias=bias, epilogues=(lambda s, c: s * (c.col + 1),))
+    _, lse, _ = reference.attention(q, k, v, 1.0, args)
+    scores = (torch.einsum("ihd,jhd->ij", q[0], k[0]) + bias[0, 0]) * torch.arange(1, 5)
+    expected = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf).logsumexp(-1)
+    torch.testing.assert_close(lse[0, 0], expected)
+
+
+# ---- empty rows, lengths, memory that nobody owns ----
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
+def test_zero_lengths(seqlen_q, seqlen_k):
+    q, k = randn(2, seqlen_q, 2, 8).requires_grad_(), randn(2, seqlen_k, 2, 8)
+    out, lse, p = reference.attention(q, k, k, 1.0, ScoreArgs(mask="causal"), return_softmax=True)
+    assert out.shape == (2, seqlen_q, 2, 8) and not out.any()
+    assert p is not None and p.shape == (2, 2, seqlen_q, seqlen_k)
+    assert torch.equal(lse, torch.full((2, 2, seqlen_q), -math.inf, dtype=F64))
+    out.sum().backward()
+    assert q.grad is not None and not q.grad.any()
+
+
+@pytest.mark.parametrize("reason", ["causal", "bias"])
+def test_rows_that_see_nothing(reason):
+    q, k, v = (randn(1, n, 2, 8, seed=n).requires_grad_() for n in (6, 4, 4))
+    v = randn(1, 4, 2, 8, seed=5).requires_grad_()
+    bias = torch.zeros(1, 1, 6, 4, dtype=F64)
+    bias[:, :, :2] = -math.inf
+    args = ScoreArgs(mask="causal") if reason == "causal" else ScoreArgs(bias=bias)
+    out, lse, _ = reference.attention(q, k, v, 1.0, args)
+    assert not out[:, :2].any() and (lse[:, :, :2] == -math.inf).all() and lse[:, :, 2:].isfinite().all()
+    (out.sum() + lse[:, :, 2:].sum()).backward()
+    assert q.grad is not None and not q.grad[:, :2].any()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_row_masked_by_the_smallest_finite_number_averages():
+    q, k, v = (randn(1, 3, 1, 8, seed=s) for s in (1, 2, 3))
+    bias = torch.full((1, 1, 1, 3), torch.finfo(torch.float32).min, dtype=torch.float32)
+    out, lse, _ = reference.attention(q, k, v, 1.0, ScoreArgs(bias=bias))
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(v))
+    assert lse.isfinite().all()
+
+
+def test_packed_is_a_loop_and_never_reads_what_no_sequence_owns():
+    lengths_q, lengths_k, used_q, used_k = [5, 0, 7, 3], [6, 4, 0, 9], [4, 0, 7, 3], [6, 2, 0, 5]
+    cu_q = torch.tensor([2, *np.cumsum(lengths_q) + 2], dtype=torch.int32)
+    cu_k = torch.tensor([1, *np.cumsum(lengths_k) + 1], dtype=torch.int32)
+    q, k, v = randn(20, 4, 8, seed=1), randn(25, 2, 8, seed=2), randn(25, 2, 16, seed=3)
+    owned = torch.zeros(25, dtype=torch.bool)
+    owned_q = torch.zeros(20, dtype=torch.bool)
+    for b in range(4):
+        owned[int(cu_k[b]) : int(cu_k[b]) + used_k[b]] = True
+        owned_q[int(cu_q[b]) : int(cu_q[b]) + used_q[b]] = True
+    q[~owned_q], k[~owned], v[~owned] = math.nan, math.nan, math.nan
+    rng_state = torch.tensor([3, 5])
+    args = ScoreArgs(mask="causal", softcap=3.0, dropout="flash", dropout_p=0.3, rng_state=rng_state)
+    lengths = Lengths(
+        cu_q, cu_k, torch.tensor(used_q), torch.tensor(used_k), max_seqlen_q=max(lengths_q), max_seqlen_k=9
+    )
+    out, lse, p = reference.attention(q, k, v, 0.5, args, lengths, return_softmax=True)
+    assert out.isfinite().all() and not lse.isnan().any() and not out[~owned_q].any()
+    assert p is not None and p.shape == (4, 4, 7, 9)
+    for b in range(4):
+        rows, keys = (
+            slice(int(cu_q[b]), int(cu_q[b]) + used_q[b]),
+            slice(int(cu_k[b]), int(cu_k[b]) + used_k[b]),
+        )
+        # Dropout depends on the batch's number: put the sequence where it stood among others of the same length.
+        same = [x[None].expand(4, -1, -1, -1) for x in (q[rows], k[keys], v[keys])]
+        one_out, one_lse, one_p = reference.attention(*same, 0.5, args, return_softmax=True)
+        assert one_p is not None
+        torch.testing.assert_close(out[rows], one_out[b])
+        torch.testing.assert_close(lse[:, rows], one_lse[b])
+        torch.testing.assert_close(p[b, :, : used_q[b], : used_k[b]], one_p[b])
+
+
+def test_used_keys_of_strided_batches():
+    q, k, v = randn(3, 4, 2, 8, seed=1), randn(3, 10, 2, 8, seed=2), randn(3, 10, 2, 8, seed=3)
+    used = [10, 0, 6]
+    for b, n in enumerate(used):
+        k[b, n:], v[b, n:] = math.nan, math.inf
+    lengths = Lengths(seqused_k=torch.tensor(used, dtype=torch.int32))
+    out, lse, _ = reference.attention(q, k, v, 1.0, ScoreArgs(mask="causal"), lengths)
+    for b, n in enumerate(used):
+        one = (x[b : b + 1, :n] for x in (k, v))
+        expected, expected_lse, _ = reference.attention(q[b : b + 1], *one, 1.0, ScoreArgs(mask="causal"))
+        torch.testing.assert_close(out[b], expected[0])
+        torch.testing.assert_close(lse[b], expected_lse[0])
+
+
+def test_chunks_of_batches_and_heads_change_nothing(monkeypatch):
+    q, k, v = randn(3, 5, 6, 8, seed=1), randn(3, 7, 2, 8, seed=2), randn(3, 7, 2, 8, seed=3)
+    args = ScoreArgs(dropout="mem_efficient", dropout_p=0.5, rng_state=torch.tensor([1, 2]))
+    whole = reference.attention(q, k, v, 1.0, args, return_softmax=True)
+    for size in (1, 75, 150, 300):
+        monkeypatch.setattr(reference, "_CHUNK_SCORES", size)
+        for a, b in zip(whole, reference.attention(q, k, v, 1.0, args, return_softmax=True), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+# ---- precision, softmax, gradients ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_inputs_compute_in_float32(dtype):
+    q, k, v = (randn(1, 40, 2, 16, seed=s, dtype=dtype) for s in (1, 2, 3))
+    out, lse, _ = reference.attention(q, k, v, 0.25)
+    exact, exact_lse, _ = reference.attention(q, k, v, 0.25, compute_dtype=F64)
+    plain, plain_lse, _ = reference.attention(q, k, v, 0.25, compute_dtype=dtype)
+    assert out.dtype == plain.dtype == dtype and lse.dtype == plain_lse.dtype == torch.float32
+    assert exact_lse.dtype == F64
+    assert (lse - exact_lse).abs().max() < 1e-5 < (plain_lse - exact_lse).abs().max()
+    assert (out.double() - exact.double()).abs().mean() < (plain.double() - exact.double()).abs().mean()
+
+
+@pytest.mark.parametrize("dropout", ["", "flash", "mem_efficient"])
+def test_softmax_is_what_multiplies_v(dropout):
+    q, k, v = (randn(2, 33, 2, 8, seed=s) for s in (1, 2, 3))
+    args = ScoreArgs(mask="causal", dropout=dropout, dropout_p=0.4, rng_state=torch.tensor([7, 8]))
+    out, _, p = reference.attention(q, k, v, 1.0, args, return_softmax=True)
+    assert p is not None
+    torch.testing.assert_close(p.abs().sum(-1), torch.ones(2, 2, 33, dtype=F64))
+    assert p.signbit().any() == bool(dropout)
+    assert bool(p[:, :, 0, 1:].signbit().any()) == bool(dropout), "a dropped 0 is -0.0"
+    kept = p.masked_fill(p.signbit(), 0.0) / (0.6 if dropout else 1.0)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", kept, v), out)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients(packed):
+    cu = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    lengths = Lengths(cu, cu, max_seqlen_q=3, max_seqlen_k=3) if packed else Lengths()
+    lead = (5,) if packed else (2, 4)
+    q, k, v = randn(*lead, 4, 8, seed=1), randn(*lead, 2, 8, seed=2), randn(*lead, 2, 16, seed=3)
+    bias, slopes = randn(1, 4, 1, 4, seed=4), randn(4, seed=5)
+    rng_state = torch.tensor([11, 12])
+
+    def f(q, k, v, bias, slopes):
+        args = ScoreArgs(
+            mask="causal",
+            softcap=2.0,
+            alibi_slopes=slopes,
+            bias=bias,
+            dropout="flash",
+            dropout_p=0.2,
+            rng_state=rng_state,
+        )
+        return reference.attention(q, k, v, 0.5, args, lengths)[:2]
+
+    inputs = tuple(x.requires_grad_() for x in (q, k, v, bias, slopes))
+    assert torch.autograd.gradcheck(f, inputs, atol=1e-7)
+
+
+# ---- random numbers ----
+
+
+def philox_one(counter, key, rounds):
+    """Philox of one counter with Python integers, written from the paper's figure."""
+    (x0, x1, x2, x3), (k0, k1) = counter, key
+    for r in range(rounds):
+        round_key_0, round_key_1 = (k0 + r * 0x9E3779B9) % 2**32, (k1 + r * 0xBB67AE85) % 2**32
+        high_0, low_0 = divmod(0xD2511F53 * x0, 2**32)
+        high_2, low_2 = divmod(0xCD9E8D57 * x2, 2**32)
+        x0, x1, x2, x3 = high_2 ^ x1 ^ round_key_0, low_2, high_0 ^ x3 ^ round_key_1, low_0
+    return x0, x1, x2, x3
+
+
+ONES = 0xFFFFFFFF
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+# Random123's published known answers (kat_vectors): the digits of pi are counter and key of the third.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), 10, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((ONES,) * 4, (ONES,) * 2, 10, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (*PI, 10, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ((0, 0, 0, 0), (0, 0), 7, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ((ONES,) * 4, (ONES,) * 2, 7, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (*PI, 7, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "rounds", "answer"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, rounds, answer):
+    words = [int(word, 16) for word in answer.split()]
+    assert list(philox_one(counter, key, rounds)) == words
+    tensors = [[torch.tensor([x]) for x in values] for values in (counter, key)]
+    assert [int(x) for x in reference.philox4x32(*tensors, rounds)] == words
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.2, 0.5, 0.999])
+@pytest.mark.parametrize("state", [(0, 0), (42, 1234), (-5, 2**32 - 17), (2**63 - 1, 2**40 + 3)])
+def test_flash_mask_is_its_definition(dropout_p, state):
+    batch, nheads, seqlen_q, seqlen_k = 2, 3, 37, 70
+    keep = reference.flash_keep(coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state))
+    assert keep.shape == (batch, nheads, seqlen_q, seqlen_k)
+    seed, offset = state
+    threshold = math.floor(255 * float(np.float32(1) - np.float32(dropout_p)))
+    rng = np.random.default_rng(0)
+    for b, h, q, k in zip(*(rng.integers(0, n, 200) for n in keep.shape), strict=True):
+        lane = 4 * (q % 8) + (k % 8) // 2
+        low = int(offset + (b * nheads + h) * 32 + lane) % 2**64
+        words = philox_one(
+            (low % 2**32, low >> 32, int(q) // 16, int(k) // 32), (seed % 2**32, (seed >> 32) % 2**32), 7
+        )
+        data = np.array(words, dtype="<u4").tobytes()
+        byte = data[4 * ((k >> 3) & 3) + 2 * ((q >> 3) & 1) + (k & 1)]
+        assert bool(keep[b, h, q, k]) == (byte <= threshold)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.2, 0.5, 0.999])
+@pytest.mark.parametrize("state", [(0, 0), (42, 1235), (-5, 2**34 - 17), (2**63 - 1, 2**40 + 3)])
+def test_mem_efficient_mask_is_its_definition(dropout_p, state):
+    batch, nheads, seqlen_q, seqlen_k = 2, 3, 9, 21
+    keep = reference.mem_efficient_keep(
+        coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state)
+    )
+    seed, offset = state
+    for flat, kept in enumerate(keep.flatten().tolist()):
+        n = offset + flat
+        counter = (n >> 2) % 2**64
+        word = philox_one((counter % 2**32, counter >> 32, 0, 0), (seed % 2**32, (seed >> 32) % 2**32), 10)[
+            n & 3
+        ]
+        uniform = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
+        assert kept == (uniform > np.float32(dropout_p))
+
+
+def test_mem_efficient_mask_of_packed_sequences_counts_the_longest():
+    whole = coords(2, 2, 8, 12)
+    part = replace(coords(2, 2, 5, 7), max_seqlen_q=8, max_seqlen_k=12)
+    state = torch.tensor([4, 6])
+    keep = reference.mem_efficient_keep(whole, 0.5, state)
+    assert torch.equal(reference.mem_efficient_keep(part, 0.5, state), keep[:, :, :5, :7])
+
+
+@pytest.mark.parametrize("name", ["flash", "mem_efficient"])
+def test_masks_keep_the_right_share(name):
+    keep = reference.DROPOUT_KEEP[name](coords(2, 2, 256, 256), 0.3, torch.tensor([1, 2]))
+    share = (reference.flash_keep_threshold(0.3) + 1) / 256 if name == "flash" else 0.7
+    assert abs(keep.double().mean().item() - share) < 4 * math.sqrt(0.21 / keep.numel())
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-12, 0.1, 1 / 3, 0.5, 0.75, 1 - 2**-24])
+def test_mem_efficient_threshold_is_tight(dropout_p):
+    threshold = reference.mem_efficient_keep_threshold(dropout_p)
+
+    def kept(x):
+        return np.float32(x) * np.float32(2.0**-32) + np.float32(2.0**-33) > np.float32(dropout_p)
+
+    assert threshold == 0 or not kept(threshold - 1)
+    assert threshold == 2**32 or kept(threshold)
