@@ -1,0 +1,38 @@
+"""Attention kernels in the CUTLASS Python DSL: pick one by its traits, change its tile, compile, measure, ship.
+
+    import cute_attn
+
+    out = cute_attn.attention(q, k, v, causal=True)                                 the operator
+    kernel = cute_attn.compile("forward-sm80-bf16-d128-causal", "tile_n=128")       what it runs, and what that costs
+    kernel.resources, kernel.instructions, kernel.ptx, kernel.sass
+
+Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Traits": "traits",
+    "compile": "compiler",
+    "prebuild": "compiler",
+    "CompiledKernel": "compiler",
+    "Resources": "compiler",
+    "Unsupported": "registry",
+    "defaults": "registry",
+    "lookup": "registry",
+    "register": "registry",
+    "Epilogue": "epilogues.base",
+    "register_epilogue": "epilogues.base",
+    "attention": "interface",
+    "attention_varlen": "interface",
+}
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'cute_attn' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

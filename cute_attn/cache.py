@@ -1,0 +1,153 @@
+"""Compiled kernels on disk: one folder a kernel, written whole or not at all, and a miss when anything is amiss."""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_attn.fingerprint import digest
+
+OBJECT, CUBIN, PTX, META = "kernel.o", "kernel.cubin", "kernel.ptx", "meta.json"
+_FILES = (OBJECT, CUBIN, PTX)
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel on disk.
+
+    Attributes:
+        folder: where its files lie.
+        meta: what was recorded with it: name, target, tile, resources, warnings, seconds, ...
+        size: the bytes its files take.
+        last_used: seconds since the epoch.
+    """
+
+    folder: Path
+    meta: dict[str, Any]
+    size: int
+    last_used: float
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+
+class DiskCache:
+    """Entries below one folder, shared by any number of processes.
+
+    An entry is made beside its place and renamed into it, so a reader sees all of it or none. A digest over all of its
+    files is part of it; one that does not match counts as absent, and the next :meth:`put` replaces it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._kernels = root / "kernels"
+        self._locks = root / "locks"
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of that key, checked, or None. Its time of last use becomes now."""
+        entry = self._read(self._kernels / key)
+        if entry is not None:
+            with suppress(OSError):  # a cache that may only be read serves as well
+                os.utime(entry.folder / META)
+        return entry
+
+    def put(self, key: str, meta: dict[str, Any], files: dict[str, bytes]) -> Entry:
+        """Store a kernel's ``OBJECT``, ``CUBIN`` and ``PTX`` with what is to be known about them."""
+        self._kernels.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=self.root, prefix="new-"))
+        try:
+            for name in _FILES:
+                (scratch / name).write_bytes(files[name])
+            record = {
+                "format": _FORMAT,
+                "digest": _digest(meta, [files[name] for name in _FILES]),
+                "meta": meta,
+            }
+            (scratch / META).write_text(json.dumps(record, indent=1))
+            place = self._kernels / key
+            if place.exists():  # it was corrupt, or another process was as fast
+                os.rename(place, scratch / "old")
+            os.rename(scratch, place)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        shutil.rmtree(place / "old", ignore_errors=True)
+        entry = self._read(place)
+        if entry is None:
+            raise OSError(f"what was just written to {place} does not read back")
+        return entry
+
+    @contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Held by the one process that builds a kernel; others wait, and find it built."""
+        from filelock import FileLock
+
+        self._locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._locks / f"{key}.lock"):
+            yield
+
+    def entries(self) -> list[Entry]:
+        """All sound entries, the most recently used first."""
+        folders = self._kernels.iterdir() if self._kernels.is_dir() else ()
+        entries = [entry for folder in folders if (entry := self._read(folder)) is not None]
+        return sorted(entries, key=lambda entry: -entry.last_used)
+
+    def prune(self, older_than: float | None = None) -> tuple[int, int]:
+        """Remove what was not used for ``older_than`` seconds (None: everything), and what is broken.
+
+        Returns:
+            how many entries went, and how many bytes.
+        """
+        now = time.time()
+        count = size = 0
+        for folder in list(self._kernels.iterdir()) if self._kernels.is_dir() else []:
+            entry = self._read(folder)
+            if entry is not None and older_than is not None and now - entry.last_used < older_than:
+                continue
+            size += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            count += 1
+            shutil.rmtree(folder, ignore_errors=True)
+            (self._locks / f"{folder.name}.lock").unlink(missing_ok=True)
+        for leftover in self.root.glob("new-*"):  # of a process that was killed while it wrote
+            if now - leftover.stat().st_mtime > 3600:
+                shutil.rmtree(leftover, ignore_errors=True)
+        return count, size
+
+    def _read(self, folder: Path) -> Entry | None:
+        try:
+            record = json.loads((folder / META).read_bytes())
+            contents = [(folder / name).read_bytes() for name in _FILES]
+            sound = record["format"] == _FORMAT and record["digest"] == _digest(record["meta"], contents)
+            used = (folder / META).stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if not sound:
+            return None
+        return Entry(folder, record["meta"], sum(map(len, contents)), used)
+
+
+def _digest(meta: dict[str, Any], contents: list[bytes]) -> str:
+    return digest(json.dumps(meta, sort_keys=True).encode(), *contents)
+
+
+def default_cache() -> DiskCache | None:
+    """The user's cache, in the platform's place for caches or in ``CUTE_ATTN_CACHE_DIR``; None if ``CUTE_ATTN_CACHE=0``."""
+    if os.environ.get("CUTE_ATTN_CACHE", "1") == "0":
+        return None
+    folder = os.environ.get("CUTE_ATTN_CACHE_DIR")
+    if folder is None:
+        from platformdirs import user_cache_dir
+
+        folder = user_cache_dir("cute_attn")
+    return DiskCache(Path(folder))

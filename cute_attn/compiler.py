@@ -1,0 +1,331 @@
+"""From traits and a tile to a kernel that runs, cached in memory and on disk.
+
+    compiled = compile("forward-sm80-bf16-d128-causal", target="sm90")
+    compiled.resources.registers, compiled.instructions["HMMA"], compiled.ptx
+
+Nothing here needs a GPU or a driver before a kernel is launched.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_attn import cubin as _cubin
+from cute_attn.cache import CUBIN, OBJECT, PTX, DiskCache, Entry, default_cache
+from cute_attn.cubin import Resources
+from cute_attn.fingerprint import cache_key, toolchain
+from cute_attn.traits import Traits
+
+__all__ = ["TARGETS", "CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
+
+TARGETS = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
+"""What can be built for, and the compiler's name for it."""
+
+# Everything but the architecture and the folder. Options in brackets (cute.compile[...]) would be dropped beside these.
+_OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
+
+_requests: dict[tuple[Any, Any, Any], "CompiledKernel"] = {}
+_kernels: dict[str, "CompiledKernel"] = {}
+# The compiler's remarks come through the process's stderr, so one kernel is built at a time; see prebuild for more.
+_building = threading.Lock()
+
+
+class CompiledKernel:
+    """A kernel built for one target. Calling it launches it on the current stream, with the kernel's own arguments.
+
+    Attributes:
+        traits, tile, target: what was built.
+        resources: registers, shared memory, spills and local memory.
+        warnings: what ptxas gave up on: serialised wgmma (C7510 to C7518) or setmaxnreg (C7508). Good kernels have none.
+        key: the key it is cached under.
+        seconds: what building it took, then.
+        from_cache: whether this process found it on disk instead of building it.
+    """
+
+    def __init__(self, kernel: Any, target: str, entry: Entry, from_cache: bool) -> None:
+        self.traits = kernel.traits
+        self.tile = kernel.tile
+        self.target = target
+        self.key = entry.key
+        self.from_cache = from_cache
+        self.seconds: float = entry.meta["seconds"]
+        self.resources = Resources(**entry.meta["resources"])
+        self.warnings: tuple[str, ...] = tuple(entry.meta["warnings"])
+        self._classes = kernel_classes(type(kernel), kernel.traits)
+        self._entry = entry
+
+    @property
+    def name(self) -> str:
+        return self.traits.name
+
+    @functools.cached_property
+    def function(self) -> Callable[..., None]:
+        """The launching function itself, loaded on first use; what a hot path should hold on to."""
+        from cutlass.cute.runtime import load_module
+
+        path = self._entry.folder / OBJECT
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is gone; the cache was pruned after {self.name} was looked up")
+        return getattr(load_module(str(path), enable_tvm_ffi=True), self._entry.meta["function"])
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    @property
+    def ptx(self) -> str:
+        return self._entry.read(PTX).decode().rstrip("\0")
+
+    @property
+    def cubin(self) -> bytes:
+        return self._entry.read(CUBIN)
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The machine code, as nvdisasm prints it (FileNotFoundError where there is no nvdisasm)."""
+        return _cubin.disassemble(self.cubin)
+
+    @property
+    def instructions(self) -> dict[str, int]:
+        """How often each machine instruction stands in the code, by mnemonic, most frequent first."""
+        return _cubin.count_instructions(self.sass)
+
+    def __repr__(self) -> str:
+        return f"CompiledKernel({self.name}, {self.tile}, target={self.target})"
+
+
+def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -> CompiledKernel:
+    """Build a kernel, or find it built.
+
+    Args:
+        traits: what to compute, or its name.
+        tile: how; a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides the default one.
+        target: ``"sm80"``, ``"sm86"``, ``"sm89"`` or ``"sm90"``; by default the GPU that is present, and without one
+            the kernel's own generation.
+
+    Raises:
+        ValueError: the name, the tile's text or the target is none.
+        Unsupported: no kernel serves the traits, or the tile does not fit them or the target.
+    """
+    if isinstance(traits, str):
+        traits = Traits.parse(traits)
+    target = target or default_target(traits.arch)
+    request = (traits, tile, target)
+    known = _requests.get(request)
+    if known is not None and known._classes == kernel_classes(known._classes[0], traits):
+        return known
+
+    kernel = resolve(traits, tile, target)
+    options = f"{_OPTIONS} --gpu-arch {TARGETS[target]}"
+    key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), traits))
+    compiled = _kernels.get(key)
+    if compiled is None:
+        compiled = _kernels[key] = _find_or_build(kernel, target, key, options)
+    _requests[request] = compiled
+    return compiled
+
+
+def resolve(traits: Traits, tile: Any, target: str) -> Any:
+    """The kernel object that serves the traits with that tile (or text, or None) on that target.
+
+    Raises:
+        ValueError, Unsupported: as :func:`compile`.
+    """
+    from cute_attn import registry
+
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    if isinstance(tile, str):
+        base = registry.lookup(traits, None, target).tile
+        tile = base.override(tile)
+    return registry.lookup(traits, tile, target)
+
+
+def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
+    """The classes whose source is a kernel's source: its own, and the users' epilogues its traits name."""
+    if not (traits.variant or traits.epilogues):
+        return (kernel_class,)
+    from cute_attn import registry
+    from cute_attn.epilogues.base import user_epilogue
+
+    current = registry.KERNELS.get((traits.op, traits.arch, traits.variant), kernel_class)
+    return (current, *(user_epilogue(name) for name in traits.epilogues))
+
+
+def default_target(arch: str) -> str:
+    """The target of torch's current GPU, or where there is none, ``arch``: a kernel's own generation.
+
+    Raises:
+        ValueError: the GPU is of a generation that nothing is built for.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return arch
+    return _device_target(torch.cuda.current_device())
+
+
+@functools.cache
+def _device_target(device: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 9:
+        return "sm90"
+    if major == 8:
+        return {6: "sm86", 9: "sm89"}.get(minor, "sm80")
+    raise ValueError(
+        f"the GPU's compute capability is {major}.{minor}; accepted: 8.0 to 9.0, which {', '.join(TARGETS)} stand for"
+    )
+
+
+def _find_or_build(kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
+    cache = default_cache()
+    if cache is None:
+        return CompiledKernel(
+            kernel, target, _build_into(_process_cache(), kernel, target, key, options), False
+        )
+    entry = cache.get(key)
+    if entry is not None:
+        return CompiledKernel(kernel, target, entry, True)
+    with cache.lock(key):
+        entry = cache.get(key)  # another process may have built it meanwhile
+        if entry is not None:
+            return CompiledKernel(kernel, target, entry, True)
+        return CompiledKernel(kernel, target, _build_into(cache, kernel, target, key, options), False)
+
+
+@functools.cache
+def _process_cache() -> DiskCache:
+    """Where kernels lie while the disk cache is off; it goes when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="cute_attn-", ignore_cleanup_errors=True)
+    cache = DiskCache(Path(folder.name))
+    cache.owner = folder  # type: ignore[attr-defined]
+    return cache
+
+
+def _build_into(cache: DiskCache, kernel: Any, target: str, key: str, options: str) -> Entry:
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    start = time.perf_counter()
+    function = f"cute_attn_{key[:16]}"  # distinct, so that no two loaded kernels share a symbol
+    remarks = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder, _building:
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        try:
+            with contextlib.redirect_stderr(remarks):
+                compiled = cute.compile(
+                    kernel, *kernel.fake_args(), stream, options=f"{options} --dump-dir {folder}"
+                )
+        except BaseException:
+            sys.stderr.write(remarks.getvalue())
+            raise
+        path = Path(folder) / OBJECT
+        compiled.export_to_c(str(path), function_name=function)
+        files = {OBJECT: path.read_bytes(), CUBIN: bytes(compiled.__cubin__), PTX: compiled.__ptx__.encode()}
+        module = str(compiled.ir_module)
+    resources = _cubin.read_resources(files[CUBIN], remarks.getvalue(), module)
+    meta = {
+        "name": kernel.traits.name,
+        "tile": asdict(kernel.tile),
+        "target": target,
+        "resources": asdict(resources),
+        "warnings": list(_cubin.read_warnings(remarks.getvalue())),
+        "seconds": round(time.perf_counter() - start, 3),
+        "function": function,
+        "toolchain": toolchain(),
+    }
+    return cache.put(key, meta, files)
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """What became of one request to :func:`prebuild`.
+
+    Attributes:
+        traits, tile, target: the request.
+        seconds: what building it took, 0 where it lay on disk already.
+        error: what went wrong, or None.
+    """
+
+    traits: Traits
+    tile: Any
+    target: str | None
+    seconds: float
+    error: str | None
+
+
+def prebuild(
+    requests: Iterable[tuple[Traits, Any, str | None]], workers: int | None = None
+) -> Iterator[Prebuilt]:
+    """Build many kernels into the disk cache in parallel processes; yields each as it is done.
+
+    A script that calls this has to guard its main part by ``if __name__ == "__main__"``, as for any spawned process.
+
+    Args:
+        requests: (traits, tile or None, target or None) each.
+        workers: processes; by default one a core.
+
+    Raises:
+        ValueError: the disk cache is switched off.
+    """
+    if default_cache() is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
+    requests = list(dict.fromkeys(requests))
+    workers = max(1, min(workers or os.cpu_count() or 1, len(requests)))
+    modules = _user_modules(requests)
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_prebuild_one, request, modules): request for request in requests}
+        for future in concurrent.futures.as_completed(futures):
+            seconds, error = 0.0, None
+            try:
+                seconds = future.result()
+            except Exception as failure:  # one kernel's failure is that kernel's result
+                error = f"{type(failure).__name__}: {failure}"
+            yield Prebuilt(*futures[future], seconds, error)
+
+
+def _user_modules(requests: list[tuple[Traits, Any, str | None]]) -> tuple[tuple[str, str], ...]:
+    """Names and files of the modules in which the requests' variants and epilogues were registered."""
+    from cute_attn import registry
+
+    modules: dict[str, str] = {}
+    for traits, _, _ in requests:
+        base = registry.KERNELS.get((traits.op, traits.arch, traits.variant))
+        if base is None or not (traits.variant or traits.epilogues):
+            continue
+        for cls in kernel_classes(base, traits):
+            if cls.__module__ != "__main__":  # spawning runs that one again by itself
+                modules[cls.__module__] = inspect.getsourcefile(cls) or ""
+    return tuple(modules.items())
+
+
+def _prebuild_one(request: tuple[Traits, Any, str | None], modules: tuple[tuple[str, str], ...]) -> float:
+    for name, file in modules:
+        if name in sys.modules:
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError:  # it was loaded from a file that is on no path
+            spec = importlib.util.spec_from_file_location(name, file)
+            if spec is None or spec.loader is None:
+                raise
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+    compiled = compile(*request)
+    return 0.0 if compiled.from_cache else compiled.seconds
