@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNBOUNDED = 2**30
-"""A window bound that hides nothing; with a sequence position added it still fits 32 bits."""
+from cute_attn.epilogues.inputs import ScoreInputs
 
 _WORD = 0xFFFFFFFF
 # Scores held at once; a tensor of them in float64 is then 64 MB.
@@ -40,7 +39,7 @@ class ScoreCoords:
     """Where a block of scores sits. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
 
     Attributes:
-        batch, head, row, col: int64 indices of the batch, the query head, the query and the key, the latter two
+        batch, head, query, key: int64 indices of the batch, the query head, the query and the key, the latter two
             counted from the start of their sequence.
         nheads: query heads of the whole problem.
         seqlen_q, seqlen_k: this block's own sequence lengths.
@@ -50,8 +49,8 @@ class ScoreCoords:
 
     batch: Tensor
     head: Tensor
-    row: Tensor
-    col: Tensor
+    query: Tensor
+    key: Tensor
     nheads: int
     seqlen_q: int
     seqlen_k: int
@@ -62,7 +61,7 @@ class ScoreCoords:
     @property
     def diagonal(self) -> Tensor:
         """The key position that each query stands at."""
-        return self.row + (0 if self.top_left else self.seqlen_k - self.seqlen_q)
+        return self.query + (0 if self.top_left else self.seqlen_k - self.seqlen_q)
 
 
 # ---- functions of a score ----
@@ -77,23 +76,23 @@ def alibi_scores(scores: Tensor, coords: ScoreCoords, slopes: Tensor) -> Tensor:
     """Subtract slope times the distance between query and key; slopes (nheads,) or (batch, nheads)."""
     slope = slopes[coords.head] if slopes.dim() == 1 else slopes[coords.batch, coords.head]
     slope = slope.to(scores.dtype)
-    return scores - slope * (coords.diagonal - coords.col).abs().to(scores.dtype)
+    return scores - slope * (coords.diagonal - coords.key).abs().to(scores.dtype)
 
 
 def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
     """Add a bias (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k)."""
-    batch, head, row, col = (
+    batch, head, query, key = (
         index.clamp(max=size - 1)
-        for index, size in zip((coords.batch, coords.head, coords.row, coords.col), bias.shape, strict=True)
+        for index, size in zip((coords.batch, coords.head, coords.query, coords.key), bias.shape, strict=True)
     )
-    return scores + bias[batch, head, row, col].to(scores.dtype)
+    return scores + bias[batch, head, query, key].to(scores.dtype)
 
 
 def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int) -> Tensor | None:
     """Which keys a query sees, or None where it sees all. The windows count only where the mask is a window."""
     if not mask:
         return None
-    distance = coords.col - coords.diagonal
+    distance = coords.key - coords.diagonal
     if mask.startswith("causal"):
         return distance <= 0
     return (distance >= -window_left) & (distance <= window_right)
@@ -133,15 +132,15 @@ def flash_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tens
     A block of 16 queries by 32 keys takes 32 Philox calls of 7 rounds, each giving 16 bytes.
     """
     seed, offset = rng_state[0], rng_state[1]
-    lane = coords.row % 8 * 4 + coords.col % 8 // 2
+    lane = coords.query % 8 * 4 + coords.key % 8 // 2
     subsequence = offset + (coords.batch * coords.nheads + coords.head) * 32 + lane
     words = philox4x32(
-        (subsequence & _WORD, (subsequence >> 32) & _WORD, coords.row // 16, coords.col // 32),
+        (subsequence & _WORD, (subsequence >> 32) & _WORD, coords.query // 16, coords.key // 32),
         (seed & _WORD, (seed >> 32) & _WORD),
         rounds=7,
     )
-    word = _select_word(words, coords.col // 8 % 4)
-    byte = (word >> 8 * (coords.row // 8 % 2 * 2 + coords.col % 2)) & 0xFF
+    word = _select_word(words, coords.key // 8 % 4)
+    byte = (word >> 8 * (coords.query // 8 % 2 * 2 + coords.key % 2)) & 0xFF
     return byte <= flash_keep_threshold(dropout_p)
 
 
@@ -156,8 +155,8 @@ def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor)
     One 32-bit word of cuRAND's Philox (10 rounds, subsequence 0) an element.
     """
     seed, offset = rng_state[0], rng_state[1]
-    row_of_all = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q + coords.row
-    index = offset + row_of_all * coords.max_seqlen_k + coords.col
+    row_of_all = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q + coords.query
+    index = offset + row_of_all * coords.max_seqlen_k + coords.key
     counter = (index >> 2) & (2**62 - 1)
     zero = torch.zeros_like(counter[:1, :1, :1, :1])
     words = philox4x32(
@@ -196,52 +195,37 @@ DROPOUT_KEEP: dict[str, Callable[[ScoreCoords, float, Tensor], Tensor]] = {
 # ---- attention ----
 
 
+Epilogue = Callable[[Tensor, ScoreCoords, ScoreInputs], Tensor]
+"""A user's own function of scores: the ``reference`` of a registered epilogue."""
+
+
 @dataclass(frozen=True)
-class ScoreArgs:
-    """What happens to scores between the two products. The defaults do nothing.
+class Features:
+    """Which of the steps between the two products happen. The defaults do nothing; the numbers come as ScoreInputs.
 
     Attributes:
         mask: ``""``, ``"causal"``, ``"causal_top_left"``, ``"window"`` or ``"window_top_left"``.
-        window_left, window_right: keys seen before and after a query's own position, for a window mask.
-        softcap: 0 leaves scores as they are.
-        alibi_slopes: (nheads,) or (batch, nheads), or None.
-        bias: (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k), or None.
-        epilogues: functions ``(scores, coords) -> scores`` applied after the bias, in order.
         dropout: ``""``, ``"flash"`` or ``"mem_efficient"``.
-        dropout_p: probability of dropping.
-        rng_state: int64 (2,), seed and offset, where there is dropout.
+        epilogues: applied after the bias, in order.
     """
 
     mask: str = ""
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    bias: Tensor | None = None
-    epilogues: tuple[Callable[[Tensor, ScoreCoords], Tensor], ...] = ()
     dropout: str = ""
-    dropout_p: float = 0.0
-    rng_state: Tensor | None = None
+    epilogues: tuple[Epilogue, ...] = ()
 
-    def apply(self, scores: Tensor, coords: ScoreCoords) -> Tensor:
-        """Everything up to and including the mask."""
-        if self.softcap:
-            scores = softcap_scores(scores, self.softcap)
-        if self.alibi_slopes is not None:
-            scores = alibi_scores(scores, coords, self.alibi_slopes)
-        if self.bias is not None:
-            scores = bias_scores(scores, coords, self.bias)
-        for epilogue in self.epilogues:
-            scores = epilogue(scores, coords)
-        seen = visible(coords, self.mask, self.window_left, self.window_right)
-        return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
-    def keep(self, coords: ScoreCoords) -> Tensor | None:
-        """Which elements dropout keeps, or None where it keeps all."""
-        if not self.dropout:
-            return None
-        assert self.rng_state is not None
-        return DROPOUT_KEEP[self.dropout](coords, self.dropout_p, self.rng_state)
+def modify_scores(scores: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs) -> Tensor:
+    """Everything that happens to scores, up to and including the mask."""
+    if inputs.softcap:
+        scores = softcap_scores(scores, inputs.softcap)
+    if inputs.alibi_slopes is not None:
+        scores = alibi_scores(scores, coords, inputs.alibi_slopes)
+    if inputs.bias is not None:
+        scores = bias_scores(scores, coords, inputs.bias)
+    for epilogue in features.epilogues:
+        scores = epilogue(scores, coords, inputs)
+    seen = visible(coords, features.mask, inputs.window_left, inputs.window_right)
+    return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -262,6 +246,9 @@ class Lengths:
     max_seqlen_k: int = 0
 
 
+PLAIN, NO_INPUTS, FULL_LENGTHS = Features(), ScoreInputs(), Lengths()
+
+
 @dataclass(frozen=True)
 class _Sequences:
     """Batches of equal lengths, computed together: where they are and how long."""
@@ -276,8 +263,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     softmax_scale: float,
-    scores: ScoreArgs | None = None,
-    lengths: Lengths | None = None,
+    features: Features = PLAIN,
+    inputs: ScoreInputs = NO_INPUTS,
+    lengths: Lengths = FULL_LENGTHS,
     *,
     return_softmax: bool = False,
     compute_dtype: torch.dtype | None = None,
@@ -289,7 +277,8 @@ def attention(
         k: (batch, seqlen_k, nheads_kv, head_dim), or packed; nheads is a multiple of nheads_kv.
         v: as k, with head_dim_v.
         softmax_scale: what the products of q and k are multiplied with.
-        scores: masks, biases, dropout and so on.
+        features: masks, dropout, users' epilogues.
+        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias, which count where they are not 0 or None.
         lengths: sequence lengths where they are not the tensors' own.
         return_softmax: also return P.
         compute_dtype: what to compute in; by default float64 for float64 inputs and float32 for all others. With
@@ -302,7 +291,6 @@ def attention(
         softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
             bit set where dropout drops it (0 becomes -0.0), 0 outside a batch's own lengths.
     """
-    scores, lengths = scores or ScoreArgs(), lengths or Lengths()
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
     packed = lengths.cu_seqlens_q is not None
@@ -325,21 +313,22 @@ def attention(
             coords = ScoreCoords(
                 batch=torch.arange(group.batch.start, group.batch.stop, device=q.device).view(-1, 1, 1, 1),
                 head=head.view(1, -1, 1, 1),
-                row=torch.arange(seqlen_q, device=q.device).view(1, 1, -1, 1),
-                col=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
+                query=torch.arange(seqlen_q, device=q.device).view(1, 1, -1, 1),
+                key=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
                 nheads=nheads,
                 seqlen_q=seqlen_q,
                 seqlen_k=seqlen_k,
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
-                top_left=scores.mask.endswith("top_left"),
+                top_left=features.mask.endswith("top_left"),
             )
             piece, piece_lse, p = _attend(
                 q4[where, group.rows_q, heads].to(dtype),
                 k4[where, group.rows_k].index_select(2, head_kv).to(dtype),
                 v4[where, group.rows_k].index_select(2, head_kv).to(dtype),
                 softmax_scale,
-                scores,
+                features,
+                inputs,
                 coords,
             )
             out[where, group.rows_q, heads] = piece.to(out.dtype)
@@ -350,11 +339,17 @@ def attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, score_args: ScoreArgs, coords: ScoreCoords
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    features: Features,
+    inputs: ScoreInputs,
+    coords: ScoreCoords,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with its dropout signs."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    scores = score_args.apply((q * softmax_scale) @ k.transpose(-1, -2), coords)
+    scores = modify_scores((q * softmax_scale) @ k.transpose(-1, -2), coords, features, inputs)
     # The maximum only guards exp against overflow: any constant gives the same P, so no gradient flows through it.
     row_max = (
         scores.detach().amax(-1, keepdim=True) if coords.seqlen_k else scores.new_zeros((*q.shape[:3], 1))
@@ -366,10 +361,10 @@ def _attend(
     row_sum = row_sum.masked_fill(empty, 1.0)
     p = p / row_sum
     lse = (torch.log(row_sum) + row_max).masked_fill(empty, -math.inf).squeeze(-1)
-    keep = score_args.keep(coords)
-    if keep is None:
+    if not features.dropout:
         return (p @ v).transpose(1, 2), lse, p
-    out = (p * keep) @ v * (1.0 / (1.0 - score_args.dropout_p))
+    keep = DROPOUT_KEEP[features.dropout](coords, inputs.dropout_p, inputs.rng_state)
+    out = (p * keep) @ v * (1.0 / (1.0 - inputs.dropout_p))
     return out.transpose(1, 2), lse, torch.where(keep, p, -p)
 
 
@@ -402,7 +397,9 @@ def _row_ranges(
         starts, rows = bounds[:-1], [end - start for start, end in itertools.pairwise(bounds)]
     else:
         starts, rows = [0] * x.shape[0], [x.shape[1]] * x.shape[0]
-    return starts, rows if seqused is None else seqused.tolist()
+    return starts, rows if seqused is None else [
+        min(pair) for pair in zip(rows, seqused.tolist(), strict=True)
+    ]
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
