@@ -142,12 +142,14 @@ def _digest(meta: dict[str, Any], contents: list[bytes]) -> str:
 
 
 def default_cache() -> DiskCache | None:
-    """The user's cache, in the platform's place for caches or in ``CUTE_ATTN_CACHE_DIR``; None if ``CUTE_ATTN_CACHE=0``."""
+    """The user's cache: ``CUTE_ATTN_CACHE_DIR``, or ``cute_attn`` in the user's folder for caches.
+
+    None where ``CUTE_ATTN_CACHE`` is ``0``.
+    """
     if os.environ.get("CUTE_ATTN_CACHE", "1") == "0":
         return None
     folder = os.environ.get("CUTE_ATTN_CACHE_DIR")
-    if folder is None:
-        from platformdirs import user_cache_dir
-
-        folder = user_cache_dir("cute_attn")
-    return DiskCache(Path(folder))
+    if folder:
+        return DiskCache(Path(folder))
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return DiskCache((Path(caches) if caches else Path.home() / ".cache") / "cute_attn")

@@ -50,7 +50,7 @@ class CompiledKernel:
     Attributes:
         traits, tile, target: what was built.
         resources: registers, shared memory, spills and local memory.
-        warnings: what ptxas gave up on: serialised wgmma (C7510 to C7518) or setmaxnreg (C7508). Good kernels have none.
+        warnings: what ptxas gave up on: serialised wgmma (C7510 to C7518) or setmaxnreg (C7508).
         key: the key it is cached under.
         seconds: what building it took, then.
         from_cache: whether this process found it on disk instead of building it.

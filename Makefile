@@ -1,0 +1,65 @@
+# make demo       what the project does, on this machine (about 3 minutes with its installs; on a GPU, against torch)
+# make test       lint, types and the CPU tests (no GPU needed)
+# make test-gpu   the kernels against the reference, on a GPU
+# make bench      the kernels against their peers, on a GPU; writes bench/results
+#
+# BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
+# DSL and pytest, the last two and the demo use it as it is; PYTHON=... overrides that.
+
+BASE_PYTHON ?= python3
+VENV := .venv
+export PYTHONUNBUFFERED := 1
+
+ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
+ifneq (,$(filter demo test-gpu bench,$(MAKECMDGOALS)))
+  ifeq (,$(PYTHON))
+    PYTHON := $(shell $(BASE_PYTHON) -c "$(ready)" 2>/dev/null && command -v $(BASE_PYTHON))
+  endif
+endif
+ifeq (,$(PYTHON))
+  PYTHON := $(VENV)/bin/python
+  installed := $(VENV)/installed
+  installed_dev := $(VENV)/installed-dev
+endif
+run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+
+.PHONY: help demo test test-gpu bench lint format types clean
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(installed)
+	$(run) -m cute_attn.demo
+
+test: lint types
+	$(run) -m pytest tests/cpu -n 2 -q
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-gpu: $(installed_dev)
+	$(run) -m pytest tests/gpu -q
+
+bench: $(installed_dev)
+	$(run) -m bench.forward
+
+$(VENV)/bin/python:
+	$(BASE_PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@ $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
