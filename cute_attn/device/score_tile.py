@@ -1,0 +1,70 @@
+"""What a thread holds of a score tile, in (query, key) terms whichever MMA made it.
+
+Epilogues see only this: ``acc[r, c]`` with the query index of row r and the key index of column c. Rows and columns are
+separate: an index is the thread's own first one plus a static offset, so that a mask is one comparison a column.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32
+
+from layouts.mma import row_col_modes, row_col_view, thread_row_col
+
+
+@dataclass(frozen=True)
+class ScoreContext:
+    """What is the same for all score tiles of one work tile.
+
+    A raw score times ``unit`` is a score in natural units, as the reference has it. Epilogues that add to a score add
+    ``value * inv_unit`` instead, which costs one multiply-add and no multiply. ``unit`` is the softmax scale, or the cap
+    once a softcap has brought scores into [-1, 1].
+    """
+
+    batch: Int32
+    head: Int32
+    nheads: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    max_seqlen_q: Int32
+    max_seqlen_k: Int32
+    shift: Int32  # a query's own key is at query + shift
+    softmax_scale: Float32
+    unit: Float32
+    inv_unit: Float32
+
+
+@dataclass(frozen=True)
+class ScoreMap:
+    """Which rows and columns of a score tile a thread holds; made once before the loops."""
+
+    modes: Constexpr  # layouts.mma.RowColModes
+    thr_row: Int32
+    thr_col: Int32
+
+    @staticmethod
+    def make(tiled_mma: cute.TiledMma, tile_m: int, tile_n: int, thread: Int32) -> "ScoreMap":
+        """The map of ``thread`` in the accumulator of a (tile_m, tile_n) product."""
+        modes = row_col_modes(tiled_mma, tile_m, tile_n)
+        thr_row, thr_col = thread_row_col(tiled_mma, tile_m, tile_n, thread)
+        return ScoreMap(modes, Int32(thr_row), Int32(thr_col))
+
+    def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
+        """The score tile whose first element is (query row0, key col0)."""
+        rows, cols = self.modes.rows, self.modes.cols
+        return ScoreTile(row_col_view(acc, self.modes), rows, cols, row0 + self.thr_row, col0 + self.thr_col)
+
+    def view(self, fragment: cute.Tensor) -> cute.Tensor:
+        """Any fragment laid out as the accumulator, such as P, as (rows, cols)."""
+        return row_col_view(fragment, self.modes)
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """A thread's elements of one score tile: acc (rows, cols), fp32 in registers."""
+
+    acc: cute.Tensor
+    rows: Constexpr  # tuple[int, ...]: offset of each row from row0
+    cols: Constexpr  # tuple[int, ...]: offset of each column from col0
+    row0: Int32  # the query index of the thread's first row
+    col0: Int32  # the key index of the thread's first column

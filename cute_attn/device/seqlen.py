@@ -1,0 +1,68 @@
+"""How long a batch's sequences are and where they start; the only place where lengths are read."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+class Seqlens(NamedTuple):
+    """Lengths as a kernel's arguments. int32 tensors: cu_seqlens (batch + 1,), seqused (batch,), each may be None."""
+
+    cu_seqlens_q: cute.Tensor | None
+    cu_seqlens_k: cute.Tensor | None
+    seqused_q: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    max_seqlen_q: Int32
+    max_seqlen_k: Int32
+
+
+@dataclass(frozen=True)
+class SeqlenInfo:
+    """One batch's lengths and, in a packed tensor, its first row (0 otherwise)."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    offset_q: Int32
+    offset_k: Int32
+
+    @staticmethod
+    @cute.jit
+    def read(seqlens: Seqlens, batch: Int32) -> "SeqlenInfo":
+        """Read all lengths of ``batch``."""
+        seqlen_q, offset_q = _read(seqlens.cu_seqlens_q, seqlens.seqused_q, seqlens.max_seqlen_q, batch)
+        seqlen_k, offset_k = _read(seqlens.cu_seqlens_k, seqlens.seqused_k, seqlens.max_seqlen_k, batch)
+        return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k)
+
+
+@cute.jit
+def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32):
+    seqlen = max_seqlen
+    offset = Int32(0)
+    if cutlass.const_expr(cu_seqlens is not None):
+        offset = cu_seqlens[batch]
+        seqlen = cu_seqlens[batch + 1] - offset
+    if cutlass.const_expr(seqused is not None):
+        seqlen = cutlass.min(seqused[batch], seqlen)
+    return seqlen, offset
+
+
+@cute.jit
+def sequence(
+    tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, packed: cutlass.Constexpr
+) -> cute.Tensor:
+    """One head of one batch as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
+
+    The offset is 64 bit, whatever the strides. Lengths are the caller's business: the shape is not a bound.
+    """
+    if cutlass.const_expr(packed):
+        stride_row, stride_head, stride_dim = tensor.stride
+        shape = (tensor.shape[0], tensor.shape[2])
+        start = Int64(offset) * stride_row + Int64(head) * stride_head
+    else:
+        stride_batch, stride_row, stride_head, stride_dim = tensor.stride
+        shape = (tensor.shape[1], tensor.shape[3])
+        start = Int64(batch) * stride_batch + Int64(head) * stride_head
+    return cute.make_tensor(tensor.iterator + start, cute.make_layout(shape, stride=(stride_row, stride_dim)))

@@ -1,0 +1,127 @@
+"""All epilogues of one kernel, in the order in which they apply."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32
+
+from cute_attn.device.block_range import Band
+from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.epilogues.alibi import Alibi
+from cute_attn.epilogues.base import Epilogue, user_epilogue
+from cute_attn.epilogues.bias import Bias
+from cute_attn.epilogues.dropout import Dropout, DropoutState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.mask import Mask
+from cute_attn.epilogues.softcap import Softcap
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class ScoreState:
+    """One work tile's epilogues, begun."""
+
+    band: Band
+    modifiers: tuple
+    dropout: DropoutState | None
+
+
+@dataclass(frozen=True)
+class EpilogueChain:
+    """Scores pass through ``modifiers``, then the mask; after the softmax, P passes through dropout."""
+
+    mask: Mask
+    modifiers: tuple[Epilogue, ...]
+    dropout: Dropout | None
+    softcap: bool
+    top_left: bool
+
+    @staticmethod
+    def of(traits: Traits) -> "EpilogueChain":
+        """The chain that traits ask for: softcap, ALiBi, bias, users' own in their order, mask, dropout."""
+        modifiers: list[Epilogue] = []
+        if traits.softcap:
+            modifiers.append(Softcap())
+        if traits.alibi:
+            modifiers.append(Alibi())
+        if traits.bias:
+            modifiers.append(Bias(traits.bias))
+        modifiers += [user_epilogue(name)() for name in traits.epilogues]
+        dropout = Dropout(traits.dropout) if traits.dropout else None
+        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left)
+
+    @property
+    def _parts(self) -> tuple:
+        return (self.mask, *self.modifiers, *((self.dropout,) if self.dropout else ()))
+
+    @property
+    def may_mask_rows(self) -> bool:
+        """Whether a modifier can make a whole row -inf, without the mask's doing."""
+        return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
+
+    def fake_args(self) -> tuple:
+        """The cap, then each part's arguments, as fakes."""
+        return (Float32(1.0), *(part.fake_args() for part in self._parts))
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        """The cap (1.0 without one), then a tuple for each part."""
+        return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
+
+    def context(
+        self,
+        args: tuple,
+        seqlens: Seqlens,
+        info: SeqlenInfo,
+        batch: Int32,
+        head: Int32,
+        nheads: Int32,
+        scale: Float32,
+    ) -> ScoreContext:
+        """What the epilogues of one work tile share."""
+        unit = args[0] if self.softcap else scale
+        return ScoreContext(
+            batch=batch,
+            head=head,
+            nheads=nheads,
+            seqlen_q=info.seqlen_q,
+            seqlen_k=info.seqlen_k,
+            max_seqlen_q=seqlens.max_seqlen_q,
+            max_seqlen_k=seqlens.max_seqlen_k,
+            shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q,
+            softmax_scale=scale,
+            unit=unit,
+            inv_unit=1.0 / unit,
+        )
+
+    def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
+        """Begin every part for one work tile."""
+        begun = [part.begin(own, context) for part, own in zip(self._parts, args[1:], strict=True)]
+        dropout = begun.pop() if self.dropout else None
+        return ScoreState(begun[0], tuple(begun[1:]), dropout)
+
+    def load(self, state: ScoreState, tile: ScoreTile) -> tuple:
+        """Start every modifier's reads of global memory for ``tile``."""
+        return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
+
+    def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
+        """Raw products in ``tile.acc`` become scores in the context's unit, masked if the block needs it."""
+        for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True):
+            modifier.forward(own, tile, read)
+        if masked:
+            self.mask.forward(state.band, tile)
+
+    def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
+        """Zero the dropped elements of p, P in 16 bits as (rows, cols)."""
+        if self.dropout:
+            self.dropout.forward(state.dropout, tile, p)
+
+    def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
+        """Set the sign bit of the dropped elements of p."""
+        if self.dropout:
+            self.dropout.signs(state.dropout, tile, p)
+
+    def rescale(self, state: ScoreState) -> Any:
+        """What the output is multiplied with: 1 / (1 - p), or 1."""
+        return state.dropout.rescale if self.dropout else Float32(1.0)

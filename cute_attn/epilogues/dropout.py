@@ -1,0 +1,210 @@
+"""PyTorch's two dropout masks, bit for bit, from Philox (Salmon et al., SC 2011, https://doi.org/10.1145/2063384.2063405).
+
+**flash** (FlashAttention-2): Philox4x32-7, one call for each lane of a 16 x 32 block of scores gives 16 bytes, and a lane
+of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <= floor(255 (1 - p)).
+
+**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered row-major over all scores; kept iff the
+word as a uniform in (0, 1] is > p.
+
+Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from the
+undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
+"""
+
+import functools
+import struct
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, Uint64
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn.device.math import byte_permute, mul_wide
+from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.epilogues.inputs import ScoreInputs
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+FLASH_BLOCK = (16, 32)
+
+
+def philox(counter: tuple, key: tuple, rounds: int) -> tuple:
+    """Philox4x32: four random words from a counter of four words and a key of two."""
+    x, y, z, w = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        high0, low0 = mul_wide(x, Uint32(_MULTIPLIERS[0]))
+        high1, low1 = mul_wide(z, Uint32(_MULTIPLIERS[1]))
+        x, y, z, w = high1 ^ y ^ k0, low1, high0 ^ w ^ k1, low0
+        k0, k1 = k0 + Uint32(_WEYL[0]), k1 + Uint32(_WEYL[1])
+    return x, y, z, w
+
+
+def words(x: Uint64) -> tuple[Uint32, Uint32]:
+    """(low, high) words of a 64-bit number."""
+    return Uint32(x), Uint32(x >> Uint64(32))
+
+
+def _f32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def rescale(p: float) -> float:
+    """1 / (1 - p), rounded as PyTorch rounds it."""
+    return _f32(1.0 / _f32(1.0 - _f32(p)))
+
+
+def flash_threshold(p: float) -> int:
+    """The largest byte that keeps an element."""
+    return int(255.0 * _f32(1.0 - _f32(p)))
+
+
+@functools.lru_cache(maxsize=64)
+def mem_efficient_threshold(p: float) -> int:
+    """The smallest word that keeps an element: word -> uniform is monotone, so one integer decides."""
+    p32 = _f32(p)
+
+    def kept(word: int) -> bool:
+        return _f32(_f32(word) * 2.0**-32 + 2.0**-33) > p32
+
+    low, high = 0, 2**32 - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if kept(middle) else (middle + 1, high)
+    return low
+
+
+@dataclass(frozen=True)
+class DropoutState:
+    """One work tile's dropout: key and counter base of its batch and head, and the threshold."""
+
+    key: tuple  # two Uint32
+    base: Uint64  # flash: offset + (batch * nheads + head) * 32; mem_efficient: number of the head's first score
+    row_stride: Int64  # mem_efficient: scores in a row
+    threshold: Int32
+    rescale: Float32
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Applied to P rather than to scores, so it is not a score epilogue; its arguments travel with theirs."""
+
+    kind: str  # "flash" or "mem_efficient"
+
+    def fake_args(self) -> tuple:
+        return (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        p = inputs.dropout_p
+        if self.kind == "flash":
+            return (inputs.rng_state, flash_threshold(p), rescale(p))
+        threshold = mem_efficient_threshold(p)
+        # As a signed word, for the kernel's 32-bit argument.
+        return (inputs.rng_state, threshold - (1 << 32) if threshold >> 31 else threshold, rescale(p))
+
+    def begin(self, args: tuple, context: ScoreContext) -> DropoutState:
+        rng_state, threshold, scale = args
+        seed, offset = Uint64(rng_state[0]), Uint64(rng_state[1])
+        plane = Uint64(context.batch * context.nheads + context.head)
+        if self.kind == "flash":
+            base, row_stride = offset + plane * Uint64(32), Int64(0)
+        else:
+            row_stride = Int64(context.max_seqlen_k)
+            base = offset + plane * Uint64(context.max_seqlen_q) * Uint64(context.max_seqlen_k)
+        return DropoutState(words(seed), base, row_stride, threshold, scale)
+
+    def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
+        """Zero the dropped elements of p, a (rows, cols) view of 16-bit registers."""
+        self._apply(state, tile, p, lambda pair, dropped: pair & ~dropped)
+
+    def signs(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
+        """Set the sign bit of the dropped elements of p."""
+        self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & Int32(0x80008000 - (1 << 32))))
+
+    def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
+        pairs = cute.recast_tensor(
+            cute.make_tensor(p.iterator, cute.make_layout(cute.cosize(p.layout))), Int32
+        )
+        masks = self._flash_masks if self.kind == "flash" else self._mem_efficient_masks
+        for r, c, dropped in masks(state, tile):
+            first = cute.crd2idx((r, c), p.layout)
+            assert first % 2 == 0 and cute.crd2idx((r, c + 1), p.layout) == first + 1
+            pairs[first // 2] = change(pairs[first // 2], dropped)
+
+    def _flash_masks(self, state: DropoutState, tile: ScoreTile):
+        """(row, column, 16 ones for each dropped element of the pair (column, column + 1)) of every pair."""
+        block_rows, block_cols = FLASH_BLOCK
+        lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
+        x, y = words(state.base + Uint64(lane))
+        add, either = _byte_limits(state.threshold)
+        for row_block in sorted({row // block_rows for row in tile.rows}):
+            z = Uint32((tile.row0 + row_block * block_rows) >> 4)
+            for col_block in sorted({col // block_cols for col in tile.cols}):
+                w = Uint32((tile.col0 + col_block * block_cols) >> 5)
+                above = [
+                    _bytes_above(Int32(word), add, either) for word in philox((x, y, z, w), state.key, 7)
+                ]
+                for r, row in enumerate(tile.rows):
+                    for c in range(0, len(tile.cols), 2):
+                        if (row // block_rows, tile.cols[c] // block_cols) == (row_block, col_block):
+                            # The two bytes of this row, each twice over, as sign bits.
+                            selector = 0xBBAA if row >> 3 & 1 else 0x9988
+                            yield r, c, byte_permute(above[tile.cols[c] >> 3 & 3], selector)
+
+    def _mem_efficient_masks(self, state: DropoutState, tile: ScoreTile):
+        """As _flash_masks."""
+        for r, row in enumerate(tile.rows):
+            start = state.base + Uint64(Int64(tile.row0 + row) * state.row_stride + Int64(tile.col0))
+            for c in range(0, len(tile.cols), 2):
+                yield r, c, _curand_pair(start + Uint64(tile.cols[c]), state.key, state.threshold)
+
+
+def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
+    """(what to add to the low 7 bits of each byte, whether the sum or the byte's own top bit suffices).
+
+    With t < 128 a byte is above t if its top bit is set or its low bits are above t; with t >= 128, if both hold.
+    """
+    low = threshold & Int32(127)
+    add = (Int32(127) - low) * Int32(0x01010101)
+    either = ((threshold >> Int32(7)) & Int32(1)) - Int32(1)
+    return add, either
+
+
+def _bytes_above(word: Int32, add: Int32, either: Int32) -> Int32:
+    """The top bit of each byte of the result says whether that byte of ``word`` is above the threshold."""
+    total = (word & Int32(0x7F7F7F7F)) + add
+    return (total & word) | ((total | word) & either)
+
+
+@cute.jit
+def _curand_pair(number: Uint64, key: tuple, threshold: Int32) -> Int32:
+    """16 ones for each of the scores ``number`` and ``number + 1`` that is dropped."""
+    lower, upper = _curand_words(number, key)
+    dropped = Int32(0)
+    if lower < Uint32(threshold):
+        dropped = Int32(0x0000FFFF)
+    if upper < Uint32(threshold):
+        dropped = dropped | Int32(0xFFFF0000 - (1 << 32))
+    return dropped
+
+
+@cute.jit
+def _curand_words(number: Uint64, key: tuple):
+    """Words ``number`` and ``number + 1`` of curand's stream: four to a Philox call."""
+    low, high = words(number >> Uint64(2))
+    zero = Uint32(0)
+    w0, w1, w2, w3 = philox((low, high, zero, zero), key, 10)
+    at = Uint32(number) & Uint32(3)
+    lower = w0
+    upper = w1
+    if at == Uint32(1):
+        lower = w1
+        upper = w2
+    if at == Uint32(2):
+        lower = w2
+        upper = w3
+    if at == Uint32(3):
+        lower = w3
+        low, high = words((number >> Uint64(2)) + Uint64(1))
+        upper = philox((low, high, zero, zero), key, 10)[0]
+    return lower, upper

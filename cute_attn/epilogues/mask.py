@@ -1,0 +1,50 @@
+"""Masks: which keys a query sees. Sequence end, causal and windowed bands, aligned bottom right or top left."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.device.block_range import Band
+from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.epilogues.base import Epilogue
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class Mask(Epilogue):
+    """Scores outside the band become -inf. Applied only to blocks that the band's edge crosses."""
+
+    causal: bool
+    windowed: bool
+
+    @staticmethod
+    def of(traits: Traits) -> "Mask":
+        """The mask that traits ask for; without a band it is the sequence's end alone."""
+        return Mask(traits.causal, traits.windowed)
+
+    def fake_args(self) -> tuple:
+        return (Int32(0), Int32(0)) if self.windowed else ()
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        return (inputs.window_left, inputs.window_right) if self.windowed else ()
+
+    def begin(self, args: tuple, context: ScoreContext) -> Band:
+        if self.windowed:
+            left, right = args
+            return Band(True, True, context.shift - left, context.shift + right + 1, context.seqlen_k)
+        return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k)
+
+    @cute.jit
+    def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            query = tile.row0 + tile.rows[r]
+            end = state.end_key(query) - tile.col0
+            first = state.first_key(query) - tile.col0
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                visible = tile.cols[c] < end
+                if cutlass.const_expr(state.has_left):
+                    visible = visible & (tile.cols[c] >= first)
+                tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf

@@ -1,0 +1,85 @@
+"""Online softmax (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691)."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32
+
+from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, reciprocal
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """A thread's rows: their running maximum (raw scores) and their running sum, which is the thread's own part of it.
+
+    Every block, scores S become P = 2^(scale_log2 (S - max)) and what was accumulated so far is scaled by 2^(scale_log2
+    (old max - max)). The sum is reduced over the four lanes of a row once, at the end.
+    """
+
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    scale_log2: Float32  # unit * log2(e)
+    may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
+
+    @staticmethod
+    def make(rows: int, scale_log2: Float32, may_be_empty: bool) -> "OnlineSoftmax":
+        """Nothing seen yet."""
+        row_max = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+        row_sum = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty)
+
+    @cute.jit
+    def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
+        """The maximum of row r so far and of the thread's own elements of this block."""
+        largest = self.row_max[r]
+        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            largest = fmax(largest, acc[r, c])
+        return largest
+
+    @cute.jit
+    def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
+        """Scores of row r become probabilities under new_max; returns the factor for what was accumulated before."""
+        finite_max = new_max
+        if cutlass.const_expr(masked or self.may_be_empty):
+            finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
+        max_scaled = finite_max * self.scale_log2
+        factor = exp2(self.row_max[r] * self.scale_log2 - max_scaled)
+        total = self.row_sum[r] * factor
+        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
+            acc[r, c] = p
+            total = total + p
+        self.row_max[r] = new_max
+        self.row_sum[r] = total
+        return factor
+
+    @cute.jit
+    def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
+        """One block: acc (rows, cols) from scores to probabilities, acc_o (rows, head_dim_v) rescaled to the new maximum."""
+        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            new_max = quad_reduce(self.block_max(acc, r), fmax)
+            factor = self.exponentiate(acc, r, new_max, masked)
+            for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * factor
+
+    @cute.jit
+    def finish(self, r: Constexpr, row_sum: Float32, rescale: Float32):
+        """(factor for the output row, its log-sum-exp): 0 and -inf for a row that saw nothing."""
+        inverse = Float32(0.0)
+        lse = -Float32.inf
+        if row_sum != 0.0:
+            inverse = rescale * reciprocal(row_sum)
+            lse = self.row_max[r] * (self.scale_log2 * LN_2) + log(row_sum)
+        return inverse, lse
+
+    @cute.jit
+    def normalize(self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32) -> None:
+        """After the last block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural log-sum-exp."""
+        for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
+            row_sum = quad_reduce(self.row_sum[r], add)
+            factor, lse[r] = self.finish(r, row_sum, rescale)
+            for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * factor

@@ -1,0 +1,507 @@
+"""The Ampere forward: attention with cp.async, ldmatrix and mma.sync. Runs on sm80, sm86, sm89 and sm90.
+
+    S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
+    P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
+    O = dropout(P) V                           (seqlen_q, head_dim_v)
+
+A block owns tile_m queries of one head and walks over the key blocks they see, last one first:
+
+    one stage                                      two and more
+    wait K[j]; start V[j]                          wait K[j], V[j]; start K, V[j - stages + 1]
+    S = Q K[j]^T                                   S = Q K[j]^T
+    wait V[j]; start K[j - 1]
+    epilogues, online softmax, P to 16 bits        epilogues, online softmax, P to 16 bits
+    O = rescaled O + P V[j]                        O = rescaled O + P V[j]
+
+Blocks that the band's edge crosses are walked by loops with masks, those inside by a loop without. Follows FlashAttention-2
+(Dao 2023, https://arxiv.org/abs/2307.08691).
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
+rows 16-byte aligned with a contiguous last dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+
+import layouts
+from cute_attn.device.block_range import BlockRange
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
+from cute_attn.device.math import LOG2_E, exp2
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.tiles import ForwardSm80Tile, padded
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The three operands of the two products and the MMA that multiplies them."""
+
+    tiled_mma: cute.TiledMma
+    q: SmemOperand
+    k: SmemOperand
+    v: SmemOperand
+
+
+@dataclass(frozen=True)
+class KeyValueLoads:
+    """One head's K and V in global memory as (rows, cols, block), where they go, and how."""
+
+    copy_k: RowCopy
+    copy_v: RowCopy
+    g_k: cute.Tensor
+    g_v: cute.Tensor
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    seqlen_k: Int32
+    thread: Int32
+
+    @cute.jit
+    def load_k(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """Start loading K of ``block``; ``whole``: all its keys exist."""
+        rows = self.seqlen_k - block * cute.size(self.g_k, mode=[0])
+        self.copy_k.copy(self.g_k[None, None, block], self.s_k[None, None, stage], self.thread, rows, whole)
+
+    @cute.jit
+    def load_v(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """Start loading V of ``block``; rows that do not exist become zeros, since 0 * NaN would be NaN."""
+        rows = self.seqlen_k - block * cute.size(self.g_v, mode=[0])
+        self.copy_v.copy(self.g_v[None, None, block], self.s_v[None, None, stage], self.thread, rows, whole)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one block works on, and everything a step needs of it."""
+
+    operands: Operands
+    loads: KeyValueLoads
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    row0: Int32
+    softmax: OnlineSoftmax
+    acc_o: cute.Tensor
+    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
+
+
+@dataclass(frozen=True)
+class ForwardSm80:
+    """Forward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: ForwardSm80Tile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("forward", "sm80"):
+            return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
+        """The tile that is taken when none is named."""
+        for tile in _preferred_tiles(traits, target):
+            if tile.reject(traits, target) is None:
+                return tile
+        return ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
+
+    @property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return forward_fake_args(self.traits, self.epilogues.fake_args())
+
+    def score_args(self, inputs: ScoreInputs) -> tuple:
+        """The epilogues' arguments of one launch."""
+        return self.epilogues.host_args(inputs)
+
+    # ---- layouts, copies and the MMA: override one of these to experiment ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K, V and O."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    @property
+    def swizzle_bits(self) -> int | None:
+        """As the layouts take it."""
+        return None if self.tile.swizzle_bits < 0 else self.tile.swizzle_bits
+
+    def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.ComposedLayout:
+        """(rows, padded head_dim, stages) in shared memory."""
+        return layouts.smem_layout(
+            rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=self.swizzle_bits
+        )
+
+    def gmem_load(self, head_dim: int) -> cute.TiledCopy:
+        """Global to shared memory: cp.async of 16 bytes."""
+        return layouts.gmem_tiled_copy(self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=True)
+
+    def gmem_store(self, head_dim: int) -> cute.TiledCopy:
+        """Shared to global memory: 16-byte stores."""
+        return layouts.gmem_tiled_copy(
+            self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=False
+        )
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """Both products: warps stacked along the queries."""
+        return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSoftmax: cute.Tensor | None,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        batch = seqlens.cu_seqlens_q.shape[0] - 1 if self.traits.varlen else mQ.shape[0]
+        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
+        self.kernel(
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            mSoftmax,
+            seqlens,
+            softmax_scale,
+            score_args,
+            m_blocks,
+            nheads,
+            nheads // nheads_kv,
+        ).launch(grid=[m_blocks * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSoftmax: cute.Tensor | None,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        m_blocks: Int32,
+        nheads: Int32,
+        qheads_per_kvhead: Int32,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        # Longest first: with a causal band the last query block has the most work.
+        m_block = m_blocks - 1 - block % m_blocks
+        head = (block // m_blocks) % nheads
+        batch = block // (m_blocks * nheads)
+        info = SeqlenInfo.read(seqlens, batch)
+        row0 = m_block * self.tile.tile_m
+        if row0 < info.seqlen_q:
+            chain = self.epilogues
+            packed = self.traits.varlen
+            q = sequence(mQ, batch, head, info.offset_q, packed)
+            k = sequence(mK, batch, head // qheads_per_kvhead, info.offset_k, packed)
+            v = sequence(mV, batch, head // qheads_per_kvhead, info.offset_k, packed)
+            o = sequence(mO, batch, head, info.offset_q, packed)
+            context = chain.context(score_args, seqlens, info, batch, head, nheads, softmax_scale)
+            state = chain.begin(score_args, context)
+            end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
+            blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
+            s_q, s_k, s_v, s_o = self.shared_memory()
+            operands = self.operands(s_q, s_k, s_v, thread)
+            loads = self.key_value_loads(k, v, s_k, s_v, info.seqlen_k, thread)
+            work = self.work(operands, loads, blocks, state, row0, context.unit * LOG2_E, thread)
+            self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
+            self.main_loop(work)
+            lse = cute.make_rmem_tensor(cute.make_layout(len(work.score_map.modes.rows)), Float32)
+            work.softmax.normalize(work.acc_o_rows, lse, chain.rescale(state))
+            self.store_lse(mLSE, lse, work, info, batch, head)
+            if cutlass.const_expr(self.traits.return_softmax):
+                self.store_softmax(mSoftmax, lse, work, info, batch, head)
+            self.store_output(o, s_o, work, info.seqlen_q - row0, thread)
+
+    def shared_memory(self):
+        """sQ, sK, sV as (rows, cols, stage), and sO over the same bytes once they are done with."""
+        d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
+        q_layout = self.smem_layout(tile.tile_m, d)
+        k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
+        v_layout = self.smem_layout(tile.tile_n, dv, tile.num_stages)
+        o_layout = self.smem_layout(tile.tile_m, dv)
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+        base = cute.recast_ptr(base, dtype=self.dtype)
+        k_start = 0 if tile.share_qk_smem else cute.cosize(q_layout)
+        v_start = max(k_start + cute.cosize(k_layout), cute.cosize(q_layout))
+        return (
+            cute.make_tensor(base, q_layout),
+            cute.make_tensor(base + k_start, k_layout),
+            cute.make_tensor(base + v_start, v_layout),
+            cute.make_tensor(base, o_layout),
+        )
+
+    def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
+        """Both products' operands in shared memory; V is read transposed."""
+        tiled_mma = self.tiled_mma()
+        copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
+        copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
+        copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
+        return Operands(
+            tiled_mma,
+            SmemOperand.a(tiled_mma, copy_a, s_q, thread),
+            SmemOperand.b(tiled_mma, copy_b, s_k, thread),
+            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(s_v), thread),
+        )
+
+    def key_value_loads(
+        self,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        seqlen_k: Int32,
+        thread: Int32,
+    ) -> KeyValueLoads:
+        """K and V of one head, cut into blocks of keys."""
+        d, dv, tile_n = self.traits.head_dim, self.traits.head_dim_v, self.tile.tile_n
+        return KeyValueLoads(
+            RowCopy.make(self.gmem_load(d), padded(d), d, thread),
+            RowCopy.make(self.gmem_load(dv), padded(dv), dv, thread),
+            cute.local_tile(k, (tile_n, padded(d)), (None, 0)),
+            cute.local_tile(v, (tile_n, padded(dv)), (None, 0)),
+            s_k,
+            s_v,
+            seqlen_k,
+            thread,
+        )
+
+    def work(
+        self,
+        operands: Operands,
+        loads: KeyValueLoads,
+        blocks: BlockRange,
+        state: ScoreState,
+        row0: Int32,
+        scale_log2: Float32,
+        thread: Int32,
+    ) -> Work:
+        """Nothing seen yet: an output of zeros and an empty softmax."""
+        tile, dv, tiled_mma = self.tile, padded(self.traits.head_dim_v), operands.tiled_mma
+        acc_o = cute.make_rmem_tensor(
+            tiled_mma.get_slice(thread).partition_shape_C((tile.tile_m, dv)), Float32
+        )
+        acc_o.fill(0.0)
+        acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
+        score_map = ScoreMap.make(tiled_mma, tile.tile_m, tile.tile_n, thread)
+        softmax = OnlineSoftmax.make(len(score_map.modes.rows), scale_log2, self.epilogues.may_mask_rows)
+        return Work(operands, loads, blocks, state, score_map, row0, softmax, acc_o, acc_o_rows)
+
+    @cute.jit
+    def load_queries(self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, work: Work, thread: Int32) -> None:
+        """Start loading Q; when Q is kept in registers, wait for it and read it."""
+        d = self.traits.head_dim
+        g_q = cute.local_tile(q, (self.tile.tile_m, padded(d)), (work.row0 // self.tile.tile_m, 0))
+        RowCopy.make(self.gmem_load(d), padded(d), d, thread).copy(
+            g_q, s_q[None, None, 0], thread, rows, False
+        )
+        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.tile.keeps_q):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            work.operands.q.load_all()
+            if cutlass.const_expr(self.tile.share_qk_smem):
+                cute.arch.barrier()
+
+    @cute.jit
+    def main_loop(self, work: Work) -> None:
+        """All key blocks, last first: masked ones at the band's right edge, inner ones, masked ones at its left edge."""
+        blocks = work.blocks
+        self.start_loads(work)
+        self.steps(work, blocks.full_end, blocks.end, True)
+        self.steps(work, blocks.full_begin, blocks.full_end, False)
+        if cutlass.const_expr(self.traits.windowed):
+            self.steps(work, blocks.begin, blocks.full_begin, True)
+        # Nothing may be on its way to shared memory when O takes it over.
+        cute.arch.cp_async_wait_group(0)
+
+    @cute.jit
+    def start_loads(self, work: Work) -> None:
+        """Before the first step: K of the last block, or whole steps as far ahead as there are stages."""
+        last = work.blocks.end - 1
+        if cutlass.const_expr(self.tile.num_stages == 1):
+            if work.blocks.begin < work.blocks.end:
+                work.loads.load_k(last, 0, False)
+            cute.arch.cp_async_commit_group()
+        else:
+            for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
+                if last - ahead >= work.blocks.begin:
+                    work.loads.load_k(last - ahead, ahead, False)
+                    work.loads.load_v(last - ahead, ahead, False)
+                cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
+        """Blocks [begin, end), from the last down."""
+        for i in cutlass.range(end - begin, unroll=1):
+            if cutlass.const_expr(self.tile.num_stages == 1):
+                self.step_one_stage(work, end - 1 - i, masked)
+            else:
+                self.step_staged(work, end - 1 - i, masked)
+
+    @cute.jit
+    def step_one_stage(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One key block, loads and products taking turns."""
+        loads = work.loads
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        loads.load_v(block, 0, not masked)
+        cute.arch.cp_async_commit_group()
+        tile, acc_s, loaded = self.scores(work, block, Int32(0))
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        if block > work.blocks.begin:
+            loads.load_k(block - 1, 0, True)
+        cute.arch.cp_async_commit_group()
+        self.accumulate(work, tile, acc_s, loaded, Int32(0), masked)
+
+    @cute.jit
+    def step_staged(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One key block, with later ones on their way."""
+        stages: Constexpr = self.tile.num_stages
+        stage = (work.blocks.end - 1 - block) % stages
+        cute.arch.cp_async_wait_group(stages - 2)
+        cute.arch.barrier()
+        ahead = block - (stages - 1)
+        if ahead >= work.blocks.begin:
+            free = (work.blocks.end - 1 - ahead) % stages
+            work.loads.load_k(ahead, free, True)
+            work.loads.load_v(ahead, free, True)
+        cute.arch.cp_async_commit_group()
+        tile, acc_s, loaded = self.scores(work, block, stage)
+        self.accumulate(work, tile, acc_s, loaded, stage, masked)
+
+    @cute.jit
+    def scores(self, work: Work, block: Int32, stage: Int32):
+        """S = Q K^T, and what the epilogues read of global memory meanwhile."""
+        op, tile = work.operands, self.tile
+        acc_s = cute.make_rmem_tensor(
+            op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
+        )
+        acc_s.fill(0.0)
+        score_tile = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
+        loaded = self.epilogues.load(work.state, score_tile)
+        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, tile.keeps_q)
+        return score_tile, acc_s, loaded
+
+    @cute.jit
+    def accumulate(
+        self, work: Work, tile: ScoreTile, acc_s: cute.Tensor, loaded: tuple, stage: Int32, masked: Constexpr
+    ) -> None:
+        """Scores to probabilities, and O += P V."""
+        chain, op = self.epilogues, work.operands
+        chain.forward(work.state, tile, loaded, masked)
+        work.softmax.step(tile.acc, work.acc_o_rows, masked)
+        p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+        p.store(acc_s.load().to(self.dtype))
+        chain.drop(work.state, tile, work.score_map.view(p))
+        gemm_rs(op.tiled_mma, work.acc_o, layouts.as_operand_a(p), op.v, stage)
+
+    @cute.jit
+    def store_lse(
+        self, mLSE: cute.Tensor, lse: cute.Tensor, work: Work, info: SeqlenInfo, batch: Int32, head: Int32
+    ) -> None:
+        """One lane of the four that share a row writes its log-sum-exp."""
+        start = (
+            Int64(head) * mLSE.stride[0] + info.offset_q
+            if self.traits.varlen
+            else (Int64(batch) * mLSE.stride[0] + Int64(head) * mLSE.stride[1])
+        )
+        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(info.seqlen_q))
+        if work.score_map.thr_col == 0:
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = work.row0 + work.score_map.thr_row + work.score_map.modes.rows[r]
+                if row < info.seqlen_q:
+                    g_lse[row] = lse[r]
+
+    @cute.jit
+    def store_output(self, o: cute.Tensor, s_o: cute.Tensor, work: Work, rows: Int32, thread: Int32) -> None:
+        """O through shared memory, to be written in whole 16-byte pieces of rows."""
+        dv, tiled_mma = self.traits.head_dim_v, work.operands.tiled_mma
+        fragment = cute.make_rmem_tensor_like(work.acc_o, self.dtype)
+        fragment.store(work.acc_o.load().to(self.dtype))
+        cute.arch.barrier()
+        store = layouts.store_copy_c(tiled_mma, self.dtype, "sm80")
+        mine = store.get_slice(thread)
+        s_o = s_o[None, None, 0]
+        cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
+        cute.arch.barrier()
+        g_o = cute.local_tile(o, (self.tile.tile_m, padded(dv)), (work.row0 // self.tile.tile_m, 0))
+        copy_o = RowCopy.make(self.gmem_store(dv), padded(dv), dv, thread)
+        copy_o.copy(s_o, g_o, thread, rows, False)
+
+    @cute.jit
+    def store_softmax(
+        self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, info: SeqlenInfo, batch: Int32, head: Int32
+    ) -> None:
+        """A second walk over the key blocks, now that LSE is known, that writes P with its signs. For inspection."""
+        stride_batch, stride_head, stride_row, _ = mSoftmax.stride
+        plane = mSoftmax.iterator + (Int64(batch) * stride_batch + Int64(head) * stride_head)
+        for i in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
+            block = work.blocks.begin + i
+            cute.arch.barrier()
+            work.loads.load_k(block, 0, False)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            tile, acc_s, loaded = self.scores(work, block, Int32(0))
+            self.epilogues.forward(work.state, tile, loaded, True)
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                lse_log2 = Float32(0.0) if lse[r] == -Float32.inf else lse[r] * LOG2_E
+                for c in cutlass.range_constexpr(len(tile.cols)):
+                    tile.acc[r, c] = exp2(tile.acc[r, c] * work.softmax.scale_log2 - lse_log2)
+            p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+            p.store(acc_s.load().to(self.dtype))
+            p_rows = work.score_map.view(p)
+            self.epilogues.mark_dropped(work.state, tile, p_rows)
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                row = tile.row0 + tile.rows[r]
+                for c in cutlass.range_constexpr(len(tile.cols)):
+                    column = tile.col0 + tile.cols[c]
+                    if row < info.seqlen_q and column < info.seqlen_k:
+                        element = plane + (Int64(row) * stride_row + Int64(column))
+                        cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
+
+
+def _preferred_tiles(traits: Traits, target: str) -> list[ForwardSm80Tile]:
+    """Best first; the first one that fits is the default."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if d <= 64:
+        return [ForwardSm80Tile(128, 128, 4), ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(64, 64, 4)]
+    if d <= 128:
+        return [ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(128, 32, 4), ForwardSm80Tile(64, 64, 4)]
+    return [ForwardSm80Tile(128, 64, 8), ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]

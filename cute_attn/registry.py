@@ -1,0 +1,99 @@
+"""Registry: which kernel computes some traits, with which tile.
+
+``KERNELS`` is a plain dict. A kernel of your own goes in with :func:`register`; a lookup either returns a kernel or says,
+kernel by kernel, why each declined. Nothing falls back silently.
+"""
+
+from typing import Any
+
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.tiles import TARGETS, Tile
+from cute_attn.traits import Traits
+
+KERNELS: dict[tuple[str, str, str], Any] = {("forward", "sm80", ""): ForwardSm80}
+"""(op, arch, variant) -> kernel class."""
+
+RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
+"""The targets that a kernel's generation can be built for."""
+
+
+class Unsupported(ValueError):
+    """No kernel computes these traits with this tile on this target; the message says why each declined."""
+
+
+def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm80") -> Any:
+    """Make a kernel class known under a variant's name: traits with that ``variant`` find it.
+
+    Raises:
+        ValueError: the place is taken by another class, or the variant has no name.
+    """
+    if not variant:
+        raise ValueError("variant is ''; accepted: a name for the changed kernel, such as 'padded'")
+    place = (op, arch, variant)
+    known = KERNELS.get(place)
+    if known is not None and known.__qualname__ != kernel.__qualname__:
+        raise ValueError(
+            f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}"
+        )
+    KERNELS[place] = kernel
+    return kernel
+
+
+def native_target(arch: str) -> str:
+    """The target that an arch's kernels are built for when no GPU says otherwise."""
+    return arch
+
+
+def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
+    """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
+
+    Raises:
+        Unsupported: with the reason of every registered kernel.
+        ValueError: a target or a tile text that does not exist.
+    """
+    target = target or native_target(traits.arch)
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    reasons = []
+    for (op, arch, variant), kernel in KERNELS.items():
+        label = f"{op}-{arch}" + (f":{variant}" if variant else "")
+        if (op, arch, variant) != (traits.op, traits.arch, traits.variant):
+            reasons.append(f"{label}: another kernel")
+            continue
+        if target not in RUNS_ON[arch]:
+            raise Unsupported(f"{label} runs on {', '.join(RUNS_ON[arch])}, not on {target}")
+        reason = kernel.supports(traits)
+        if reason is None:
+            chosen = _tile(kernel, traits, tile, target)
+            reason = chosen.reject(traits, target)
+            if reason is None:
+                return kernel(traits, chosen)
+        raise Unsupported(f"{label} declined {traits}: {reason}")
+    raise Unsupported(f"no kernel computes {traits}; registered: {'; '.join(reasons)}")
+
+
+def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:
+    if isinstance(tile, Tile):
+        return tile
+    default = kernel.default_tile(traits, target)
+    return default.override(tile) if tile else default
+
+
+def defaults() -> list[tuple[Traits, str]]:
+    """(traits, target) pairs that stand for everything a user gets without naming a tile; the tests compile them all."""
+    features: list[dict[str, Any]] = [
+        {},
+        {"mask": "causal"},
+        {"mask": "window"},
+        {"mask": "causal", "dropout": "flash"},
+        {"bias": "bf16"},
+    ]
+    pairs = []
+    for op, arch, variant in KERNELS:
+        if variant:
+            continue
+        for head_dim in (32, 64, 96, 128, 192, 256):
+            for extra in features:
+                for target in RUNS_ON[arch]:
+                    pairs.append((Traits(op, arch, "bf16", head_dim, **extra), target))
+    return pairs

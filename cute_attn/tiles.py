@@ -1,0 +1,171 @@
+"""Tiles: *how* a kernel computes. Block sizes, warps, stages, operands in registers, swizzle.
+
+A tile is a frozen value that prints as text and parses back, knows what it will cost before anything is compiled, and
+says why it cannot serve some traits on some GPU. It never changes a result, only how fast it comes.
+"""
+
+import dataclasses
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from cute_attn.traits import Traits
+
+SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
+"""Shared memory that one block may use on each target, in bytes."""
+
+TARGETS = tuple(SHARED_MEMORY_BYTES)
+REGISTERS_PER_THREAD = 255
+REGISTERS_PER_SM = 65_536
+HEAD_DIM_PAD = 32
+
+
+def padded(head_dim: int) -> int:
+    """head_dim rounded up to what shared memory and registers hold of it."""
+    return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
+
+
+class Tile:
+    """Base of all tiles: text both ways, and the checks that every tile needs."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
+
+    def override(self, text: str) -> Self:
+        """This tile with the fields that ``text`` names changed: ``"tile_n=128,q_in_regs=true"``.
+
+        Raises:
+            ValueError: a field that does not exist or a value that does not parse.
+        """
+        types = {f.name: type(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        changes: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = item.partition("=")
+            if not equals or name not in types:
+                raise ValueError(
+                    f"tile has {item!r}; accepted: FIELD=VALUE with a field of {', '.join(types)}"
+                )
+            changes[name] = _parse(name, value, types[name])
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """Shared memory of one block, in bytes."""
+        raise NotImplementedError
+
+    def registers(self, traits: Traits) -> int:
+        """An estimate of registers a thread, from the fragments that live through the main loop."""
+        raise NotImplementedError
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        """Why these fields do not go together, or None."""
+        raise NotImplementedError
+
+    def reject(self, traits: Traits, target: str) -> str | None:
+        """Why this tile cannot serve ``traits`` on ``target``, or None if it can."""
+        reason = self.shape_reason(traits)
+        if reason:
+            return reason
+        capacity, needed = SHARED_MEMORY_BYTES[target], self.smem_bytes(traits)
+        if needed > capacity:
+            return f"tile {self} needs {needed} bytes of shared memory for {traits}; {target} has {capacity}"
+        if self.registers(traits) > REGISTERS_PER_THREAD:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; "
+                f"there are {REGISTERS_PER_THREAD}"
+            )
+        return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse(name: str, value: str, kind: type) -> Any:
+    if kind is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if kind is int and value.lstrip("-").isdigit():
+        return int(value)
+    if kind is str:
+        return value
+    raise ValueError(
+        f"tile field {name} is {value!r}; accepted: {'true or false' if kind is bool else kind.__name__}"
+    )
+
+
+@dataclass(frozen=True)
+class ForwardSm80Tile(Tile):
+    """Tile of the Ampere forward.
+
+    Attributes:
+        tile_m: queries of a block, a multiple of 16 a warp.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
+        num_warps: warps of a block; each has tile_m / num_warps queries.
+        num_stages: copies of K and V in shared memory. 1: K of the next step loads during the softmax and V during
+            Q K^T, two barriers a step; 2 and more: whole steps load ahead, one barrier a step.
+        q_in_regs: Q is read from shared memory once and kept in registers.
+        share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
+        swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 1
+    q_in_regs: bool = False
+    share_qk_smem: bool = False
+    swizzle_bits: int = -1
+
+    MAX_WARPS: ClassVar[int] = 16
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether Q lives in registers through the main loop."""
+        return self.q_in_regs or self.share_qk_smem
+
+    def smem_bytes(self, traits: Traits) -> int:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        q, k, v = self.tile_m * d, self.tile_n * d * self.num_stages, self.tile_n * dv * self.num_stages
+        o = self.tile_m * dv
+        inputs = max(q, k) + v if self.share_qk_smem else q + k + v
+        return 2 * max(inputs, o)  # O takes over everything once the last step is done
+
+    def registers(self, traits: Traits) -> int:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        rows = self.tile_m // self.num_warps
+        acc_o, acc_s = rows * dv // 32, rows * self.tile_n // 32
+        q = rows * d // 64 if self.keeps_q else rows // 4
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if not 1 <= self.num_warps <= self.MAX_WARPS:
+            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
+            return (
+                f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
+            )
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
+        if self.num_stages < 1:
+            return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if not -1 <= self.swizzle_bits <= 3:
+            return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
+        dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
+        widest = 2 if any(d % 64 for d in dims) else 3
+        if self.swizzle_bits > widest:
+            return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
+        for dim in dims:
+            threads_per_row = 8 if dim % 64 == 0 else 4
+            for what, rows in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
+                rows_per_pass = self.num_threads // threads_per_row
+                if rows % rows_per_pass:
+                    return (
+                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
+                        f"warps copy at once at head dim {dim}"
+                    )
+        return None
