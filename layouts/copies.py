@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import cutlass.cute as cute
+from cutlass import cute
 from cutlass.cute.nvgpu import CopyUniversalOp, LoadCacheMode, cpasync, warp
 
 from .swizzle import atom_cols

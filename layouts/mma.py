@@ -6,8 +6,7 @@ All functions run inside a trace, in a kernel or in a host ``cute.jit`` function
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 _MAJOR = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}

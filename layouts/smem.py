@@ -8,7 +8,7 @@ Two conventions of the DSL meet here, and mixing them up reads the wrong bytes:
 
 from typing import Any
 
-import cutlass.cute as cute
+from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from .swizzle import atom_cols, choose_swizzle

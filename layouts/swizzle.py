@@ -16,7 +16,7 @@ _ROW_BYTES = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Swizzle:
-    """``offset ^ (the bits bits of offset that start at base + shift, moved down to base)``, as in CuTe's S<bits,base,shift>."""
+    """CuTe's S<bits,base,shift>: flips ``bits`` bits from ``base`` up with those that are ``shift`` places higher."""
 
     bits: int
     base: int

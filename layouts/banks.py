@@ -1,0 +1,118 @@
+"""Counts the bank conflicts of a copy against a shared-memory layout, without a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cutlass.cute.nvgpu import cpasync, warp
+
+from .model import SmemMap, ThreadValueMap, read_copy, read_smem, trace
+from .swizzle import BANK_BYTES, BANKS
+
+_WARP = 32
+_READS_SMEM = (warp.LdMatrix8x8x16bOp,)
+_WRITES_SMEM = (warp.StMatrix8x8x16bOp, cpasync.CopyG2SOp)
+
+
+@dataclass(frozen=True)
+class BankConflicts:
+    """What it costs to move one whole tile.
+
+    instructions: warp-wide instructions. wavefronts: passes through shared memory they take, 128 bytes each at most.
+    minimum: the passes that the same bytes would take if they were spread over all banks. ways: the most passes that
+    one group of lanes which could have gone together takes (1 means free of conflicts).
+    """
+
+    instructions: int
+    wavefronts: int
+    minimum: int
+    ways: int
+
+    @property
+    def extra(self) -> int:
+        """Wavefronts that conflicts add."""
+        return self.wavefronts - self.minimum
+
+
+def bank_conflicts(
+    copy: Callable[[], Any],
+    layout: Callable[[], Any],
+    dtype: Any,
+    *,
+    side: str | None = None,
+    arch: str = "sm_90a",
+) -> BankConflicts:
+    """Counts the wavefronts of a tiled copy over a whole shared-memory tile (its first stage).
+
+    copy and layout are functions that build the two, for example ``lambda: smem_layout(128, 64, dtype)``; they are
+    called in a trace. side: "src" or "dst", which side of the copy is shared memory; ldmatrix, stmatrix and cp.async
+    know it themselves.
+    Model: a group of lanes passes together (all 32 with 4 bytes each, 16 with 8, 8 with 16, as ldmatrix's row
+    addresses); a bank serves one 4-byte word a wavefront, to any number of lanes.
+    Raises ValueError if the copy does not divide the tile, or a thread's vector is not contiguous and aligned in it.
+    """
+
+    def read() -> tuple[ThreadValueMap, SmemMap]:
+        built = copy()
+        return read_copy(built, side or _smem_side(built)), read_smem(layout(), dtype)
+
+    threads, smem = trace(read, arch)
+    groups = _lane_groups(threads, smem)
+    wavefronts, words = _wavefronts(groups)
+    vector_bytes = threads.vector * smem.width // 8
+    return BankConflicts(
+        instructions=len(groups) * _lanes_together(vector_bytes) // _WARP,
+        wavefronts=int(wavefronts.sum()),
+        minimum=int((-(-words // BANKS)).sum()),
+        ways=int(wavefronts.max()),
+    )
+
+
+def _smem_side(copy: Any) -> str:
+    if isinstance(copy.op, _READS_SMEM):
+        return "src"
+    if isinstance(copy.op, _WRITES_SMEM):
+        return "dst"
+    raise ValueError(f"side=None: say 'src' or 'dst' for {type(copy.op).__name__}, which may move either way")
+
+
+def _lanes_together(vector_bytes: int) -> int:
+    return min(_WARP, 128 // max(vector_bytes, BANK_BYTES))
+
+
+def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
+    """(groups, words) addresses, in 4-byte words, of the lanes that pass together, over every step of the copy."""
+    offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
+    (rows, cols), (step_rows, step_cols) = offsets.shape, threads.shape
+    if rows % step_rows or cols % step_cols:
+        raise ValueError(
+            f"layout is {rows} x {cols}, which steps of {step_rows} x {step_cols} of the copy do not divide"
+        )
+    if threads.row.shape[0] % _WARP:
+        raise ValueError(f"copy has {threads.row.shape[0]} threads: whole warps of {_WARP} are counted")
+    row = np.arange(0, rows, step_rows)[:, None, None, None] + threads.row
+    col = np.arange(0, cols, step_cols)[None, :, None, None] + threads.col
+    vectors = offsets[row, col].reshape(*row.shape[:1], *col.shape[1:3], -1, threads.vector)
+    vector_bytes = threads.vector * smem.width // 8
+    first = vectors[..., 0] * smem.width // 8
+    if (np.diff(vectors, axis=-1) != 1).any() or (first % vector_bytes).any():
+        raise ValueError(
+            f"layout does not keep the copy's vectors of {vector_bytes} bytes together: {smem.text}"
+        )
+    # (row step, col step, thread, vector) -> lanes of one group last.
+    lanes = _lanes_together(vector_bytes)
+    grouped = first.swapaxes(-1, -2).reshape(-1, lanes)
+    words = grouped[..., None] // BANK_BYTES + np.arange(max(1, vector_bytes // BANK_BYTES))
+    return words.reshape(len(grouped), -1)
+
+
+def _wavefronts(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(wavefronts, distinct words) of each group: the fullest bank decides, equal words are served at once."""
+    words = np.sort(groups, axis=1)
+    distinct = np.ones(words.shape, dtype=bool)
+    distinct[:, 1:] = words[:, 1:] != words[:, :-1]
+    load = np.zeros((len(words), BANKS), dtype=np.int64)
+    group = np.broadcast_to(np.arange(len(words))[:, None], words.shape)
+    np.add.at(load, (group[distinct], words[distinct] % BANKS), 1)
+    return load.max(axis=1), distinct.sum(axis=1)

@@ -1,0 +1,71 @@
+"""Runs layout code on the CPU: the DSL's own arithmetic, compiled for the host, for every thread and coordinate.
+
+A layout or partition of your own can be checked with these before a kernel uses it.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import cutlass
+import numpy as np
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
+
+from .model import trace
+
+
+def run_on_host(
+    body: Callable[[Any], None], *shape: int, alignment: int = 16, arch: str = "sm_90a"
+) -> np.ndarray:
+    """Compiles ``body(out)`` for the host, runs it on an int32 tensor of this shape filled with -1, and returns that.
+
+    body is called in a trace; put its dynamic loops into ``cute.jit`` functions. alignment: of out's address in bytes.
+    """
+    padded = torch.full((prod(shape) + alignment // 4,), -1, dtype=torch.int32)
+    start = -padded.data_ptr() % alignment // 4
+    out = padded[start : start + prod(shape)].view(shape)
+
+    @cute.jit
+    def host(out: cute.Tensor):
+        body(out)
+
+    tensor = from_dlpack(out, assumed_align=alignment)
+    cute.compile[cute.GPUArch(arch)](host, tensor)(tensor)
+    return out.numpy()
+
+
+def offset_table(make: Callable[[], Any], *shape: int) -> np.ndarray:
+    """table[i, j(, s)] = layout((i, j(, s))) for the layout that ``make()`` builds."""
+    staged = shape if len(shape) == 3 else (*shape, 1)
+    return run_on_host(lambda out: _write_offsets(make(), len(shape) == 3, out), *staged).reshape(shape)
+
+
+def coordinate_table(make: Callable[[Any], Any], threads: int) -> np.ndarray:
+    """table[thread, value] = (row, col), where ``make(thread)`` partitions an identity tensor.
+
+    Example: ``lambda t: tiled_mma_sm80(dtype, 4).get_slice(t).partition_C(cute.make_identity_tensor((128, 64)))``.
+    """
+    values = trace(lambda: cute.size(make(0)))
+    return run_on_host(lambda out: _write_coordinates(make, out), threads, values, 2)
+
+
+@cute.jit
+def _write_offsets(layout: cutlass.Constexpr, staged: cutlass.Constexpr, out: cute.Tensor):
+    for i in cutlass.range(cute.size(out.shape[0])):
+        for j in cutlass.range(cute.size(out.shape[1])):
+            for s in cutlass.range(cute.size(out.shape[2])):
+                if cutlass.const_expr(staged):
+                    out[i, j, s] = layout((i, j, s))
+                else:
+                    out[i, j, s] = layout((i, j))
+
+
+@cute.jit
+def _write_coordinates(make: cutlass.Constexpr, out: cute.Tensor):
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        coords = make(thread)
+        for value in cutlass.range(cute.size(out.shape[1])):
+            out[thread, value, 0] = coords[value][0]
+            out[thread, value, 1] = coords[value][1]

@@ -1,0 +1,144 @@
+"""Integer models of layouts: what a CuTe object does, as numpy tables that can be drawn, counted and tested.
+
+The functions here run outside a trace. They take a function that builds the object, for example
+``lambda: smem_layout(128, 64, cutlass.Float16)``, and run it in a short trace of their own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cutlass import cute
+
+from .swizzle import Swizzle
+
+# Names of the two sides of a copy, and of the operands of an MMA.
+COPY_SIDES = ("src", "dst")
+MMA_OPERANDS = ("A", "B", "C")
+
+
+@dataclass(frozen=True)
+class SmemMap:
+    """Where each element of a tile lies. offsets[row, col(, stage)] counts elements, ``width`` is bits of one."""
+
+    offsets: np.ndarray
+    width: int
+    swizzle: Swizzle | None
+    text: str
+
+    @property
+    def banks(self) -> np.ndarray:
+        """The bank of each element's first byte."""
+        return self.offsets * self.width // 8 // 4 % 32
+
+
+@dataclass(frozen=True)
+class ThreadValueMap:
+    """Who holds what. row[thread, value] and col[thread, value] are coordinates in a (rows, cols) tile.
+
+    Values come in vectors: ``row[:, i * vector : (i + 1) * vector]`` are elements that lie side by side for one
+    instruction. Several threads may hold one element, as the B operand of an MMA whose warps are stacked along M.
+    """
+
+    row: np.ndarray
+    col: np.ndarray
+    shape: tuple[int, int]
+    vector: int
+    text: str
+
+
+def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
+    """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy by then.
+
+    sm_90a accepts the Ampere objects too.
+    """
+    results = []
+
+    @cute.jit
+    def host() -> None:
+        results.append(make())
+
+    cute.compile[cute.GPUArch(arch)](host)
+    return results[0]
+
+
+def smem_map(make: Callable[[], Any], dtype: Any, arch: str = "sm_90a") -> SmemMap:
+    """The model of a shared-memory layout, swizzled or plain, with two modes and optionally a third for stages."""
+    return trace(lambda: read_smem(make(), dtype), arch)
+
+
+def copy_map(make: Callable[[], Any], side: str, arch: str = "sm_90a") -> ThreadValueMap:
+    """The model of a tiled copy's "src" or "dst" side over the tile that one step covers."""
+    return trace(lambda: read_copy(make(), side), arch)
+
+
+def mma_map(make: Callable[[], Any], operand: str, arch: str = "sm_90a") -> ThreadValueMap:
+    """The model of a tiled MMA's operand over its own tile: A is (M, K), B is (N, K), C is (M, N)."""
+    return trace(lambda: read_mma(make(), operand), arch)
+
+
+def read_smem(layout: Any, dtype: Any) -> SmemMap:
+    """As ``smem_map``, from an object within a trace."""
+    if not isinstance(layout, cute.ComposedLayout):
+        return SmemMap(table(layout), dtype.width, None, str(layout))
+    inner = layout.inner
+    if not isinstance(inner, cute.Swizzle):
+        raise TypeError(f"layout={layout}: the outermost function must be a swizzle")
+    # The DSL writes wgmma's swizzles in bytes: 16 bytes are 4 bits there, fewer in units of wider elements.
+    swizzle = Swizzle(inner.num_bits, inner.num_base, inner.num_shift)
+    offsets = table(layout.outer) + layout.offset
+    if swizzle.base == 4:
+        offsets = swizzle(offsets * dtype.width // 8) * 8 // dtype.width
+    else:
+        offsets = swizzle(offsets)
+    return SmemMap(offsets, dtype.width, swizzle, str(layout))
+
+
+def read_copy(copy: cute.TiledCopy, side: str) -> ThreadValueMap:
+    """As ``copy_map``, from an object within a trace."""
+    if side not in COPY_SIDES:
+        raise ValueError(f"side={side!r}: accepted are {', '.join(map(repr, COPY_SIDES))}")
+    layout = copy.layout_src_tv_tiled if side == "src" else copy.layout_dst_tv_tiled
+    atom = copy.layout_src_tv if side == "src" else copy.layout_dst_tv
+    for tiler in copy.tiler_mn:
+        if isinstance(tiler, cute.Layout) and tiler.stride != 1:
+            raise ValueError(f"copy has the tiler {tiler}: only contiguous tilers have a picture")
+    shape = (cute.size(copy.tiler_mn[0]), cute.size(copy.tiler_mn[1]))
+    text = f"{type(copy.op).__name__.removesuffix('Op')}, {side}: {layout}"
+    # ldmatrix and stmatrix give a thread registers of 32 bits, from or to different rows each.
+    vector = cute.size(atom, mode=[1, 0])
+    return _thread_values(layout, shape, vector, text)
+
+
+def read_mma(tiled_mma: cute.TiledMma, operand: str) -> ThreadValueMap:
+    """As ``mma_map``, from an object within a trace."""
+    if operand not in MMA_OPERANDS:
+        raise ValueError(f"operand={operand!r}: accepted are {', '.join(map(repr, MMA_OPERANDS))}")
+    layout = getattr(tiled_mma, f"tv_layout_{operand}_tiled")
+    m, n, k = (tiled_mma.get_tile_size(mode) for mode in range(3))
+    shape = {"A": (m, k), "B": (n, k), "C": (m, n)}[operand]
+    return _thread_values(layout, shape, 1, f"{operand} {shape[0]} x {shape[1]}: {layout}")
+
+
+def table(layout: Any) -> np.ndarray:
+    """A static layout as an array: one axis for each top-level mode, every entry an offset."""
+    modes = [_mode_offsets(layout[i].shape, layout[i].stride) for i in range(cute.rank(layout))]
+    total = np.zeros((), dtype=np.int64)
+    for offsets in modes:
+        total = np.add.outer(total, offsets)
+    return total
+
+
+def _mode_offsets(shape: Any, stride: Any) -> np.ndarray:
+    if not isinstance(shape, tuple):
+        return np.arange(shape, dtype=np.int64) * stride
+    offsets = np.zeros(1, dtype=np.int64)
+    for extent, step in zip(shape, stride, strict=True):
+        offsets = np.add.outer(_mode_offsets(extent, step), offsets).ravel()
+    return offsets
+
+
+def _thread_values(layout: Any, shape: tuple[int, int], vector: int, text: str) -> ThreadValueMap:
+    index = table(layout)
+    return ThreadValueMap(index % shape[0], index // shape[0], shape, vector, text)

@@ -1,0 +1,363 @@
+"""The laws of accumulators: rows and columns, the next MMA's operand, stores; and that the device accepts it all."""
+
+import re
+
+import cutlass
+import numpy as np
+import pytest
+from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+import layouts
+from layouts import model
+from layouts.host import coordinate_table, run_on_host
+
+
+def warp_mma(num_warps, warps_n=1):
+    return lambda: layouts.tiled_mma_sm80(Float16, num_warps, warps_n=warps_n)
+
+
+def wgmma(m, n, warpgroups, warpgroups_n=1, **kwargs):
+    return lambda: layouts.tiled_mma_sm90(
+        BFloat16, m, n, warpgroups=warpgroups, warpgroups_n=warpgroups_n, **kwargs
+    )
+
+
+# (tiled MMA, threads, tile_m, tile_n)
+TILES = {
+    "warps4x1-128x64": (warp_mma(4), 128, 128, 64),
+    "warps4x1-64x16": (warp_mma(4), 128, 64, 16),
+    "warps1x1-16x48": (warp_mma(1), 32, 16, 48),
+    "warps8x1-128x176": (warp_mma(8), 256, 128, 176),
+    "warps2x2-64x128": (warp_mma(4, 2), 128, 64, 128),
+    "warps4x2-128x64": (warp_mma(8, 2), 256, 128, 64),
+    "warps2x4-64x64": (warp_mma(8, 4), 256, 64, 64),
+    "wgmma1-64x64": (wgmma(64, 64, 1), 128, 64, 64),
+    "wgmma2-128x176": (wgmma(128, 176, 2), 256, 128, 176),
+    "wgmma3-192x256": (wgmma(192, 256, 3), 384, 192, 256),
+    "wgmma2-256x96": (wgmma(128, 96, 2), 256, 256, 96),
+    "wgmma2-64x128-along-n": (wgmma(64, 128, 2, 2), 256, 64, 128),
+    "wgmma1-64x160-twice-80": (wgmma(64, 80, 1), 128, 64, 160),
+    "wgmma2-mn-major": (wgmma(128, 64, 2, a_major="mn", b_major="mn"), 256, 128, 64),
+}
+
+
+def accumulator_coordinates(make, threads, tile_m, tile_n):
+    return coordinate_table(
+        lambda t: make().get_slice(t).partition_C(cute.make_identity_tensor((tile_m, tile_n))), threads
+    )
+
+
+@cute.jit
+def write_view(
+    make: cutlass.Constexpr, tile: cutlass.Constexpr, transposed: cutlass.Constexpr, out: cute.Tensor
+):
+    """out[thread, r, c] = (row, col, the coordinate that element (r, c) of the view really has)."""
+    tiled_mma = make()
+    modes = layouts.row_col_modes(tiled_mma, *tile, transposed=transposed)
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(tile))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile), Int32)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = coords[i][0] * 1000 + coords[i][1]
+        view = layouts.row_col_view(acc, modes)
+        row, col = layouts.thread_row_col(tiled_mma, *tile, thread, transposed)
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            for c in cutlass.range_constexpr(len(modes.cols)):
+                out[thread, r, c, 0] = row + modes.rows[r]
+                out[thread, r, c, 1] = col + modes.cols[c]
+                out[thread, r, c, 2] = view[r, c]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["upright", "transposed"])
+@pytest.mark.parametrize("name", TILES)
+def test_rows_and_columns_are_those_of_the_partition(name, transposed):
+    make, threads, *tile = TILES[name]
+    modes = model.trace(lambda: layouts.row_col_modes(make(), *tile, transposed=transposed))
+    assert all(type(offset) is int for offset in modes.rows + modes.cols)
+    assert modes.rows[0] == modes.cols[0] == 0
+    assert list(modes.rows) == sorted(modes.rows) and list(modes.cols) == sorted(modes.cols)
+    coords = accumulator_coordinates(make, threads, *tile)
+    if transposed:
+        coords = coords[..., ::-1]
+    # Every thread's elements are the product of its rows and its columns, offset by its first element.
+    rows, cols = (np.unique(coords[..., axis] - coords[:, :1, axis]) for axis in (0, 1))
+    assert tuple(rows) == modes.rows and tuple(cols) == modes.cols
+    count = np.zeros(tuple(tile)[::-1] if transposed else tuple(tile), dtype=int)
+    np.add.at(count, (coords[..., 0], coords[..., 1]), 1)
+    assert (count == 1).all()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["upright", "transposed"])
+@pytest.mark.parametrize("name", [name for name in TILES if "256" not in name and "176" not in name])
+def test_view_addresses_the_registers_of_its_rows_and_columns(name, transposed):
+    make, threads, *tile = TILES[name]
+    modes = model.trace(lambda: layouts.row_col_modes(make(), *tile, transposed=transposed))
+    table = run_on_host(
+        lambda out: write_view(make, tuple(tile), transposed, out),
+        *(threads, len(modes.rows), len(modes.cols), 3),
+    )
+    row, col, held = table[..., 0], table[..., 1], table[..., 2]
+    assert (held == (col * 1000 + row if transposed else row * 1000 + col)).all()
+    assert table.shape[0] * table.shape[1] * table.shape[2] == tile[0] * tile[1]
+
+
+def test_view_of_another_accumulator_is_refused():
+    def mixed():
+        tiled_mma = warp_mma(4)()
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((64, 64)), Float32)
+        return layouts.row_col_view(acc, layouts.row_col_modes(tiled_mma, 128, 64))
+
+    with pytest.raises(ValueError, match="another MMA or tile"):
+        model.trace(mixed)
+
+
+# Accumulator -> A operand
+
+
+@cute.jit
+def write_operand(
+    first: cutlass.Constexpr, second: cutlass.Constexpr, tile: cutlass.Constexpr, out: cute.Tensor
+):
+    mma_p, mma_o = first(), second()
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        produced = mma_p.get_slice(thread).partition_C(cute.make_identity_tensor(tile))
+        wanted = mma_o.get_slice(thread).partition_A(cute.make_identity_tensor(tile))
+        acc = cute.make_rmem_tensor(mma_p.partition_shape_C(tile), Int32)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = produced[i][0] * 1000 + produced[i][1]
+        operand = layouts.as_operand_a(acc)
+        for i in cutlass.range_constexpr(cute.size(operand)):
+            out[thread, i, 0] = operand[i]
+            out[thread, i, 1] = wanted[i][0] * 1000 + wanted[i][1]
+
+
+OPERANDS = {
+    "warps4-128x64": (warp_mma(4), warp_mma(4), 128, (128, 64)),
+    "warps8-128x16": (warp_mma(8), warp_mma(8), 256, (128, 16)),
+    "warps4-64x48": (warp_mma(4), warp_mma(4), 128, (64, 48)),
+    "wgmma1-64x64": (wgmma(64, 64, 1), wgmma(64, 32, 1, a_source="rmem"), 128, (64, 64)),
+    "wgmma2-128x112": (wgmma(128, 112, 2), wgmma(128, 64, 2, a_source="rmem"), 256, (128, 112)),
+    "wgmma2-256x32": (wgmma(128, 32, 2), wgmma(128, 64, 2, a_source="rmem"), 256, (256, 32)),
+    "wgmma1-64x64-twice-32": (wgmma(64, 32, 1), wgmma(64, 64, 1, a_source="rmem"), 128, (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_accumulator_is_the_next_mmas_operand(name):
+    first, second, threads, tile = OPERANDS[name]
+    values = tile[0] * tile[1] // threads
+    table = run_on_host(lambda out: write_operand(first, second, tile, out), threads, values, 2)
+    assert (table[..., 0] == table[..., 1]).all()
+
+    def shapes():
+        acc = cute.make_rmem_tensor(first().partition_shape_C(tile), Float16)
+        operand = layouts.as_operand_a(acc)
+        return (
+            cute.rank(operand),
+            [cute.size(operand, mode=[i]) for i in range(3)],
+            second().partition_shape_A(tile),
+        )
+
+    rank, sizes, expected = model.trace(shapes)
+    assert rank == 3
+    assert sizes == [int(np.prod(mode)) for mode in expected]
+
+
+@pytest.mark.parametrize("shape", [((2, 2), 1, 3), ((2, 2, 3), 1, 1)], ids=["warp", "wgmma"])
+def test_half_a_step_of_columns_is_refused(shape):
+    with pytest.raises(ValueError, match="3 blocks of 8 columns"):
+        model.trace(lambda: layouts.as_operand_a(cute.make_rmem_tensor(shape, Float16)))
+
+
+# Stores of accumulators
+
+
+@pytest.mark.parametrize("name", ["warps4x1-128x64", "warps2x2-64x128", "wgmma2-128x176"])
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_store_writes_each_element_once_from_the_thread_that_holds_it(name, arch):
+    make, threads, *tile = TILES[name]
+
+    def copy():
+        return layouts.store_copy_c(make(), BFloat16, arch)
+
+    held = accumulator_coordinates(make, threads, *tile)
+    written = coordinate_table(
+        lambda t: copy().get_slice(t).partition_D(cute.make_identity_tensor(tuple(tile))), threads
+    )
+    count = np.zeros(tile, dtype=int)
+    np.add.at(count, (written[..., 0], written[..., 1]), 1)
+    assert (count == 1).all()
+    if arch == "sm80":
+        order = np.lexsort((held[..., 1], held[..., 0]))
+        again = np.lexsort((written[..., 1], written[..., 0]))
+        assert (
+            np.take_along_axis(held, order[..., None], 1) == np.take_along_axis(written, again[..., None], 1)
+        ).all()
+    # Registers on the side of the accumulator: the copy takes what the MMA's own map holds.
+    source = model.copy_map(copy, "src")
+    mma = model.mma_map(make, "C")
+    for thread in (0, 37, threads - 1):
+        taken = sorted(zip(source.row[thread], source.col[thread], strict=True))
+        assert taken == sorted(zip(mma.row[thread], mma.col[thread], strict=True))
+
+
+# The device accepts them: two chained products, compiled
+
+
+class TwoProducts:
+    """O = mask(Q K^T) V on one tile, with everything of ``layouts`` in it."""
+
+    def __init__(self, m, n, d, warps, swizzle_bits=None):
+        self.m, self.n, self.d, self.warps, self.swizzle_bits = m, n, d, warps, swizzle_bits
+
+    @cute.jit
+    def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor, stream):
+        self.kernel(mQ, mK, mV, mO).launch(grid=(1, 1, 1), block=(32 * self.warps, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        layout_q = layouts.smem_layout(self.m, self.d, BFloat16, swizzle_bits=self.swizzle_bits)
+        layout_k = layouts.smem_layout(self.n, self.d, BFloat16, swizzle_bits=self.swizzle_bits)
+        smem = cutlass.memory.SmemAllocator()
+        sQ, sK, sV = (
+            smem.allocate_tensor(BFloat16, layout, 128) for layout in (layout_q, layout_k, layout_k)
+        )
+        tiled_mma = layouts.tiled_mma_sm80(BFloat16, self.warps)
+        load = layouts.gmem_tiled_copy(BFloat16, 32 * self.warps, self.d, asynchronous=True)
+        thr_load = load.get_slice(thread)
+        for source, target in ((mQ, sQ), (mK, sK), (mV, sV)):
+            cute.copy(load, thr_load.partition_S(source), thr_load.partition_D(target))
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+
+        thr_mma = tiled_mma.get_slice(thread)
+        sVt = layouts.transposed(sV)
+        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))
+        rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK))
+        rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt))
+        for copy, source, target in (
+            (layouts.ldmatrix_copy_a(tiled_mma, BFloat16), sQ, rQ),
+            (layouts.ldmatrix_copy_b(tiled_mma, BFloat16), sK, rK),
+            (layouts.ldmatrix_copy_b(tiled_mma, BFloat16, transpose=True), sVt, rV),
+        ):
+            thr_copy = copy.get_slice(thread)
+            cute.copy(copy, thr_copy.partition_S(source), thr_copy.retile(target))
+        acc_S = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.m, self.n)), Float32)
+        acc_S.fill(0.0)
+        cute.gemm(tiled_mma, acc_S, rQ, rK, acc_S)
+        modes = layouts.row_col_modes(tiled_mma, self.m, self.n)
+        row, col = layouts.thread_row_col(tiled_mma, self.m, self.n, thread)
+        scores = layouts.row_col_view(acc_S, modes)
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            for c in cutlass.range_constexpr(len(modes.cols)):
+                scores[r, c] = scores[r, c] if col + modes.cols[c] <= row + modes.rows[r] else Float32(0.0)
+        rP = cute.make_rmem_tensor_like(acc_S, BFloat16)
+        rP.store(acc_S.load().to(BFloat16))
+        acc_O = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.m, self.d)), Float32)
+        acc_O.fill(0.0)
+        cute.gemm(tiled_mma, acc_O, layouts.as_operand_a(rP), rV, acc_O)
+        rO = cute.make_rmem_tensor_like(acc_O, BFloat16)
+        rO.store(acc_O.load().to(BFloat16))
+        store = layouts.store_copy_c(tiled_mma, BFloat16, "sm80")
+        thr_store = store.get_slice(thread)
+        cute.copy(store, thr_store.retile(rO), thr_store.partition_D(sQ))
+        cute.arch.sync_threads()
+        out = layouts.gmem_tiled_copy(BFloat16, 32 * self.warps, self.d, asynchronous=False)
+        thr_out = out.get_slice(thread)
+        rows = cute.make_rmem_tensor_like(thr_out.partition_S(sQ), BFloat16)
+        cute.copy(out, thr_out.partition_S(sQ), rows)
+        cute.copy(out, rows, thr_out.partition_D(mO))
+
+
+class TwoWgmmas(TwoProducts):
+    """The same on Hopper's tensor cores, P from registers or through stmatrix and shared memory."""
+
+    def __init__(self, m, n, d, warpgroups, a_source):
+        super().__init__(m, n, d, 4 * warpgroups)
+        self.warpgroups, self.a_source = warpgroups, a_source
+
+    @cute.kernel
+    def kernel(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mO: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cutlass.memory.SmemAllocator()
+        tiles = []
+        for rows, cols in ((self.m, self.d), (self.n, self.d), (self.n, self.d), (self.m, self.n)):
+            layout = layouts.wgmma_smem_layout(rows, cols, BFloat16)
+            tiles.append(smem.allocate_tensor(BFloat16, layout.outer, 1024, layout.inner))
+        sQ, sK, sV, sP = tiles
+        qk = layouts.tiled_mma_sm90(BFloat16, self.m, self.n, warpgroups=self.warpgroups)
+        pv = layouts.tiled_mma_sm90(
+            BFloat16, self.m, self.d, warpgroups=self.warpgroups, a_source=self.a_source, b_major="mn"
+        )
+        thr_qk, thr_pv = qk.get_slice(thread), pv.get_slice(thread)
+        acc_S = cute.make_rmem_tensor(qk.partition_shape_C((self.m, self.n)), Float32)
+        acc_O = cute.make_rmem_tensor(pv.partition_shape_C((self.m, self.d)), Float32)
+        rQ = thr_qk.make_fragment_A(thr_qk.partition_A(sQ))
+        rK = thr_qk.make_fragment_B(thr_qk.partition_B(sK))
+        rV = thr_pv.make_fragment_B(thr_pv.partition_B(layouts.transposed(sV)))
+        self.multiply(qk, acc_S, rQ, rK)
+        rP = cute.make_rmem_tensor_like(acc_S, BFloat16)
+        rP.store(acc_S.load().to(BFloat16))
+        if cutlass.const_expr(self.a_source == "rmem"):
+            self.multiply(pv, acc_O, layouts.as_operand_a(rP), rV)
+        else:
+            store = layouts.store_copy_c(qk, BFloat16, "sm90")
+            thr_store = store.get_slice(thread)
+            cute.copy(store, thr_store.retile(rP), thr_store.partition_D(sP))
+            cute.arch.sync_threads()
+            self.multiply(pv, acc_O, thr_pv.make_fragment_A(thr_pv.partition_A(sP)), rV)
+        rO = cute.make_rmem_tensor_like(acc_O, BFloat16)
+        rO.store(acc_O.load().to(BFloat16))
+        cute.autovec_copy(rO, thr_pv.partition_C(mO))
+
+    @cute.jit
+    def multiply(self, tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+        acc.fill(0.0)
+        warpgroup.fence()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        cute.gemm(tiled_mma, acc, a, b, acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+
+def ptx_of(kernel, arch, directory):
+    def tensor(rows):
+        return make_fake_compact_tensor(BFloat16, (rows, kernel.d), stride_order=(1, 0), assumed_align=16)
+
+    compiled = cute.compile(
+        kernel,
+        *(tensor(kernel.m), tensor(kernel.n), tensor(kernel.n), tensor(kernel.m)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--gpu-arch {arch} --enable-tvm-ffi --keep-ptx --dump-dir {directory}",
+    )
+    return compiled.__ptx__
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "d", "warps", "bits"), [(128, 64, 64, 4, None), (64, 32, 96, 4, 0), (64, 32, 256, 2, None)]
+)
+def test_ampere_kernel_compiles_to_whole_instructions(m, n, d, warps, bits, tmp_path):
+    ptx = ptx_of(TwoProducts(m, n, d, warps, bits), "sm_80", tmp_path)
+    m_steps = m // (16 * warps)
+    assert len(re.findall(r"mma\.sync.*m16n8k16", ptx)) == 2 * m_steps * n * d // (8 * 16)
+    assert len(re.findall(r"ldmatrix\.sync.*x4\.shared", ptx)) == m_steps * d // 16 + n * d // 256
+    assert len(re.findall(r"ldmatrix\.sync.*x4\.trans", ptx)) == n * d // 256
+    assert len(re.findall(r"cp\.async\.cg", ptx)) == (m + 2 * n) * d // (8 * 32 * warps)
+    assert len(re.findall(r"st\.shared", ptx)) == m_steps * 2 * d // 8
+    assert len(re.findall(r"st\.global\.v4", ptx)) == m * d // (8 * 32 * warps)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "d", "warpgroups", "a_source"), [(128, 64, 96, 2, "rmem"), (64, 96, 128, 1, "smem")]
+)
+def test_hopper_kernel_compiles_to_whole_instructions(m, n, d, warpgroups, a_source, tmp_path):
+    ptx = ptx_of(TwoWgmmas(m, n, d, warpgroups, a_source), "sm_90a", tmp_path)
+    assert len(re.findall(rf"wgmma\.mma_async.*m64n{n}k16", ptx)) == d // 16
+    assert len(re.findall(rf"wgmma\.mma_async.*m64n{d}k16", ptx)) == (
+        n // 16 if n != d else d // 16 + n // 16
+    )
+    assert len(re.findall(r"stmatrix.*x4", ptx)) == (0 if a_source == "rmem" else n // 16)
