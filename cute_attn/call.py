@@ -1,0 +1,387 @@
+"""The arguments of one attention call, and what may be wrong with them: one sentence an error.
+
+``Call`` is what the operator receives: everything spelled out, nothing optional left to guess. ``check`` holds for
+every device, ``check_for_kernels`` adds what the CUDA kernels need. Both look at metadata only, so that one verdict
+serves every call of the same metadata; lengths are read, and checked, only on the CPU.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.traits import DROPOUTS, MASKS, Traits
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ALIGNMENT_BYTES = 16
+_MAX_INT32 = 2**31 - 1
+
+
+class Call(NamedTuple):
+    """One call of the operator, in the order of its schema.
+
+    Attributes:
+        q, k, v: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q and cu_seqlens_k.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32 lengths, or None.
+        alibi_slopes, bias: or None.
+        rng_state: int64 (2,), seed and offset, where there is dropout.
+        epilogue_tensors, epilogue_numbers: arguments of users' epilogues, laid out by ``epilogues``.
+        max_seqlen_q, max_seqlen_k: the longest sequences.
+        mask: of ``traits.MASKS``, or empty.
+        window_left, window_right: ``UNBOUNDED`` for no bound; they count with a window mask only.
+        softcap: 0 for none.
+        dropout: of ``traits.DROPOUTS``, or empty.
+        epilogues: users' epilogues, see :func:`pack_epilogues`.
+        kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel to take, empty for the best that serves.
+        tile: text of the tile's fields to change, empty for the default tile.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    rng_state: Tensor | None
+    epilogue_tensors: Sequence[Tensor]
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    mask: str
+    window_left: int
+    window_right: int
+    softcap: float
+    dropout: str
+    dropout_p: float
+    epilogues: Sequence[str]
+    epilogue_numbers: Sequence[float]
+    return_softmax: bool
+    kernel: str
+    tile: str
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed one after the other rather than batched by a stride."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def nheads(self) -> int:
+        """Query heads."""
+        return self.q.shape[-2]
+
+    @property
+    def epilogue_names(self) -> tuple[str, ...]:
+        """Names of the users' epilogues."""
+        return tuple(item.partition(":")[0] for item in self.epilogues)
+
+    def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Of out, lse and softmax; the last is (0,) where it was not asked for."""
+        lse = (self.nheads, self.q.shape[0]) if self.packed else (self.batch, self.nheads, self.q.shape[1])
+        softmax = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
+        return (*self.q.shape[:-1], self.v.shape[-1]), lse, softmax if self.return_softmax else (0,)
+
+    def score_inputs(self) -> ScoreInputs:
+        """What the epilogues are given, tensors as the caller gave them."""
+        return ScoreInputs(
+            window_left=self.window_left,
+            window_right=self.window_right,
+            alibi_slopes=self.alibi_slopes,
+            bias=self.bias,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            rng_state=self.rng_state,
+            extra=unpack_epilogues(self.epilogues, self.epilogue_tensors, self.epilogue_numbers),
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its argument's name."""
+        for name, value in zip(self._fields[:10], self[:10], strict=True):
+            if value is not None:
+                yield name, value
+        for i, value in enumerate(self.epilogue_tensors):
+            yield f"epilogues' tensor {i}", value
+
+    def traits(self, arch: str, variant: str = "") -> Traits:
+        """What a kernel of ``arch`` would have to compute."""
+        return Traits(
+            op="forward",
+            arch=arch,
+            dtype=DTYPE_NAMES[self.q.dtype],
+            head_dim=int(self.q.shape[-1]),
+            head_dim_v=int(self.v.shape[-1]),
+            mask=self.mask,
+            softcap=self.softcap > 0,
+            alibi=self.alibi_slopes is not None,
+            bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype],
+            epilogues=self.epilogue_names,
+            dropout=self.dropout,
+            varlen=self.packed,
+            seqused_q=self.seqused_q is not None,
+            seqused_k=self.seqused_k is not None,
+            return_softmax=self.return_softmax,
+            variant=variant,
+        )
+
+
+# ---- users' epilogues through a schema of plain lists ----
+
+
+def pack_epilogues(
+    epilogues: Sequence[str] | Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[float, ...]]:
+    """Epilogues and their arguments as lists that an operator's schema can carry.
+
+    Each name is followed by a letter for each of its arguments: ``"my_bias:tf"`` takes a tensor and a number.
+    """
+    if isinstance(epilogues, str):
+        raise TypeError(
+            f"epilogues is {epilogues!r}; accepted: a tuple of names, or a dict of names to arguments"
+        )
+    given = epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    for name, arguments in given.items():
+        letters = ""
+        for value in arguments if isinstance(arguments, tuple | list) else (arguments,):
+            if isinstance(value, Tensor):
+                letters += "t"
+                tensors.append(value)
+            elif isinstance(value, int | float):
+                letters += "f" if isinstance(value, float) else "i"
+                numbers.append(float(value))
+            else:
+                raise TypeError(f"epilogues[{name!r}] has {value!r}; accepted: tensors, floats and ints")
+        names.append(f"{name}:{letters}" if letters else name)
+    return tuple(names), tuple(tensors), tuple(numbers)
+
+
+def unpack_epilogues(
+    epilogues: Sequence[str], tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> dict[str, tuple]:
+    """The inverse of :func:`pack_epilogues`: for each name a tuple of its arguments."""
+    next_tensor, next_number = iter(tensors), iter(numbers)
+    take = {
+        "t": lambda: next(next_tensor),
+        "f": lambda: next(next_number),
+        "i": lambda: int(next(next_number)),
+    }
+    pairs = (item.partition(":")[::2] for item in epilogues)
+    return {name: tuple(take[letter]() for letter in letters) for name, letters in pairs}
+
+
+# ---- what may be wrong, on any device ----
+
+
+def check(call: Call) -> None:
+    """Raise TypeError or ValueError for the first thing that is wrong with a call, whatever the device."""
+    _check_tensors(call)
+    _check_shapes(call)
+    _check_numbers(call)
+    _check_lengths(call)
+    _check_score_tensors(call)
+
+
+def _check_tensors(call: Call) -> None:
+    for name, tensor in call.tensors():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+        if tensor.device != call.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+    if call.q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {call.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+    for name, tensor in (("k", call.k), ("v", call.v)):
+        if tensor.dtype != call.q.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {call.q.dtype}, q's")
+
+
+def _check_shapes(call: Call) -> None:
+    q, k, v = call.q, call.k, call.v
+    dims = "(total, heads, head_dim)" if call.packed else "(batch, seqlen, heads, head_dim)"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != (3 if call.packed else 4):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {dims}")
+    if not call.packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]}; accepted: {q.shape[0]}, q's")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}; accepted: {tuple(k.shape[:-1])} and a head_dim_v, as k"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]}; accepted: {q.shape[-1]}, q's")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"q, k and v have head dims {q.shape[-1]} and {v.shape[-1]}; accepted: 1 or more")
+    nheads, nheads_kv = call.nheads, k.shape[-2]
+    if nheads % nheads_kv if nheads_kv else nheads:
+        raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
+
+
+def _check_numbers(call: Call) -> None:
+    if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
+    if not (math.isfinite(call.softcap) and call.softcap >= 0):
+        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
+    if not 0 <= call.dropout_p < 1:
+        raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1")
+    for name, value, accepted in (("mask", call.mask, MASKS), ("dropout", call.dropout, DROPOUTS)):
+        if value and value not in accepted:
+            raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}, or empty")
+    for name in ("window_left", "window_right"):
+        value = getattr(call, name)
+        if not 0 <= value <= UNBOUNDED:
+            raise ValueError(f"{name} is {value}; accepted: 0 to {UNBOUNDED}, which stands for no bound")
+
+
+def _check_lengths(call: Call) -> None:
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = getattr(call, name)
+        if not 0 <= value <= _MAX_INT32:
+            raise ValueError(f"{name} is {value}; accepted: 0 to {_MAX_INT32}")
+    if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
+    rows = {"q": call.q.shape[0], "k": call.k.shape[0]}
+    for side in ("q", "k"):
+        cu_seqlens, seqused = getattr(call, f"cu_seqlens_{side}"), getattr(call, f"seqused_{side}")
+        if cu_seqlens is not None:
+            name = f"cu_seqlens_{side}"
+            if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
+                raise ValueError(f"{name} is empty; accepted: batch + 1 cumulative lengths, the first 0")
+            _check_int32(name, cu_seqlens, call.batch + 1)
+            if cu_seqlens.device.type == "cpu":
+                _check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
+        if seqused is not None:
+            _check_int32(f"seqused_{side}", seqused, call.batch)
+
+
+def _check_int32(name: str, tensor: Tensor, length: int) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.int32")
+    if tuple(tensor.shape) != (length,):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: ({length},)")
+    if length > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"{name} has stride {tensor.stride(0)}; accepted: 1, contiguous")
+
+
+def _check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if bounds[0] < 0 or bounds[-1] > rows or any(length < 0 for length in lengths):
+        raise ValueError(f"{name} is {bounds}; accepted: rising numbers from 0 up to {rows}, the packed rows")
+    if lengths and max(lengths) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{name[-1]} is {max_seqlen}; accepted: {max(lengths)} or more, {name}'s longest"
+        )
+
+
+def _check_score_tensors(call: Call) -> None:
+    batch, nheads = call.batch, call.nheads
+    slopes, bias, rng_state = call.alibi_slopes, call.bias, call.rng_state
+    if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
+        )
+    if bias is not None:
+        full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
+        if (
+            bias.dim() != 4
+            or bias.shape[3] != full[3]
+            or any(size not in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
+        ):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; accepted: {full}, where each of the first three may be 1"
+            )
+        if bias.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+    if call.dropout:
+        if rng_state is None:
+            raise ValueError(
+                "rng_state is None; accepted: int64 (2,), seed and offset, where there is dropout"
+            )
+        if rng_state.dtype != torch.int64:
+            raise TypeError(f"rng_state has dtype {rng_state.dtype}; accepted: torch.int64")
+        if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
+            shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
+            raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
+
+
+def _list(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items))
+
+
+# ---- what the kernels need beyond that ----
+
+
+def check_for_kernels(call: Call) -> None:
+    """Raise for what only the kernels refuse: dtypes, head dims, strides. Assumes :func:`check`."""
+    if call.q.dtype not in KERNEL_DTYPES:
+        raise TypeError(
+            f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
+            f"(on the CPU: {_list(FLOAT_DTYPES)})"
+        )
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        dim = tensor.shape[-1]
+        if dim % 8 or dim > 256:
+            which = "head_dim_v" if name == "v" else "head_dim"
+            raise ValueError(f"{name} has {which} {dim}; accepted: multiples of 8 up to 256")
+        _check_strides(name, tensor)
+        if not call.packed and tensor.shape[1] > _MAX_INT32:
+            raise ValueError(f"{name} has seqlen {tensor.shape[1]}; accepted: up to {_MAX_INT32}")
+    if call.alibi_slopes is not None:
+        if call.alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {call.alibi_slopes.dtype}; accepted: torch.float32")
+        _check_last_stride("alibi_slopes", call.alibi_slopes)
+    if call.bias is not None:
+        if call.bias.dtype not in DTYPE_NAMES:
+            raise TypeError(f"bias has dtype {call.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
+        _check_last_stride("bias", call.bias)
+
+
+def _check_last_stride(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
+
+
+def _check_strides(name: str, tensor: Tensor) -> None:
+    _check_last_stride(name, tensor)
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1 and multiples of "
+                f"{ALIGNMENT_BYTES // tensor.element_size()} elements ({ALIGNMENT_BYTES} bytes) before it"
+            )
+
+
+def check_alignment(call: Call) -> None:
+    """Raise where q, k or v does not start at a multiple of 16 bytes. The one thing that metadata does not tell."""
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
+                f"accepted: data aligned to {ALIGNMENT_BYTES} bytes"
+            )
+
+
+def regular_strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides that mean the same with a multiple of 8 in every dimension of size 1, or None if they are so already.
+
+    What torch calls the stride of such a dimension is arbitrary, and the kernels promise themselves that it is aligned.
+    """
+    strides = list(tensor.stride())
+    for i, size in enumerate(tensor.shape):
+        if size == 1:
+            strides[i] = 1 if i == tensor.dim() - 1 else 0
+    return tuple(strides) if tuple(strides) != tensor.stride() else None
