@@ -30,10 +30,10 @@ from cute_attn.cubin import Resources
 from cute_attn.fingerprint import cache_key, toolchain
 from cute_attn.traits import Traits
 
-__all__ = ["TARGETS", "CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
+__all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
 
-TARGETS = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
-"""What can be built for, and the compiler's name for it."""
+# The compiler's names of the targets.
+_GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
 
 # Everything but the architecture and the folder. Options in brackets (cute.compile[...]) would be dropped beside these.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
@@ -128,30 +128,16 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
     if known is not None and known._classes == kernel_classes(known._classes[0], traits):
         return known
 
-    kernel = resolve(traits, tile, target)
-    options = f"{_OPTIONS} --gpu-arch {TARGETS[target]}"
+    from cute_attn import registry  # loads the kernels, and with them the DSL
+
+    kernel = registry.lookup(traits, tile, target)
+    options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}"
     key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), traits))
     compiled = _kernels.get(key)
     if compiled is None:
         compiled = _kernels[key] = _find_or_build(kernel, target, key, options)
     _requests[request] = compiled
     return compiled
-
-
-def resolve(traits: Traits, tile: Any, target: str) -> Any:
-    """The kernel object that serves the traits with that tile (or text, or None) on that target.
-
-    Raises:
-        ValueError, Unsupported: as :func:`compile`.
-    """
-    from cute_attn import registry
-
-    if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
-    if isinstance(tile, str):
-        base = registry.lookup(traits, None, target).tile
-        tile = base.override(tile)
-    return registry.lookup(traits, tile, target)
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
@@ -188,7 +174,7 @@ def _device_target(device: int) -> str:
     if major == 8:
         return {6: "sm86", 9: "sm89"}.get(minor, "sm80")
     raise ValueError(
-        f"the GPU's compute capability is {major}.{minor}; accepted: 8.0 to 9.0, which {', '.join(TARGETS)} stand for"
+        f"the GPU's compute capability is {major}.{minor}; accepted: 8.0 to 9.0, which {', '.join(_GPU_ARCH)} stand for"
     )
 
 

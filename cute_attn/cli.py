@@ -1,0 +1,281 @@
+"""The ``cute-attn`` command: list, compile, check, time and draw kernels, and keep their cache.
+
+A kernel is named by its traits: ``forward-sm80-bf16-d128-causal-dropout``. A wrong call prints one sentence and exits
+with status 2.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
+from cute_attn.traits import Traits
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
+app.add_typer(cache_app, name="cache")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A kernel, such as forward-sm80-bf16-d128-causal.")]
+TileText = Annotated[
+    str, typer.Option("--tile", help="Fields of the tile to change: tile_n=128,num_stages=2.")
+]
+Target = Annotated[
+    str | None, typer.Option("--target", help="sm80, sm86, sm89 or sm90; by default the GPU that is present.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+# What a reader looks for first in a kernel's instructions.
+_NOTABLE = {
+    "tensor cores": ("HMMA", "HGMMA", "IMMA", "QGMMA"),
+    "async copies": ("LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP"),
+    "matrix loads, stores": ("LDSM", "STSM"),
+    "shared memory": ("LDS", "STS"),
+    "global memory": ("LDG", "STG", "RED", "ATOMG"),
+    "special functions": ("MUFU",),
+    "spills": ("LDL", "STL"),
+    "barriers": ("BAR", "SYNCS", "WARPSYNC"),
+}
+
+
+def main() -> None:
+    """Run the command; errors that a caller can mend become one sentence."""
+    try:
+        app()
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _console() -> Console:
+    """Wide enough for a tile's text where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def _load(path: Path) -> None:
+    """Run a user's file, which registers variants and epilogues."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"--load is {str(path)!r}; accepted: a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+
+
+@app.callback()
+def load(
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--load", help="A Python file that registers your kernels or epilogues; may be repeated."
+        ),
+    ] = None,
+) -> None:
+    for file in files or ():
+        _load(file)
+
+
+@app.command("list")
+def list_kernels(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    target: Target = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kernels with their default tiles, or the reason why there is none; for NAMEs, or for a choice of traits."""
+    from cute_attn import registry
+    from cute_attn.tiles import TARGETS
+
+    if target is not None and target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    if names:
+        wanted = [(Traits.parse(name), t) for name in names for t in ([target] if target else TARGETS)]
+    else:
+        wanted = [
+            (traits, t)
+            for traits, t in registry.defaults()
+            if t == (target or t) and traits == Traits(traits.op, traits.arch, traits.dtype, traits.head_dim)
+        ]
+    rows = [_listed(traits, t) for traits, t in wanted]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("kernel", "targets", "default tile", "shared memory", "registers", title=_registered())
+    for row, targets in _by_target(rows):
+        if row["reason"]:
+            table.add_row(row["name"], targets, f"[red]{row['reason']}")
+        else:
+            memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
+            table.add_row(row["name"], targets, row["tile"], memory, registers)
+    _console().print(table)
+
+
+def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Rows that differ in nothing but the target, put together, with their targets."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for row in rows:
+        key = str([row["name"], row["tile"], row["reason"]])
+        groups.setdefault(key, (row, []))[1].append(row["target"])
+    return [(row, " ".join(targets)) for row, targets in groups.values()]
+
+
+def _registered() -> str:
+    from cute_attn import registry
+
+    places = [f"{op}-{arch}" + (f":{variant}" if variant else "") for op, arch, variant in registry.KERNELS]
+    return "registered: " + ", ".join(places)
+
+
+def _listed(traits: Traits, target: str) -> dict[str, Any]:
+    from cute_attn import registry
+
+    row: dict[str, Any] = {"name": traits.name, "target": target, "tile": None, "reason": None}
+    try:
+        tile = registry.lookup(traits, None, target).tile
+    except registry.Unsupported as error:
+        return row | {"reason": str(error)}
+    return row | {
+        "tile": str(tile),
+        "shared_memory_bytes": tile.smem_bytes(traits),
+        "registers": tile.registers(traits),
+    }
+
+
+@app.command("compile")
+def compile_kernel(
+    name: Name,
+    tile: TileText = "",
+    target: Target = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write PTX, cubin and SASS into this folder.")
+    ] = None,
+) -> None:
+    """Build a kernel, with or without a GPU, and say what it costs."""
+    from cute_attn.compiler import compile
+
+    compiled = compile(name, tile, target)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
+        (output / f"{base}.ptx").write_text(compiled.ptx)
+        (output / f"{base}.cubin").write_bytes(compiled.cubin)
+        (output / f"{base}.sass").write_text(compiled.sass)
+    if as_json:
+        print(json.dumps(summary(compiled), indent=1))
+    else:
+        _console().print(cost_table(compiled))
+
+
+def summary(compiled: Any) -> dict[str, Any]:
+    """What ``compile --json`` prints of a compiled kernel."""
+    return {
+        "name": compiled.name,
+        "target": compiled.target,
+        "tile": asdict(compiled.tile),
+        "resources": asdict(compiled.resources),
+        "instructions": compiled.instructions,
+        "seconds": compiled.seconds,
+    }
+
+
+def cost_table(compiled: Any) -> Table:
+    """What a compiled kernel costs, as a table of two columns."""
+    resources, instructions = compiled.resources, compiled.instructions
+    table = Table("", f"{compiled.name} on {compiled.target}", title_justify="left")
+    table.add_row("tile", str(compiled.tile))
+    table.add_row("registers a thread", str(resources.registers))
+    table.add_row("shared memory a block", f"{resources.shared_memory_bytes:,} bytes")
+    spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
+    table.add_row("spills", spills if resources.spill_store_bytes else "none")
+    table.add_row("local memory a thread", f"{resources.local_bytes} bytes")
+    for warning in compiled.warnings:
+        table.add_row("ptxas", f"[red]{warning}")
+    for kind, mnemonics in _NOTABLE.items():
+        counts = [f"{m} {instructions[m]}" for m in mnemonics if m in instructions]
+        if counts:
+            table.add_row(kind, ", ".join(counts))
+    table.add_row("all instructions", f"{sum(instructions.values()):,}")
+    table.add_row("built", "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s")
+    return table
+
+
+@cache_app.command("list")
+def cache_list(as_json: AsJson = False) -> None:
+    """What is on disk, the most recently used first."""
+    cache = _cache()
+    entries = cache.entries()
+    if as_json:
+        print(
+            json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
+        )
+        return
+    title = f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    table = Table("kernel", "target", "tile", "built in", "key", title=title)
+    for entry in entries:
+        meta = entry.meta
+        tile = ",".join(f"{field}={value}" for field, value in meta["tile"].items())
+        table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+    _console().print(table)
+
+
+@cache_app.command("prune")
+def cache_prune(
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0, help="Remove what was not used for so many days.")
+    ] = 30,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+) -> None:
+    """Remove kernels that are not used any more, and broken ones."""
+    cache = _cache()
+    count, size = cache.prune(None if everything else older_than * 86400)
+    print(f"removed {count} kernels, {size / 1e6:.1f} MB from {cache.root}")
+
+
+@cache_app.command("prebuild")
+def cache_prebuild(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    tile: TileText = "",
+    target: Target = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
+) -> None:
+    """Build NAMEs, or every default kernel, in parallel processes."""
+    from cute_attn import registry
+    from cute_attn.compiler import prebuild
+
+    if names:
+        requests: list[tuple[Traits, Any, str | None]] = [
+            (Traits.parse(n), tile or None, target) for n in names
+        ]
+    else:
+        requests = [(t, tile or None, on) for t, on in registry.defaults() if target in (None, on)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    failed = 0
+    with Progress(*columns) as progress:
+        task = progress.add_task("building", total=len(requests))
+        for built in prebuild(requests, workers):
+            progress.advance(task)
+            if built.error is not None:
+                failed += 1
+                progress.console.print(f"[red]{built.traits.name}: {built.error}")
+            elif built.seconds:
+                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
+    if failed:
+        raise ValueError(f"{failed} of {len(requests)} kernels could not be built")
+
+
+def _cache() -> Any:
+    from cute_attn.cache import default_cache
+
+    cache = default_cache()
+    if cache is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; the cache commands need the disk cache")
+    return cache
