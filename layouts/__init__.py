@@ -10,8 +10,15 @@
     layouts.row_col_modes(tiled_mma, 128, 64)                 which accumulator element is which row and column
     layouts.as_operand_a(acc)                                 an accumulator as the next MMA's A operand
 
-These return CuTe objects, so they run inside ``cute.jit`` or ``cute.kernel``. Names are imported on first use:
-``import layouts`` itself loads neither the DSL nor matplotlib.
+These return CuTe objects, so they run inside ``cute.jit`` or ``cute.kernel``. To look at one, or to count its bank
+conflicts, hand a function that builds it to ``layouts.show``:
+
+    from layouts.show import bank_conflicts, show
+
+    show(lambda: layouts.tiled_mma_sm80(cutlass.BFloat16, 4), "mma.svg")
+
+``layouts.host`` runs a partition for all threads on the CPU. Names are imported on first use: ``import layouts`` itself
+loads neither the DSL nor matplotlib.
 """
 
 from importlib import import_module

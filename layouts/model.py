@@ -102,7 +102,7 @@ def read_copy(copy: cute.TiledCopy, side: str) -> ThreadValueMap:
     layout = copy.layout_src_tv_tiled if side == "src" else copy.layout_dst_tv_tiled
     atom = copy.layout_src_tv if side == "src" else copy.layout_dst_tv
     for tiler in copy.tiler_mn:
-        if isinstance(tiler, cute.Layout) and tiler.stride != 1:
+        if isinstance(tiler, cute.Layout) and cute.size(tiler) > 1 and tiler.stride != 1:
             raise ValueError(f"copy has the tiler {tiler}: only contiguous tilers have a picture")
     shape = (cute.size(copy.tiler_mn[0]), cute.size(copy.tiler_mn[1]))
     text = f"{type(copy.op).__name__.removesuffix('Op')}, {side}: {layout}"

@@ -1,0 +1,278 @@
+"""Pictures of layouts, and bank conflicts: who holds which element of a tiled copy or MMA, which bank an element is in.
+
+Both run outside a trace: give them functions that build the objects. matplotlib is loaded on the first picture.
+
+    show(lambda: smem_layout(128, 64, BFloat16), "smem.png", dtype=BFloat16)
+    bank_conflicts(lambda: ldmatrix_copy_b(tiled_mma_sm80(BFloat16, 4), BFloat16),
+                   lambda: smem_layout(128, 64, BFloat16), BFloat16).extra
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cutlass import cute
+
+from .banks import BankConflicts, bank_conflicts
+from .drawing import BANK_HUES, WARP_HUES, Cell, Color, Legend, Panel, draw, tint
+from .model import COPY_SIDES, MMA_OPERANDS, SmemMap, ThreadValueMap, read_copy, read_mma, read_smem, trace
+from .swizzle import BANK_BYTES
+
+__all__ = ["BankConflicts", "bank_conflicts", "show"]
+
+_WARP = 32
+_STRENGTH = 0.62
+_VALUES = "T is the thread, v the index of its value."
+# How much of a tile is drawn unless asked for.
+_ROWS, _COLS, _CELLS = 32, 64, 16
+_INSTRUCTIONS = {
+    "CopyG2S": "cp.async",
+    "CopyUniversal": "load or store",
+    "LdMatrix8x8x16b": "ldmatrix",
+    "StMatrix8x8x16b": "stmatrix",
+}
+
+
+def show(
+    thing: Callable[[], Any],
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    tile: tuple[int, int] | None = None,
+    rows: int | None = None,
+    cols: int | None = None,
+    title: str | None = None,
+    arch: str = "sm_90a",
+) -> Path:
+    """Draws a shared-memory layout, a tiled copy or a tiled MMA into a .png or .svg file and returns its path.
+
+    thing: a function that builds it, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
+    dtype: the element type, needed for shared memory, whose cells are 4-byte words with their bank.
+    tile: (rows, cols) that a copy or an accumulator is repeated over; by default the tile of one step.
+    rows, cols: how much of each tile to draw; by default what shows the pattern. title: a heading.
+    Raises ValueError for another suffix or a missing dtype, TypeError for an object that has no picture.
+    """
+
+    def read() -> Any:
+        built = thing()
+        if isinstance(built, cute.TiledMma):
+            return {operand: read_mma(built, operand) for operand in MMA_OPERANDS}
+        if isinstance(built, cute.TiledCopy):
+            return {side: read_copy(built, side) for side in COPY_SIDES}
+        if isinstance(built, (cute.Layout, cute.ComposedLayout)):
+            if dtype is None:
+                raise ValueError("dtype=None: a shared-memory layout needs its element type to have banks")
+            return read_smem(built, dtype)
+        raise TypeError(
+            f"thing builds a {type(built).__name__}: a layout, a tiled copy or a tiled MMA has a picture"
+        )
+
+    found = trace(read, arch)
+    crop = (rows, cols)
+    if isinstance(found, SmemMap):
+        return _show_smem(found, path, crop, title)
+    if "C" in found:
+        return _show_mma(found, path, tile, crop, title)
+    return _show_copy(found, path, tile, crop, title)
+
+
+# Shared memory
+
+
+def _show_smem(
+    smem: SmemMap, path: str | Path, crop: tuple[int | None, int | None], title: str | None
+) -> Path:
+    offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
+    axes = ("row", "column")
+    if offsets[0, 1] - offsets[0, 0] != 1:
+        # Rows are contiguous: lay them across the page, as they lie in memory.
+        offsets, axes = offsets.T, ("column", "row")
+        crop = crop[::-1]
+    total = offsets.shape
+    banks = offsets * smem.width // 8 // BANK_BYTES % 32
+    height = min(crop[0] or min(_ROWS, max(16, 2 * _period(banks))), total[0])
+    width = min(crop[1] or _COLS, total[1])
+    word = max(1, 8 * BANK_BYTES // smem.width)
+    cells = [
+        Cell(row, col, 1, word, tint(BANK_HUES[banks[row, col] // 4], _STRENGTH), str(banks[row, col]))
+        for row in range(height)
+        for col in range(0, width, word)
+    ]
+    piece = 128 // smem.width
+    panel = Panel(
+        f"bank of each 4-byte word, {axes[0]}s 0-{height - 1} of {total[0]}, {axes[1]}s 0-{width - 1} of {total[1]}",
+        cells,
+        (height, width),
+        (0.19, 0.25 / word),
+        axes,
+        ticks=(1, piece),
+        rules=(8, piece),
+    )
+    ways = _column_ways(banks, piece)
+    verdict = "without a bank conflict" if ways == 1 else f"with a bank conflict of {ways} ways"
+    names = [f"{'banks ' if i == 0 else ''}{4 * i}-{4 * i + 3}" for i in range(len(BANK_HUES))]
+    legend = Legend(
+        list(zip(names, [[tint(hue, _STRENGTH)] for hue in BANK_HUES], strict=True)),
+        [f"A box is 16 bytes by 8 {axes[0]}s, one 8 x 8 matrix of ldmatrix: it is read {verdict}."],
+        [f"{smem.text}, {smem.width}-bit elements" + (", stage 0" if smem.offsets.ndim == 3 else "")],
+    )
+    return draw(
+        [[panel]], title or f"Shared memory, {smem.offsets.shape[0]} x {smem.offsets.shape[1]}", legend, path
+    )
+
+
+def _period(banks: np.ndarray) -> int:
+    """After how many rows the banks repeat."""
+    return next((p for p in range(1, len(banks)) if (banks[p:] == banks[:-p]).all()), len(banks))
+
+
+def _column_ways(banks: np.ndarray, piece: int) -> int:
+    """The most rows of an aligned group of 8 whose 16-byte pieces in one column share banks."""
+    first = banks[: len(banks) // 8 * 8, ::piece].reshape(-1, 8, banks.shape[1] // piece)
+    return int(max((first == bank).sum(axis=1).max() for bank in np.unique(first)))
+
+
+# Threads and values
+
+
+def _show_mma(
+    maps: dict[str, ThreadValueMap],
+    path: str | Path,
+    tile: tuple[int, int] | None,
+    crop: tuple[int | None, int | None],
+    title: str | None,
+) -> Path:
+    a, b, c = (maps[operand] for operand in MMA_OPERANDS)
+    from_smem = [name for name in "AB" if _held_by_all(maps[name])]
+    panel_c = _panel(_repeat(c, tile), "C", ("m", "n"), crop)
+    panel_a = None if "A" in from_smem else _panel(a, "A", ("m", "k"), (crop[0], None))
+    panel_b = None if "B" in from_smem else _panel(_flip(b), "B", ("k", "n"), (None, crop[1]))
+    notes = [_VALUES]
+    notes += [
+        f"{name} is held by {n} threads an element; the first is named."
+        for name in "AB"
+        if (n := _copies(maps[name])) > 1 and name not in from_smem
+    ]
+    if from_smem:
+        notes.append(f"{' and '.join(from_smem)} are read from shared memory by the whole warpgroup.")
+    (m, n), k = c.shape, a.shape[1]
+    threads = c.row.shape[0]
+    legend = Legend(
+        _warp_strips([panel_a, panel_b, panel_c]), notes, [f"a step is {m} x {n} x {k} by {threads} threads"]
+    )
+    below: list[Panel | None] = [panel_c] if panel_a is None else [panel_a, panel_c]
+    grid = [below] if panel_b is None else [[None, panel_b], below]
+    return draw(grid, title or f"Tiled MMA, {threads // _WARP} warps", legend, path)
+
+
+def _show_copy(
+    maps: dict[str, ThreadValueMap],
+    path: str | Path,
+    tile: tuple[int, int] | None,
+    crop: tuple[int | None, int | None],
+    title: str | None,
+) -> Path:
+    src, dst = maps["src"], maps["dst"]
+    same = src.row.shape == dst.row.shape and (src.row == dst.row).all() and (src.col == dst.col).all()
+    named = {"source and destination": src} if same else {"source": src, "destination": dst}
+    panels = [_panel(_repeat(side, tile), name, ("row", "column"), crop) for name, side in named.items()]
+    kind = src.text.partition(",")[0]
+    threads, values = src.row.shape
+    copies = _copies(src)
+    notes = [_VALUES]
+    if copies > 1:
+        notes.append(f"{copies} threads read each element; the first is named.")
+    line = f"a step is {src.shape[0]} x {src.shape[1]} elements by {threads} threads, {values} values each"
+    return draw(
+        [panels],
+        title or f"Tiled copy, {_INSTRUCTIONS.get(kind, kind)}",
+        Legend(_warp_strips(panels), notes, [line]),
+        path,
+    )
+
+
+def _copies(held: ThreadValueMap) -> int:
+    """How many threads hold one element."""
+    return held.row.size // (held.shape[0] * held.shape[1])
+
+
+def _held_by_all(operand: ThreadValueMap) -> bool:
+    """Whether every value of thread 0 is one of every other thread of its warp: an operand described, not held."""
+    return bool(
+        (operand.row[:_WARP] == operand.row[0]).all() and (operand.col[:_WARP] == operand.col[0]).all()
+    )
+
+
+def _flip(held: ThreadValueMap) -> ThreadValueMap:
+    return ThreadValueMap(held.col, held.row, held.shape[::-1], held.vector, held.text)
+
+
+def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMap:
+    """The map of a larger tile: steps along rows, then along columns, add to a thread's values."""
+    if tile is None:
+        return held
+    if tile[0] % held.shape[0] or tile[1] % held.shape[1]:
+        raise ValueError(f"tile={tile}: must be whole steps of {held.shape[0]} x {held.shape[1]}")
+    steps = [(i, j) for j in range(0, tile[1], held.shape[1]) for i in range(0, tile[0], held.shape[0])]
+    row = np.concatenate([held.row + i for i, _ in steps], axis=1)
+    col = np.concatenate([held.col + j for _, j in steps], axis=1)
+    return ThreadValueMap(row, col, tile, held.vector, held.text)
+
+
+def _panel(
+    held: ThreadValueMap, name: str, axes: tuple[str, str], crop: tuple[int | None, int | None]
+) -> Panel:
+    """Cells are runs of consecutive values of one thread, along the axis that gives fewer of them."""
+    owner = np.full(held.shape, -1)
+    value = np.full(held.shape, -1)
+    # The lowest thread is named where several hold an element: it is written last.
+    for thread in reversed(range(held.row.shape[0])):
+        owner[held.row[thread], held.col[thread]] = thread
+        value[held.row[thread], held.col[thread]] = np.arange(held.row.shape[1])
+    total = held.shape
+    across, down = _runs(owner, value), _runs(owner.T, value.T)
+    vertical = len(down) < len(across)
+    longest = max(length for _, _, length in (down if vertical else across))
+    most_rows, most_cols = (_ROWS, _CELLS) if vertical else (_ROWS, min(_COLS, _CELLS * longest))
+    height, width = min(crop[0] or most_rows, total[0]), min(crop[1] or most_cols, total[1])
+    cells = []
+    for line, start, length in down if vertical else across:
+        row, col = (start, line) if vertical else (line, start)
+        if row >= height or col >= width:
+            continue
+        extent = (min(length, height - row), 1) if vertical else (1, min(length, width - col))
+        thread, first = int(owner[row, col]), int(value[row, col])
+        values = f"v{first}" if length == 1 else f"v{first}-{first + length - 1}"
+        separator = "\n" if vertical else " "
+        cells.append(Cell(row, col, *extent, _thread_tint(thread), f"T{thread}{separator}{values}"))
+    # An element is as wide in a column of runs as half a run of two is in a row: the operands of an MMA line up.
+    unit = (max(0.36 / longest, 0.085), 0.32) if vertical else (0.19, max(0.64 / longest, 0.085))
+    size = f"{total[0]} x {total[1]}"
+    part = size if (height, width) == total else f"first {height} x {width} of {size}"
+    ticks = (longest, 1) if vertical else (1, longest)
+    return Panel(f"{name}, {part}", cells, (height, width), unit, axes, ticks, (8, 8))
+
+
+def _runs(owner: np.ndarray, value: np.ndarray) -> list[tuple[int, int, int]]:
+    """(line, start, length) of the stretches along a line where one thread's values count up."""
+    runs = []
+    for line in range(owner.shape[0]):
+        breaks = (np.diff(owner[line]) != 0) | (np.diff(value[line]) != 1)
+        edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), owner.shape[1]]
+        runs += [(line, start, stop - start) for start, stop in pairwise(edges)]
+    return runs
+
+
+def _thread_tint(thread: int) -> Color:
+    return tint(WARP_HUES[thread // _WARP % len(WARP_HUES)], 0.2 + 0.5 * (thread % _WARP) / (_WARP - 1))
+
+
+def _warp_strips(panels: Sequence[Panel | None]) -> list[tuple[str, list[Color]]]:
+    """A strip for each warp that the panels show."""
+    threads = {int(cell.label[1:].split()[0]) for panel in panels if panel for cell in panel.cells}
+    return [
+        (f"warp {warp}, lanes 0-31", [_thread_tint(_WARP * warp + lane) for lane in range(_WARP)])
+        for warp in sorted({thread // _WARP for thread in threads})
+    ]

@@ -1,0 +1,251 @@
+"""Pictures say what the models say, and bank conflicts have the numbers that can be worked out by hand."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from cutlass import BFloat16, Float16, Float32, cute
+
+import layouts
+from layouts import model
+from layouts.show import BankConflicts, bank_conflicts, show
+
+
+def mma():
+    return layouts.tiled_mma_sm80(Float16, 4)
+
+
+def texts(path):
+    """The strings an SVG file shows."""
+    return [
+        re.sub(r"<.*?>", "", text) for text in re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.S)
+    ]
+
+
+# Bank conflicts
+
+
+@pytest.mark.parametrize(("bits", "ways"), [(None, 1), (3, 1), (2, 2), (1, 4), (0, 8)])
+def test_reads_of_128_byte_rows(bits, ways):
+    """Eight rows of 128 bytes start in one bank; each bit of the swizzle halves the rows that stay there."""
+
+    def smem():
+        return layouts.smem_layout(64, 64, Float16, swizzle_bits=bits)
+
+    expected = BankConflicts(instructions=16, wavefronts=64 * ways, minimum=64, ways=ways)
+    assert bank_conflicts(lambda: layouts.ldmatrix_copy_a(mma(), Float16), smem, Float16) == expected
+    assert expected.extra == 64 * (ways - 1)
+    # B is read by each of four warps; 16 x 16 elements an instruction.
+    read_b = bank_conflicts(lambda: layouts.ldmatrix_copy_b(mma(), Float16), smem, Float16)
+    assert read_b == BankConflicts(4 * 16, 4 * 64 * ways, 4 * 64, ways)
+    flipped = bank_conflicts(
+        lambda: layouts.ldmatrix_copy_b(mma(), Float16, transpose=True),
+        lambda: layouts.transposed(smem()),
+        Float16,
+    )
+    assert flipped == read_b
+    # Accumulators: eight rows of four lanes, 4 bytes each.
+    store = bank_conflicts(lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem, Float16, side="dst")
+    assert store == BankConflicts(64, 64 * ways, 64, ways)
+
+
+@pytest.mark.parametrize(("bits", "ways"), [(None, 1), (1, 2), (0, 4)])
+def test_reads_of_64_byte_rows(bits, ways):
+    found = bank_conflicts(
+        lambda: layouts.ldmatrix_copy_b(mma(), BFloat16),
+        lambda: layouts.smem_layout(48, 96, BFloat16, swizzle_bits=bits),
+        BFloat16,
+    )
+    assert (found.ways, found.extra) == (ways, found.minimum * (ways - 1))
+
+
+@pytest.mark.parametrize("bits", [None, 0])
+@pytest.mark.parametrize("cols", [32, 64, 96, 128, 256])
+def test_writes_of_whole_rows_never_conflict(cols, bits):
+    found = bank_conflicts(
+        lambda: layouts.gmem_tiled_copy(Float16, 128, cols, asynchronous=True),
+        lambda: layouts.smem_layout(64, cols, Float16, stages=2, swizzle_bits=bits),
+        Float16,
+    )
+    assert found == BankConflicts(cols * 64 // 256, cols * 64 // 64, cols * 64 // 64, 1)
+
+
+@pytest.mark.parametrize("cols", [32, 64, 96, 128, 160, 192, 224, 256])
+def test_defaults_are_free_of_conflicts(cols):
+    def smem():
+        return layouts.smem_layout(64, cols, Float16)
+
+    for copy in (layouts.ldmatrix_copy_a, layouts.ldmatrix_copy_b):
+        assert bank_conflicts(lambda copy=copy: copy(mma(), Float16), smem, Float16).extra == 0
+    store = bank_conflicts(lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem, Float16, side="dst")
+    assert store.extra == 0
+
+
+@pytest.mark.parametrize(("cols", "expected"), [(64, 0), (96, 0), (128, 0)])
+def test_stmatrix_into_a_wgmma_tile(cols, expected):
+    found = bank_conflicts(
+        lambda: layouts.store_copy_c(
+            layouts.tiled_mma_sm90(BFloat16, 128, cols, warpgroups=2), BFloat16, "sm90"
+        ),
+        lambda: layouts.wgmma_smem_layout(128, cols, BFloat16),
+        BFloat16,
+    )
+    assert found.extra == expected
+
+
+def test_a_plain_padded_layout():
+    """136 elements a row are 4 banks more than a whole turn: eight rows miss one another. 128 do not."""
+    for stride, ways in ((136, 1), (128, 8), (132, None)):
+
+        def smem(stride=stride):
+            return cute.make_layout((64, 128), stride=(stride, 1))
+
+        def copy():
+            return layouts.ldmatrix_copy_b(mma(), Float16)
+
+        if ways is None:
+            with pytest.raises(ValueError, match="vectors of 16 bytes"):
+                bank_conflicts(copy, smem, Float16)
+        else:
+            assert bank_conflicts(copy, smem, Float16).ways == ways
+
+
+def test_equal_words_are_served_at_once():
+    """Scalar loads of 2 bytes: two lanes share a word, so a warp takes 16 banks and one wavefront."""
+    found = bank_conflicts(
+        lambda: cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float16, num_bits_per_copy=16),
+            cute.make_layout((1, 32), stride=(32, 1)),
+            cute.make_layout((1, 1)),
+        ),
+        lambda: layouts.smem_layout(8, 64, Float16),
+        Float16,
+        side="src",
+    )
+    assert found == BankConflicts(16, 16, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("copy", "layout", "message"),
+    [
+        (
+            lambda: layouts.store_copy_c(mma(), Float16, "sm80"),
+            lambda: layouts.smem_layout(64, 64, Float16),
+            "side",
+        ),
+        (
+            lambda: layouts.ldmatrix_copy_a(mma(), Float16),
+            lambda: layouts.smem_layout(48, 64, Float16),
+            "48 x 64",
+        ),
+        (
+            lambda: layouts.ldmatrix_copy_b(mma(), Float16, True),
+            lambda: layouts.smem_layout(64, 64, Float16),
+            "vectors",
+        ),
+        (
+            lambda: layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True),
+            lambda: layouts.smem_layout(64, 64, Float16),
+            "16 threads",
+        ),
+    ],
+)
+def test_counting_names_what_does_not_fit(copy, layout, message):
+    with pytest.raises(ValueError, match=message):
+        bank_conflicts(copy, layout, Float16)
+
+
+# Pictures
+
+
+def test_smem_picture_shows_the_banks(tmp_path):
+    def smem():
+        return layouts.smem_layout(128, 64, BFloat16)
+
+    path = show(smem, tmp_path / "smem.svg", dtype=BFloat16)
+    shown = texts(path)
+    banks = model.smem_map(smem, BFloat16).banks[:16, ::2].ravel()
+    axis = Counter(map(str, [*range(16), *range(0, 64, 8)]))
+    assert Counter(text for text in shown if text.isdigit()) == Counter(map(str, banks)) + axis
+    assert any("S<3,3,3>" in text for text in shown)
+    assert any("without a bank conflict" in text for text in shown)
+    unswizzled = show(
+        lambda: layouts.smem_layout(128, 64, BFloat16, swizzle_bits=0), tmp_path / "0.svg", dtype=BFloat16
+    )
+    assert any("a bank conflict of 8 ways" in text for text in texts(unswizzled))
+
+
+def test_a_tile_with_contiguous_rows_is_drawn_as_it_lies(tmp_path):
+    def smem():
+        return layouts.transposed(layouts.smem_layout(64, 32, Float32, stages=2))
+
+    shown = texts(show(smem, tmp_path / "t.svg", dtype=Float32, cols=8))
+    assert any("columns 0-7 of 64, rows 0-31 of 32" in text for text in shown)
+    assert any("stage 0" in text for text in shown)
+
+
+def test_copy_picture_names_every_thread(tmp_path):
+    shown = texts(
+        show(
+            lambda: layouts.gmem_tiled_copy(Float16, 128, 64, asynchronous=True),
+            tmp_path / "copy.svg",
+            tile=(32, 64),
+        )
+    )
+    expected = {f"T{t} v{8 * step}-{8 * step + 7}" for t in range(128) for step in range(2)}
+    assert {text for text in shown if text.startswith("T") and "v" in text and text[1].isdigit()} == expected
+
+
+def test_mma_picture_shows_three_operands(tmp_path):
+    shown = texts(show(mma, tmp_path / "mma.svg", rows=64))
+    for operand in ("A, 64 x 16", "B, 16 x 16", "C, 64 x 16"):
+        assert operand in shown
+    cells = Counter(text for text in shown if re.fullmatch(r"T\d+ v\d+-\d+", text))
+    # A and C both hold two values at a time: four pairs a thread each.
+    assert cells == Counter({f"T{t} v{v}-{v + 1}": 2 for t in range(128) for v in (0, 2, 4, 6)})
+    assert "B is held by 4 threads an element; the first is named." in shown
+
+
+def test_wgmma_picture_leaves_out_what_no_thread_holds(tmp_path):
+    shown = texts(
+        show(lambda: layouts.tiled_mma_sm90(BFloat16, 64, 32, warpgroups=1), tmp_path / "wgmma.svg")
+    )
+    assert "C, first 32 x 32 of 64 x 32" in shown
+    assert "A and B are read from shared memory by the whole warpgroup." in shown
+
+
+def test_png(tmp_path):
+    path = show(
+        lambda: layouts.ldmatrix_copy_b(mma(), Float16), str(tmp_path / "ldmatrix.png"), title="K fragments"
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda path: show(mma, path / "x.pdf"), ValueError, r"\.pdf"),
+        (
+            lambda path: show(lambda: layouts.smem_layout(8, 64, Float16), path / "x.svg"),
+            ValueError,
+            "dtype=None",
+        ),
+        (lambda path: show(mma, path / "x.svg", tile=(48, 64)), ValueError, r"tile=\(48, 64\)"),
+        (lambda path: show(lambda: 3, path / "x.svg"), TypeError, "int"),
+    ],
+)
+def test_wrong_pictures_are_refused(call, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_import_is_light():
+    code = "import sys, layouts; layouts.atom_cols; print([m for m in ('cutlass', 'matplotlib', 'torch') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+    assert not {"row_col_modes", "smem_layout", "tiled_mma_sm80"} - set(layouts.__all__)
+    with pytest.raises(AttributeError, match="nothing_here"):
+        layouts.nothing_here  # noqa: B018
