@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from html import unescape
 
 import pytest
 from cutlass import BFloat16, Float16, Float32, cute
@@ -17,11 +18,14 @@ def mma():
     return layouts.tiled_mma_sm80(Float16, 4)
 
 
+def smem_64():
+    return layouts.smem_layout(64, 64, Float16)
+
+
 def texts(path):
     """The strings an SVG file shows."""
-    return [
-        re.sub(r"<.*?>", "", text) for text in re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.S)
-    ]
+    found = re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.S)
+    return [unescape(re.sub(r"<.*?>", "", text)) for text in found]
 
 
 # Bank conflicts
@@ -130,26 +134,14 @@ def test_equal_words_are_served_at_once():
 @pytest.mark.parametrize(
     ("copy", "layout", "message"),
     [
-        (
-            lambda: layouts.store_copy_c(mma(), Float16, "sm80"),
-            lambda: layouts.smem_layout(64, 64, Float16),
-            "side",
-        ),
+        (lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem_64, "side=None"),
         (
             lambda: layouts.ldmatrix_copy_a(mma(), Float16),
             lambda: layouts.smem_layout(48, 64, Float16),
             "48 x 64",
         ),
-        (
-            lambda: layouts.ldmatrix_copy_b(mma(), Float16, True),
-            lambda: layouts.smem_layout(64, 64, Float16),
-            "vectors",
-        ),
-        (
-            lambda: layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True),
-            lambda: layouts.smem_layout(64, 64, Float16),
-            "16 threads",
-        ),
+        (lambda: layouts.ldmatrix_copy_b(mma(), Float16, transpose=True), smem_64, "vectors of 16 bytes"),
+        (lambda: layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True), smem_64, "16 threads"),
     ],
 )
 def test_counting_names_what_does_not_fit(copy, layout, message):
@@ -243,9 +235,11 @@ def test_wrong_pictures_are_refused(call, error, message, tmp_path):
 
 
 def test_import_is_light():
-    code = "import sys, layouts; layouts.atom_cols; print([m for m in ('cutlass', 'matplotlib', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, layouts; layouts.atom_cols; print({'cutlass', 'matplotlib', 'torch'} & set(sys.modules))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.strip() == "set()"
     assert not {"row_col_modes", "smem_layout", "tiled_mma_sm80"} - set(layouts.__all__)
     with pytest.raises(AttributeError, match="nothing_here"):
         layouts.nothing_here  # noqa: B018
