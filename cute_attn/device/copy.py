@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, cute
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
+
+from cute_attn.device.math import opaque
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,16 @@ class RowCopy:
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None])
             else:
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None], pred=exists[None, 0, None])
+
+
+@cute.jit
+def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr) -> cute.Tensor:
+    """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
+
+    The row stride is opaque: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two registers
+    for each row that a thread copies.
+    """
+    stride = tensor.stride[0]
+    start = Int64(block) * (rows * stride)
+    row_stride = cute.assume(opaque(Int64(stride)), divby=8)
+    return cute.make_tensor(tensor.iterator + start, cute.make_layout((rows, cols), stride=(row_stride, 1)))

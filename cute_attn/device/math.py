@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 
@@ -22,6 +22,8 @@ def on_device() -> bool:
 
 def fmax(a: Float32, b: Float32) -> Float32:
     """The larger of two; the other one where one is NaN."""
+    if on_device():
+        return Float32(cute.arch.fmax(a, b))
     return Float32(arith.maxnumf(Float32(a).ir_value(), Float32(b).ir_value()))
 
 
@@ -84,3 +86,12 @@ def byte_permute(x: Int32, selector: int) -> Int32:
 def fabs(x: Float32) -> Float32:
     """|x|; folds into the instruction that uses it."""
     return cute.math.absf(x)
+
+
+def opaque(x):
+    """x (Int32 or Int64), as a value about which the compiler knows nothing: what follows from it is neither reused nor
+    hoisted out of a loop, where it would occupy registers."""
+    if not on_device():
+        return x
+    move = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
+    return type(x)(cute.arch.inline_ptx(move, write_only_types=[type(x)], read_only_args=[x]))

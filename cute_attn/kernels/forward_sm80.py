@@ -29,11 +29,12 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
 import layouts
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.copy import RowCopy
+from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.math import LOG2_E, exp2
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence
+from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.work import QueryBlock
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -53,29 +54,21 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class KeyValueLoads:
-    """One head's K and V in global memory as (rows, cols, block), where they go, and how."""
+class BlockLoad:
+    """One head's K or V in global memory, (seqlen_k, head_dim), and its blocks' place in shared memory."""
 
-    copy_k: RowCopy
-    copy_v: RowCopy
-    g_k: cute.Tensor
-    g_v: cute.Tensor
-    s_k: cute.Tensor
-    s_v: cute.Tensor
+    row_copy: RowCopy
+    g: cute.Tensor
+    s: cute.Tensor  # (tile_n, padded head_dim, stage)
     seqlen_k: Int32
     thread: Int32
 
     @cute.jit
-    def load_k(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading K of ``block``; ``whole``: all its keys exist."""
-        rows = self.seqlen_k - block * cute.size(self.g_k, mode=[0])
-        self.copy_k.copy(self.g_k[None, None, block], self.s_k[None, None, stage], self.thread, rows, whole)
-
-    @cute.jit
-    def load_v(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading V of ``block``; rows that do not exist become zeros, since 0 * NaN would be NaN."""
-        rows = self.seqlen_k - block * cute.size(self.g_v, mode=[0])
-        self.copy_v.copy(self.g_v[None, None, block], self.s_v[None, None, stage], self.thread, rows, whole)
+    def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """Start loading ``block``; ``whole``: all its keys exist. Those that do not become zeros: 0 * NaN would be NaN."""
+        tile = block_of_rows(self.g, block, cute.size(self.s, mode=[0]), cute.size(self.s, mode=[1]))
+        rows = self.seqlen_k - block * cute.size(self.s, mode=[0])
+        self.row_copy.copy(tile, self.s[None, None, stage], self.thread, rows, whole)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,8 @@ class Work:
     """What one block works on, and everything a step needs of it."""
 
     operands: Operands
-    loads: KeyValueLoads
+    load_k: BlockLoad
+    load_v: BlockLoad
     blocks: BlockRange
     state: ScoreState
     score_map: ScoreMap
@@ -216,36 +210,34 @@ class ForwardSm80:
         qheads_per_kvhead: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        # Longest first: with a causal band the last query block has the most work.
-        m_block = m_blocks - 1 - block % m_blocks
-        head = (block // m_blocks) % nheads
-        batch = block // (m_blocks * nheads)
-        info = SeqlenInfo.read(seqlens, batch)
-        row0 = m_block * self.tile.tile_m
+        place = QueryBlock.read(seqlens, m_blocks, nheads, self.tile.tile_m)
+        row0, info = place.row0, place.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
             packed = self.traits.varlen
-            q = sequence(mQ, batch, head, info.offset_q, packed)
-            k = sequence(mK, batch, head // qheads_per_kvhead, info.offset_k, packed)
-            v = sequence(mV, batch, head // qheads_per_kvhead, info.offset_k, packed)
-            o = sequence(mO, batch, head, info.offset_q, packed)
-            context = chain.context(score_args, seqlens, info, batch, head, nheads, softmax_scale)
+            head_kv = place.head // qheads_per_kvhead
+            q = sequence(mQ, place.batch, place.head, info.offset_q, packed)
+            k = sequence(mK, place.batch, head_kv, info.offset_k, packed)
+            v = sequence(mV, place.batch, head_kv, info.offset_k, packed)
+            context = chain.context(score_args, seqlens, info, place.batch, place.head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             s_q, s_k, s_v, s_o = self.shared_memory()
             operands = self.operands(s_q, s_k, s_v, thread)
-            loads = self.key_value_loads(k, v, s_k, s_v, info.seqlen_k, thread)
-            work = self.work(operands, loads, blocks, state, row0, context.unit * LOG2_E, thread)
+            load_k = self.block_load(k, s_k, self.traits.head_dim, info.seqlen_k, thread)
+            load_v = self.block_load(v, s_v, self.traits.head_dim_v, info.seqlen_k, thread)
+            work = self.work(operands, load_k, load_v, blocks, state, row0, context.unit * LOG2_E, thread)
             self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
             self.main_loop(work)
+            place = QueryBlock.read(seqlens, m_blocks, nheads, self.tile.tile_m)
             lse = cute.make_rmem_tensor(cute.make_layout(len(work.score_map.modes.rows)), Float32)
             work.softmax.normalize(work.acc_o_rows, lse, chain.rescale(state))
-            self.store_lse(mLSE, lse, work, info, batch, head)
+            self.store_lse(mLSE, lse, work.score_map, place)
             if cutlass.const_expr(self.traits.return_softmax):
-                self.store_softmax(mSoftmax, lse, work, info, batch, head)
-            self.store_output(o, s_o, work, info.seqlen_q - row0, thread)
+                self.store_softmax(mSoftmax, lse, work, place)
+            o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
+            self.store_output(o, s_o, work, place, thread)
 
     def shared_memory(self):
         """sQ, sK, sV as (rows, cols, stage), and sO over the same bytes once they are done with."""
@@ -278,32 +270,16 @@ class ForwardSm80:
             SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(s_v), thread),
         )
 
-    def key_value_loads(
-        self,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        s_k: cute.Tensor,
-        s_v: cute.Tensor,
-        seqlen_k: Int32,
-        thread: Int32,
-    ) -> KeyValueLoads:
-        """K and V of one head, cut into blocks of keys."""
-        d, dv, tile_n = self.traits.head_dim, self.traits.head_dim_v, self.tile.tile_n
-        return KeyValueLoads(
-            RowCopy.make(self.gmem_load(d), padded(d), d, thread),
-            RowCopy.make(self.gmem_load(dv), padded(dv), dv, thread),
-            cute.local_tile(k, (tile_n, padded(d)), (None, 0)),
-            cute.local_tile(v, (tile_n, padded(dv)), (None, 0)),
-            s_k,
-            s_v,
-            seqlen_k,
-            thread,
-        )
+    def block_load(self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen_k: Int32, thread: Int32) -> BlockLoad:
+        """K or V of one head, to be loaded by blocks of keys."""
+        row_copy = RowCopy.make(self.gmem_load(head_dim), padded(head_dim), head_dim, thread)
+        return BlockLoad(row_copy, g, s, seqlen_k, thread)
 
     def work(
         self,
         operands: Operands,
-        loads: KeyValueLoads,
+        load_k: BlockLoad,
+        load_v: BlockLoad,
         blocks: BlockRange,
         state: ScoreState,
         row0: Int32,
@@ -319,7 +295,7 @@ class ForwardSm80:
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         score_map = ScoreMap.make(tiled_mma, tile.tile_m, tile.tile_n, thread)
         softmax = OnlineSoftmax.make(len(score_map.modes.rows), scale_log2, self.epilogues.may_mask_rows)
-        return Work(operands, loads, blocks, state, score_map, row0, softmax, acc_o, acc_o_rows)
+        return Work(operands, load_k, load_v, blocks, state, score_map, row0, softmax, acc_o, acc_o_rows)
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, work: Work, thread: Int32) -> None:
@@ -355,13 +331,13 @@ class ForwardSm80:
         last = work.blocks.end - 1
         if cutlass.const_expr(self.tile.num_stages == 1):
             if work.blocks.begin < work.blocks.end:
-                work.loads.load_k(last, 0, False)
+                work.load_k.start(last, 0, False)
             cute.arch.cp_async_commit_group()
         else:
             for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
                 if last - ahead >= work.blocks.begin:
-                    work.loads.load_k(last - ahead, ahead, False)
-                    work.loads.load_v(last - ahead, ahead, False)
+                    work.load_k.start(last - ahead, ahead, False)
+                    work.load_v.start(last - ahead, ahead, False)
                 cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -376,16 +352,15 @@ class ForwardSm80:
     @cute.jit
     def step_one_stage(self, work: Work, block: Int32, masked: Constexpr) -> None:
         """One key block, loads and products taking turns."""
-        loads = work.loads
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        loads.load_v(block, 0, not masked)
+        work.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
         tile, acc_s, loaded = self.scores(work, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         if block > work.blocks.begin:
-            loads.load_k(block - 1, 0, True)
+            work.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
         self.accumulate(work, tile, acc_s, loaded, Int32(0), masked)
 
@@ -399,8 +374,8 @@ class ForwardSm80:
         ahead = block - (stages - 1)
         if ahead >= work.blocks.begin:
             free = (work.blocks.end - 1 - ahead) % stages
-            work.loads.load_k(ahead, free, True)
-            work.loads.load_v(ahead, free, True)
+            work.load_k.start(ahead, free, True)
+            work.load_v.start(ahead, free, True)
         cute.arch.cp_async_commit_group()
         tile, acc_s, loaded = self.scores(work, block, stage)
         self.accumulate(work, tile, acc_s, loaded, stage, masked)
@@ -432,26 +407,25 @@ class ForwardSm80:
         gemm_rs(op.tiled_mma, work.acc_o, layouts.as_operand_a(p), op.v, stage)
 
     @cute.jit
-    def store_lse(
-        self, mLSE: cute.Tensor, lse: cute.Tensor, work: Work, info: SeqlenInfo, batch: Int32, head: Int32
-    ) -> None:
+    def store_lse(self, mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryBlock) -> None:
         """One lane of the four that share a row writes its log-sum-exp."""
-        start = (
-            Int64(head) * mLSE.stride[0] + info.offset_q
-            if self.traits.varlen
-            else (Int64(batch) * mLSE.stride[0] + Int64(head) * mLSE.stride[1])
-        )
-        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(info.seqlen_q))
-        if work.score_map.thr_col == 0:
+        if cutlass.const_expr(self.traits.varlen):
+            start = Int64(place.head) * mLSE.stride[0] + place.info.offset_q
+        else:
+            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
+        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(place.info.seqlen_q))
+        if score_map.thr_col == 0:
             for r in cutlass.range_constexpr(cute.size(lse)):
-                row = work.row0 + work.score_map.thr_row + work.score_map.modes.rows[r]
-                if row < info.seqlen_q:
+                row = place.row0 + score_map.thr_row + score_map.modes.rows[r]
+                if row < place.info.seqlen_q:
                     g_lse[row] = lse[r]
 
     @cute.jit
-    def store_output(self, o: cute.Tensor, s_o: cute.Tensor, work: Work, rows: Int32, thread: Int32) -> None:
+    def store_output(
+        self, o: cute.Tensor, s_o: cute.Tensor, work: Work, place: QueryBlock, thread: Int32
+    ) -> None:
         """O through shared memory, to be written in whole 16-byte pieces of rows."""
-        dv, tiled_mma = self.traits.head_dim_v, work.operands.tiled_mma
+        dv, tiled_mma, tile_m = self.traits.head_dim_v, work.operands.tiled_mma, self.tile.tile_m
         fragment = cute.make_rmem_tensor_like(work.acc_o, self.dtype)
         fragment.store(work.acc_o.load().to(self.dtype))
         cute.arch.barrier()
@@ -460,21 +434,19 @@ class ForwardSm80:
         s_o = s_o[None, None, 0]
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         cute.arch.barrier()
-        g_o = cute.local_tile(o, (self.tile.tile_m, padded(dv)), (work.row0 // self.tile.tile_m, 0))
+        g_o = cute.local_tile(o, (tile_m, padded(dv)), (place.row0 // tile_m, 0))
         copy_o = RowCopy.make(self.gmem_store(dv), padded(dv), dv, thread)
-        copy_o.copy(s_o, g_o, thread, rows, False)
+        copy_o.copy(s_o, g_o, thread, place.info.seqlen_q - place.row0, False)
 
     @cute.jit
-    def store_softmax(
-        self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, info: SeqlenInfo, batch: Int32, head: Int32
-    ) -> None:
+    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
         """A second walk over the key blocks, now that LSE is known, that writes P with its signs. For inspection."""
         stride_batch, stride_head, stride_row, _ = mSoftmax.stride
-        plane = mSoftmax.iterator + (Int64(batch) * stride_batch + Int64(head) * stride_head)
+        plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)
         for i in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.begin + i
             cute.arch.barrier()
-            work.loads.load_k(block, 0, False)
+            work.load_k.start(block, 0, False)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
@@ -492,7 +464,7 @@ class ForwardSm80:
                 row = tile.row0 + tile.rows[r]
                 for c in cutlass.range_constexpr(len(tile.cols)):
                     column = tile.col0 + tile.cols[c]
-                    if row < info.seqlen_q and column < info.seqlen_k:
+                    if row < place.info.seqlen_q and column < place.info.seqlen_k:
                         element = plane + (Int64(row) * stride_row + Int64(column))
                         cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
 
