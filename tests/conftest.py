@@ -1,0 +1,29 @@
+"""Fixtures for all tests; tests below ``gpu`` are skipped where there is no GPU."""
+
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    """An empty disk cache and a compiler that has built nothing yet; the folder of the cache."""
+    from cute_attn import compiler
+
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTE_ATTN_CACHE", raising=False)
+    monkeypatch.setattr(compiler, "_requests", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
+    return tmp_path / "cache"

@@ -1,0 +1,340 @@
+"""Building without a GPU, what a build reports, and a cache that forgets nothing that shapes code."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cute_attn import cache, compiler, cubin, fingerprint, registry
+from cute_attn.compiler import compile
+from cute_attn.traits import Traits
+from tests import toy
+
+ROOT = Path(__file__).parents[2]
+TRAITS = Traits.parse(toy.NAME)
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
+
+
+def forget(monkeypatch):
+    """Make the compiler look on disk again, as a new process would."""
+    monkeypatch.setattr(compiler, "_requests", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
+
+
+# ---- what a build reports ----
+
+
+@pytest.mark.parametrize("target, arch", [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90", "sm_90a")])
+def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
+    compiled = compile(toy.NAME, target=target)
+    assert f".target {arch}" in compiled.ptx
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert arch in compiled.sass.splitlines()[0]
+    assert compiled.instructions["FFMA"] >= compiled.tile.values
+    assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
+    assert not compiled.from_cache and 0 < compiled.seconds < 60
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("tile", ["values=8", "values=256", "values=8,staged=false"])
+def test_resources_equal_cuobjdump(fresh_cache, tmp_path, target, tile):
+    compiled = compile(toy.NAME, tile, target)
+    (tmp_path / "kernel.cubin").write_bytes(compiled.cubin)
+    command = [cubin.cuda_tool("cuobjdump"), "--dump-resource-usage", str(tmp_path / "kernel.cubin")]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK", "LOCAL")
+    )
+    resources = compiled.resources
+    assert (resources.registers, resources.local_bytes) == (registers, stack + local)
+    assert resources.shared_memory_bytes == compiled.tile.smem_bytes(TRAITS)
+
+
+def test_spills_are_reported(fresh_cache):
+    spilling, lean = compile(toy.NAME, "values=256", "sm80"), compile(toy.NAME, target="sm80")
+    assert spilling.resources.spill_store_bytes > 0 and spilling.instructions["STL"] > 0
+    assert spilling.resources.spill_load_bytes > 0 and spilling.instructions["LDL"] > 0
+    assert lean.resources.spill_store_bytes == lean.resources.spill_load_bytes == 0
+    assert not lean.instructions.keys() & {"STL", "LDL"}
+
+
+def test_remarks_are_understood_through_colours_and_wraps():
+    remarks = (
+        "\x1b[96mremark\x1b[0m ptxas info : (C7517) Potential Performance Loss: wgmma.mma_async\n"
+        "          instructions are serialized due to insufficient register\n          resources in 'f'\n"
+        "ptxas . 72 bytes stack frame, 148 bytes spill\n          stores, 140 bytes spill loads\n"
+        "ptxas warning : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum register\n"
+    )
+    assert [warning[:7] for warning in cubin.read_warnings(remarks)] == ["(C7517)", "(C7508)"]
+    assert cubin.read_warnings("(C7000) something else") == ()
+    with pytest.raises(ValueError, match="no spill counts"):
+        cubin.read_resources(b"", "nothing of the kind", "")
+
+
+def test_a_module_without_a_launch_is_an_error():
+    with pytest.raises(ValueError, match="no launch"):
+        cubin._dynamic_shared_memory("module {\n  llvm.func @f() {\n  }\n}")
+
+
+def test_the_target_is_the_kernels_own_without_a_gpu(fresh_cache, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert compile(toy.NAME).target == "sm80"
+
+
+@pytest.mark.parametrize(
+    "capability, target", [((8, 0), "sm80"), ((8, 6), "sm86"), ((8, 9), "sm89"), ((9, 0), "sm90")]
+)
+def test_the_target_is_the_gpu_that_is_present(monkeypatch, capability, target):
+    import torch
+
+    compiler._device_target.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compiler.default_target("sm80") == target
+    compiler._device_target.cache_clear()
+
+
+def test_a_gpu_that_nothing_is_built_for(monkeypatch):
+    import torch
+
+    compiler._device_target.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"7\.5; accepted"):
+        compiler._device_target(0)
+
+
+def test_wrong_arguments_are_refused_before_a_launch(fresh_cache):
+    with pytest.raises(TypeError, match="Expects 3 parameters"):
+        compile(toy.NAME)(1, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("forward-sm80",), "name is 'forward-sm80'"),
+        ((toy.NAME, None, "sm75"), "target is 'sm75'; accepted: sm80"),
+        ((toy.NAME, "rows=3"), "tile has 'rows=3'"),
+        ((toy.NAME, "values=0"), "values is 0"),
+        (("forward-sm80:toy-bf16-d128",), "head_dim is 128; accepted: 64"),
+    ],
+)
+def test_wrong_calls(fresh_cache, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        compile(*arguments)
+
+
+# ---- the cache ----
+
+
+def test_found_in_memory_and_on_disk(fresh_cache, monkeypatch):
+    built = compile(toy.NAME, target="sm80")
+    assert compile(TRAITS, toy.ToyTile(), "sm80") is built
+    forget(monkeypatch)
+    found = compile(toy.NAME, target="sm80")
+    assert found.from_cache and found.key == built.key and found.seconds == built.seconds
+    assert (found.ptx, found.cubin, found.resources) == (built.ptx, built.cubin, built.resources)
+    assert callable(found.function)
+
+
+def test_a_warm_load_takes_under_50_ms(fresh_cache, monkeypatch):
+    compile(toy.NAME, target="sm80").function  # noqa: B018  imports what loading needs
+    times = []
+    for _ in range(5):
+        forget(monkeypatch)
+        start = time.perf_counter()
+        compile(toy.NAME, target="sm80").function  # noqa: B018
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05
+
+
+def test_nothing_on_disk_when_switched_off(fresh_cache, monkeypatch):
+    monkeypatch.setenv("CUTE_ATTN_CACHE", "0")
+    compiled = compile(toy.NAME, target="sm80")
+    assert callable(compiled.function) and compiled.ptx and not fresh_cache.exists()
+
+
+def test_the_default_place(monkeypatch):
+    monkeypatch.delenv("CUTE_ATTN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.default_cache().root == Path("/somewhere/cute_attn")
+
+
+@pytest.mark.parametrize("name", [cache.OBJECT, cache.CUBIN, cache.PTX, cache.META])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
+def test_a_damaged_entry_is_a_miss_and_is_replaced(fresh_cache, monkeypatch, name, damage):
+    key = compile(toy.NAME, target="sm80").key
+    path = fresh_cache / "kernels" / key / name
+    content = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        half = len(content) // 2
+        rest = bytes([content[half] ^ 1]) + content[half + 1 :] if damage == "flip" else b""
+        path.write_bytes(content[:half] + rest)
+    forget(monkeypatch)
+    assert not compile(toy.NAME, target="sm80").from_cache
+    forget(monkeypatch)
+    assert compile(toy.NAME, target="sm80").from_cache
+
+
+def test_prune_by_last_use(fresh_cache):
+    import os
+
+    store = cache.default_cache()
+    old, new = compile(toy.NAME, target="sm80").key, compile(toy.NAME, target="sm90").key
+    a_day_ago = time.time() - 86400
+    os.utime(fresh_cache / "kernels" / old / cache.META, (a_day_ago, a_day_ago))
+    (fresh_cache / "kernels" / "broken").mkdir()
+    count, size = store.prune(older_than=3600)
+    assert count == 2 and size > 0
+    assert [entry.key for entry in store.entries()] == [new]
+    assert store.prune()[0] == 1 and store.entries() == []
+
+
+COLD = """
+import sys
+from tests import toy
+from cute_attn.compiler import compile
+compiled = compile(toy.NAME, target="sm80")
+compiled.function
+print(compiled.from_cache, compiled.key)
+"""
+
+
+def test_eight_cold_processes_build_once(fresh_cache):
+    start = [
+        subprocess.Popen([sys.executable, "-c", COLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    results = [process.communicate()[0].split() for process in start]
+    assert all(process.returncode == 0 for process in start)
+    assert sorted(found for found, _ in results) == ["False"] + 7 * ["True"]
+    assert len({key for _, key in results}) == 1
+    assert len(list((fresh_cache / "kernels").iterdir())) == 1
+
+
+def test_prebuild(fresh_cache):
+    wrong = dataclasses.replace(TRAITS, head_dim=128, head_dim_v=128)
+    done = list(
+        compiler.prebuild([(TRAITS, None, "sm80"), (TRAITS, "values=4", "sm80"), (wrong, None, "sm80")], 2)
+    )
+    errors = {(built.traits, built.tile): built.error for built in done}
+    assert errors[TRAITS, None] is None and errors[TRAITS, "values=4"] is None
+    assert "head_dim is 128" in errors[wrong, None]
+    assert compile(TRAITS, "values=4", "sm80").from_cache
+    (again,) = compiler.prebuild([(TRAITS, None, "sm80")], 1)
+    assert again.seconds == 0
+
+
+# ---- the key ----
+
+OTHER = {  # there is but one op so far
+    "arch": "sm90",
+    "dtype": "fp16",
+    "head_dim": 128,
+    "head_dim_v": 128,
+    "mask": "causal",
+    "softcap": True,
+    "alibi": True,
+    "bias": "fp32",
+    "epilogues": ("my_epilogue",),
+    "dropout": "flash",
+    "varlen": True,
+    "seqused_q": True,
+    "seqused_k": True,
+    "return_softmax": True,
+    "variant": "",
+}
+
+
+def key(traits=TRAITS, tile=None, target="sm80", options="", classes=(toy.Toy,)):
+    return fingerprint.cache_key(traits, tile or toy.ToyTile(), target, options, classes)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Traits) if f.name != "op"])
+def test_every_trait_changes_the_key(field):
+    assert key(dataclasses.replace(TRAITS, **{field: OTHER[field]})) != key()
+
+
+def test_every_field_of_a_tile_changes_the_key():
+    default = registry.lookup(Traits.parse("forward-sm80-bf16-d64")).tile
+    keys = {key(tile=default)}
+    for field in dataclasses.fields(default):
+        value = getattr(default, field.name)
+        changed = not value if isinstance(value, bool) else value + 1
+        keys.add(key(tile=dataclasses.replace(default, **{field.name: changed})))
+    assert len(keys) == 1 + len(dataclasses.fields(default))
+
+
+def test_target_options_and_environment_change_the_key(monkeypatch):
+    keys = {key(), key(target="sm90"), key(options="-O1")}
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    keys.add(key())
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("name", ["cutlass_dsl", "tvm_ffi", "ptx_toolkit", "python", "platform"])
+def test_the_toolchain_changes_the_key(monkeypatch, name):
+    before, versions = key(), dict(fingerprint.toolchain())
+    monkeypatch.setattr(fingerprint, "toolchain", lambda: versions | {name: "other"})
+    assert key() != before
+
+
+def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
+    import shutil
+
+    for package in ("cute_attn", "layouts"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    monkeypatch.setattr(fingerprint, "_PACKAGE", tmp_path / "cute_attn")
+    monkeypatch.setattr(fingerprint, "_LAYOUTS", tmp_path / "layouts")
+    digest = fingerprint.package_sources.__wrapped__
+    assert digest() == fingerprint.package_sources()
+    seen = {digest()}
+    shaping = [
+        p
+        for p in tmp_path.rglob("*.py")
+        if p.parent.name not in ("cute_attn",) or p.stem in ("tiles", "traits")
+    ]
+    for path in shaping:
+        path.write_text(path.read_text() + "\n# changed\n")
+        seen.add(digest())
+    assert len(shaping) > 10 and len(seen) == len(shaping) + 1
+    (tmp_path / "cute_attn" / "cli.py").write_text("")
+    assert digest() in seen
+
+
+def test_a_users_sources_change_the_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "user_helper.py").write_text("FACTOR = 2\n")
+    (tmp_path / "user_kernel.py").write_text(
+        "from tests.toy import Toy\nfrom user_helper import FACTOR\n\nclass Mine(Toy):\n    factor = FACTOR\n"
+    )
+    import user_kernel
+
+    def digest():
+        return fingerprint.user_sources((user_kernel.Mine,))
+
+    first = digest()
+    (tmp_path / "user_helper.py").write_text("FACTOR = 3\n")
+    second = digest()
+    with (tmp_path / "user_kernel.py").open("a") as file:
+        file.write("    other = 1\n")
+    assert len({first, second, digest()}) == 3
+    assert fingerprint.user_sources((dict,)) == fingerprint.user_sources(
+        (registry.KERNELS["forward", "sm80", ""],)
+    )
+
+
+def test_metadata_is_plain_json(fresh_cache):
+    compiled = compile(toy.NAME, target="sm80")
+    meta = json.loads((fresh_cache / "kernels" / compiled.key / cache.META).read_text())["meta"]
+    assert meta["name"] == toy.NAME and meta["tile"] == {"values": 8, "staged": True}
+    assert meta["toolchain"] == fingerprint.toolchain()

@@ -1,0 +1,82 @@
+"""A kernel that builds in a second, registered as the variant ``toy``: for tests of everything around kernels.
+
+It follows the contract of a real one: frozen traits and tile, ``supports``, ``default_tile``, ``fake_args`` and a host
+``__call__`` that launches.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from cute_attn import registry
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+
+NAME = "forward-sm80:toy-bf16-d64"
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class ToyTile(Tile):
+    """``values``: numbers a thread holds, which spill if too many; ``staged``: x goes through shared memory."""
+
+    values: int = 8
+    staged: bool = True
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return 4 * THREADS if self.staged else 0
+
+    def registers(self, traits: Traits) -> int:
+        return self.values + 16
+
+    def reject(self, traits: Traits, target: str) -> str | None:
+        return None if self.values > 0 else f"values is {self.values}; accepted: 1 or more"
+
+
+@dataclass(frozen=True)
+class Toy:
+    """y[i] = a recurrence over x that keeps ``tile.values`` numbers of each thread alive."""
+
+    traits: Traits
+    tile: ToyTile
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        return None if traits.head_dim == 64 else f"head_dim is {traits.head_dim}; accepted: 64"
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ToyTile:
+        return ToyTile()
+
+    def fake_args(self) -> tuple:
+        n = cute.sym_int(divisibility=4)
+        x = make_fake_compact_tensor(Float32, (n,), assumed_align=16)
+        y = make_fake_compact_tensor(Float32, (n,), assumed_align=16)
+        return x, y, Float32(1.0)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mY: cute.Tensor, scale: Float32, stream):
+        self.kernel(mX, mY, scale).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mY: cute.Tensor, scale: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        values = cute.make_rmem_tensor(self.tile.values, Float32)
+        for i in cutlass.range_constexpr(self.tile.values):
+            values[i] = mX[thread + THREADS * i] * scale
+        if cutlass.const_expr(self.tile.staged):
+            staged = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(THREADS), 16)
+            staged[thread] = mX[thread]
+            cute.arch.barrier()
+            for k in cutlass.range(mX.shape[0], unroll=1):
+                for i in cutlass.range_constexpr(self.tile.values):
+                    values[i] = (
+                        values[i] * staged[(thread + k) % THREADS] + values[(i + 1) % self.tile.values]
+                    )
+        for i in cutlass.range_constexpr(self.tile.values):
+            mY[thread + THREADS * i] = values[i]
+
+
+registry.register(Toy, variant="toy")
