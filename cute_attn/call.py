@@ -104,12 +104,15 @@ class Call(NamedTuple):
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             rng_state=self.rng_state,
-            extra=unpack_epilogues(self.epilogues, self.epilogue_tensors, self.epilogue_numbers),
+            extra=unpack_epilogues(self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
+            if self.epilogues
+            else {},
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor with its argument's name."""
-        for name, value in zip(self._fields[:10], self[:10], strict=True):
+        values: tuple[Any, ...] = self[:NUM_TENSORS]
+        for name, value in zip(self._fields[:NUM_TENSORS], values, strict=True):
             if value is not None:
                 yield name, value
         for i, value in enumerate(self.epilogue_tensors):
@@ -135,6 +138,10 @@ class Call(NamedTuple):
             return_softmax=self.return_softmax,
             variant=variant,
         )
+
+
+NUM_TENSORS = Call._fields.index("epilogue_tensors")
+"""How many of a call's first arguments are single tensors, or None."""
 
 
 # ---- users' epilogues through a schema of plain lists ----
@@ -365,9 +372,9 @@ def _check_strides(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_alignment(call: Call) -> None:
-    """Raise where q, k or v does not start at a multiple of 16 bytes. The one thing that metadata does not tell."""
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise where q, k or v does not start at a multiple of 16 bytes: the one thing that metadata does not tell."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             raise ValueError(
                 f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
@@ -375,13 +382,13 @@ def check_alignment(call: Call) -> None:
             )
 
 
-def regular_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Strides that mean the same with a multiple of 8 in every dimension of size 1, or None if they are so already.
+def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides that broadcast ``tensor`` to ``shape``, and that keep what the kernels are promised.
 
-    What torch calls the stride of such a dimension is arbitrary, and the kernels promise themselves that it is aligned.
+    What torch calls the stride of a dimension of size 1 is arbitrary. It becomes 0, a multiple of everything, and 1 in
+    the last dimension.
     """
-    strides = list(tensor.stride())
-    for i, size in enumerate(tensor.shape):
-        if size == 1:
-            strides[i] = 1 if i == tensor.dim() - 1 else 0
-    return tuple(strides) if tuple(strides) != tensor.stride() else None
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.shape[-1] == 1 == shape[-1]:
+        strides[-1] = 1
+    return (0,) * (len(shape) - len(strides)) + tuple(strides)

@@ -1,14 +1,15 @@
 """How people call it: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn import ops
-from cute_attn.call import Call, pack_epilogues
+from cute_attn.call import NUM_TENSORS, Call, pack_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.launch import Outputs, Tensors, known_plan, plan_call, plan_key
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -105,25 +106,23 @@ def attention(
     NotImplementedError
         A CUDA tensor requires a gradient.
     """
-    _require_tensors(q=q, k=k, v=v)
-    return _attend(
-        (q, k, v, None, None, None, seqused_k),
-        (_size(q, 1), _size(k, 1)),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        dropout_mask=dropout_mask,
-        rng_state=rng_state,
-        epilogues=epilogues,
-        return_lse=return_lse,
-        return_softmax=return_softmax,
-        kernel=kernel,
-        tile=tile,
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, rng_state)
+    options = _Options(
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        return_lse,
+        return_softmax,
+        kernel,
+        tile,
     )
+    return _attend(tensors, options)
 
 
 def attention_varlen(
@@ -186,25 +185,23 @@ return_softmax, kernel, tile
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`attention`.
     """
-    _require_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return _attend(
-        (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-        (max_seqlen_q, max_seqlen_k),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        dropout_mask=dropout_mask,
-        rng_state=rng_state,
-        epilogues=epilogues,
-        return_lse=return_lse,
-        return_softmax=return_softmax,
-        kernel=kernel,
-        tile=tile,
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state)
+    options = _Options(
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        return_lse,
+        return_softmax,
+        kernel,
+        tile,
     )
+    return _attend(tensors, options)
 
 
 def draw_rng_state(device: torch.device | str) -> Tensor:
@@ -215,63 +212,98 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def _attend(
-    tensors: tuple[Tensor | None, ...],
-    max_seqlens: tuple[int, int],
-    *,
-    softmax_scale: float | None,
-    causal: bool | str,
-    window: Window,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    softcap: float,
-    dropout_p: float,
-    dropout_mask: str,
-    rng_state: Tensor | None,
-    epilogues: Sequence[str] | Mapping[str, Any],
-    return_lse: bool,
-    return_softmax: bool,
-    kernel: str | None,
-    tile: Any,
-) -> Result:
-    q, k, v = tensors[:3]
-    assert q is not None
-    if dropout_mask not in DROPOUTS:
-        raise ValueError(f"dropout_mask is {dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}")
-    dropout = dropout_mask if dropout_p else ""
-    if not dropout:
-        rng_state = None
-    elif rng_state is None:
-        rng_state = draw_rng_state(q.device)
-    names, epilogue_tensors, epilogue_numbers = pack_epilogues(epilogues) if epilogues else ((), (), ())
-    _refuse_gradients(q, (k, v, bias), (alibi_slopes, *epilogue_tensors))
-    mask, window_left, window_right = resolve_mask(causal, window)
-    call = Call._make(
+class _Options(NamedTuple):
+    """What a call says beside its tensors, as the caller wrote it."""
+
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool | str
+    window: Window
+    softcap: float
+    dropout_p: float
+    dropout_mask: str
+    epilogues: Sequence[str] | Mapping[str, Any]
+    return_lse: bool
+    return_softmax: bool
+    kernel: str | None
+    tile: Any
+
+
+def _attend(tensors: Tensors, options: _Options) -> Result:
+    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state."""
+    q = tensors[0]
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
+    if options.dropout_p and tensors[-1] is None:
+        tensors = (*tensors[:-1], draw_rng_state(q.device))
+    key = None
+    # A call whose like was made before has been checked, and its kernel is known. Users' epilogues are looked at anew.
+    if q.is_cuda and not options.epilogues and ops.nobody_watches():
+        key = plan_key(tensors, options)
+        plan = known_plan(key)
+        if plan is not None:
+            _refuse_gradients(tensors, ())
+            return _result(plan.launch(tensors), options)
+    call = _call(tensors, options)
+    _refuse_gradients(tensors, tuple(call.epilogue_tensors))
+    if key is not None and ops.all_plain(tensors):
+        return _result(plan_call(call, key).launch(tensors), options)
+    return _result(ops.forward(call), options)
+
+
+def _result(outputs: Outputs, options: _Options) -> Result:
+    out, lse, softmax = outputs
+    if softmax is not None:
+        return (out, lse, softmax) if options.return_lse else (out, softmax)
+    return (out, lse) if options.return_lse else out
+
+
+def _call(tensors: Tensors, options: _Options) -> Call:
+    """The call with everything spelled out."""
+    q, k, rng_state = tensors[0], tensors[1], tensors[-1]
+    for name, value in zip(Call._fields[:NUM_TENSORS], tensors, strict=True):
+        if not isinstance(value, Tensor) and (value is not None or name in ("q", "k", "v")):
+            raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
+    if options.dropout_mask not in DROPOUTS:
+        raise ValueError(
+            f"dropout_mask is {options.dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}"
+        )
+    mask, window_left, window_right = resolve_mask(options.causal, options.window)
+    names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
+    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None and q.dim() else options.softmax_scale
+    return Call._make(
         (
-            *tensors,
-            alibi_slopes,
-            bias,
-            rng_state,
+            *tensors[:-1],
+            rng_state if options.dropout_p else None,
             epilogue_tensors,
-            *max_seqlens,
-            q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            _size(q) if options.max_seqlen_q is None else options.max_seqlen_q,
+            _size(k) if options.max_seqlen_k is None else options.max_seqlen_k,
+            _number("softmax_scale", scale),
             mask,
             window_left,
             window_right,
-            softcap,
-            dropout,
-            dropout_p,
+            _number("softcap", options.softcap),
+            options.dropout_mask if options.dropout_p else "",
+            _number("dropout_p", options.dropout_p),
             names,
             epilogue_numbers,
-            return_softmax,
-            kernel or "",
-            "" if tile is None else str(tile),
+            options.return_softmax,
+            options.kernel or "",
+            "" if options.tile is None else str(options.tile),
         )
     )
-    out, lse, softmax = ops.forward(call)
-    if not (return_lse or return_softmax):
-        return out
-    return (out, *((lse,) if return_lse else ()), *((softmax,) if softmax is not None else ()))
+
+
+def _size(x: Tensor) -> int:
+    """The seqlen of a batch, or 0 where x has no such dimension, as the checks will say."""
+    return x.shape[1] if x.dim() > 1 else 0
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; accepted: a Python number")
+    return float(value)
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
@@ -306,27 +338,17 @@ def _bound(window: Window, side: int) -> int:
     return min(bound, UNBOUNDED)
 
 
-def _refuse_gradients(
-    q: Tensor, inputs: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]
-) -> None:
+def _refuse_gradients(tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> None:
     """Raise where autograd would expect a gradient that nothing computes."""
     if not torch.is_grad_enabled():
         return
-    if q.is_cuda and (q.requires_grad or any(x is not None and x.requires_grad for x in (*inputs, *others))):
-        raise NotImplementedError(ops.NO_GRADIENT)
+    if tensors[0].is_cuda:
+        if True in [x.requires_grad for x in (*tensors, *epilogue_tensors) if x is not None]:
+            raise NotImplementedError(ops.NO_GRADIENT)
     # The reference is differentiable in everything, the operator that a compiler sees in q, k, v and bias only.
-    if torch.compiler.is_compiling() and any(x is not None and x.requires_grad for x in others):
-        raise NotImplementedError(
-            "alibi_slopes or an epilogue's tensor requires a gradient under torch.compile; accepted: q, k, v and bias"
-        )
-
-
-def _require_tensors(**tensors: Any) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
-
-
-def _size(x: Tensor, dim: int) -> int:
-    """x.shape[dim], or 0 where x lacks it: the checks will say so."""
-    return x.shape[dim] if x.dim() > dim else 0
+    elif torch.compiler.is_compiling():
+        if any(x is not None and x.requires_grad for x in (tensors[7], *epilogue_tensors)):
+            raise NotImplementedError(
+                "alibi_slopes or an epilogue's tensor requires a gradient under torch.compile; "
+                "accepted: q, k, v and bias"
+            )
