@@ -163,6 +163,32 @@ def test_wgmma_smem_layout_swizzles_bytes(rows, cols, stages, major):
     assert (ours.offsets * 2 == np.vectorize(swizzle)(outer * 2)).all()
 
 
+@pytest.mark.parametrize("cols", [32, 64, 96, 256])
+def test_a_strip_of_columns_is_one_block_of_memory(cols):
+    """The atoms run down the rows first, so that a TMA box or a loop over head dims finds a strip in one piece."""
+    for make in (layouts.smem_layout, layouts.wgmma_smem_layout):
+        offsets = model.smem_map(lambda make=make: make(48, cols, BFloat16, stages=2), BFloat16).offsets
+        strip = atom_cols(cols, 16)
+        for col in range(0, cols, strip):
+            block = np.sort(offsets[:, col : col + strip, 1].ravel())
+            assert (block == cols * 48 + col * 48 + np.arange(48 * strip)).all()
+
+
+@pytest.mark.parametrize(("keys", "dims", "stages"), [(64, 128, None), (96, 96, 2), (176, 32, None)])
+def test_a_transposed_k_major_tile_is_mn_major(keys, dims, stages):
+    """V as it lies, (keys, dims), is the B operand (dims, keys) of P V."""
+
+    def as_stored():
+        return layouts.transposed(layouts.wgmma_smem_layout(keys, dims, BFloat16, stages=stages))
+
+    def as_operand():
+        return layouts.wgmma_smem_layout(dims, keys, BFloat16, stages=stages, major="mn")
+
+    maps = [model.smem_map(make, BFloat16) for make in (as_stored, as_operand)]
+    assert (maps[0].offsets == maps[1].offsets).all()
+    assert maps[0].swizzle == maps[1].swizzle
+
+
 def test_wgmma_layout_through_a_swizzled_pointer():
     """The DSL swizzles the address of an element, in bytes: write through such a pointer, look where it landed."""
 
