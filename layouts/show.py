@@ -156,7 +156,7 @@ def _show_mma(
         if (n := _copies(maps[name])) > 1 and name not in from_smem
     ]
     if from_smem:
-        notes.append(f"{' and '.join(from_smem)} are read from shared memory by the whole warpgroup.")
+        notes.append(f"Read from shared memory by a whole warpgroup: {' and '.join(from_smem)}.")
     (m, n), k = c.shape, a.shape[1]
     threads = c.row.shape[0]
     legend = Legend(
@@ -235,7 +235,7 @@ def _panel(
     across, down = _runs(owner, value), _runs(owner.T, value.T)
     vertical = len(down) < len(across)
     longest = max(length for _, _, length in (down if vertical else across))
-    most_rows, most_cols = (_ROWS, _CELLS) if vertical else (_ROWS, min(_COLS, _CELLS * longest))
+    most_rows, most_cols = (_ROWS, 2 * _CELLS) if vertical else (_ROWS, min(_COLS, _CELLS * longest))
     height, width = min(crop[0] or most_rows, total[0]), min(crop[1] or most_cols, total[1])
     cells = []
     for line, start, length in down if vertical else across:

@@ -205,7 +205,7 @@ def test_wgmma_picture_leaves_out_what_no_thread_holds(tmp_path):
         show(lambda: layouts.tiled_mma_sm90(BFloat16, 64, 32, warpgroups=1), tmp_path / "wgmma.svg")
     )
     assert "C, first 32 x 32 of 64 x 32" in shown
-    assert "A and B are read from shared memory by the whole warpgroup." in shown
+    assert "Read from shared memory by a whole warpgroup: A and B." in shown
 
 
 def test_png(tmp_path):
