@@ -9,7 +9,7 @@ from torch import Tensor
 from cute_attn import ops
 from cute_attn.call import NUM_TENSORS, Call, pack_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.launch import Outputs, Tensors, known_plan, plan_call, plan_key
+from cute_attn.launch import Outputs, Tensors, known_plan, plan_call
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -108,6 +108,7 @@ def attention(
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, rng_state)
     options = _Options(
+        False,
         None,
         None,
         softmax_scale,
@@ -187,6 +188,7 @@ return_softmax, kernel, tile
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state)
     options = _Options(
+        True,
         max_seqlen_q,
         max_seqlen_k,
         softmax_scale,
@@ -215,6 +217,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
 class _Options(NamedTuple):
     """What a call says beside its tensors, as the caller wrote it."""
 
+    packed: bool
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     softmax_scale: float | None
@@ -237,18 +240,17 @@ def _attend(tensors: Tensors, options: _Options) -> Result:
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     if options.dropout_p and tensors[-1] is None:
         tensors = (*tensors[:-1], draw_rng_state(q.device))
-    key = None
     # A call whose like was made before has been checked, and its kernel is known. Users' epilogues are looked at anew.
-    if q.is_cuda and not options.epilogues and ops.nobody_watches():
-        key = plan_key(tensors, options)
-        plan = known_plan(key)
+    direct = q.is_cuda and ops.nobody_watches()
+    if direct and not options.epilogues:
+        plan = known_plan(tensors, options)
         if plan is not None:
             _refuse_gradients(tensors, ())
             return _result(plan.launch(tensors), options)
     call = _call(tensors, options)
     _refuse_gradients(tensors, tuple(call.epilogue_tensors))
-    if key is not None and ops.all_plain(tensors):
-        return _result(plan_call(call, key).launch(tensors), options)
+    if direct and ops.all_plain(tensors):
+        return _result(plan_call(call, options).launch(tensors, tuple(call.epilogue_tensors)), options)
     return _result(ops.forward(call), options)
 
 
@@ -262,8 +264,9 @@ def _result(outputs: Outputs, options: _Options) -> Result:
 def _call(tensors: Tensors, options: _Options) -> Call:
     """The call with everything spelled out."""
     q, k, rng_state = tensors[0], tensors[1], tensors[-1]
+    required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.packed else ("q", "k", "v")
     for name, value in zip(Call._fields[:NUM_TENSORS], tensors, strict=True):
-        if not isinstance(value, Tensor) and (value is not None or name in ("q", "k", "v")):
+        if not isinstance(value, Tensor) and (value is not None or name in required):
             raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
     if options.dropout_mask not in DROPOUTS:
         raise ValueError(
@@ -271,14 +274,16 @@ def _call(tensors: Tensors, options: _Options) -> Call:
         )
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
-    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None and q.dim() else options.softmax_scale
+    scale = options.softmax_scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     return Call._make(
         (
             *tensors[:-1],
             rng_state if options.dropout_p else None,
             epilogue_tensors,
-            _size(q) if options.max_seqlen_q is None else options.max_seqlen_q,
-            _size(k) if options.max_seqlen_k is None else options.max_seqlen_k,
+            _length("max_seqlen_q", options.max_seqlen_q) if options.packed else _size(q),
+            _length("max_seqlen_k", options.max_seqlen_k) if options.packed else _size(k),
             _number("softmax_scale", scale),
             mask,
             window_left,
@@ -298,6 +303,13 @@ def _call(tensors: Tensors, options: _Options) -> Call:
 def _size(x: Tensor) -> int:
     """The seqlen of a batch, or 0 where x has no such dimension, as the checks will say."""
     return x.shape[1] if x.dim() > 1 else 0
+
+
+def _length(name: str, value: Any) -> int:
+    is_int = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if not is_int:
+        raise TypeError(f"{name} is {value!r}; accepted: a Python int")
+    return value
 
 
 def _number(name: str, value: Any) -> float:

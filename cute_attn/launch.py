@@ -92,46 +92,47 @@ class Plan:
 
 
 _MAX_PLANS = 4096
-_plans: dict[Hashable, Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
     """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options."""
-    metadata = [
-        None if x is None else (type(x), x.dtype, x.get_device(), x.shape, x.stride()) for x in tensors
-    ]
-    return (options, *metadata)
+    return (
+        options,
+        *[None if x is None else (type(x), x.dtype, x.get_device(), x.shape, x.stride()) for x in tensors],
+    )
 
 
-def known_plan(key: tuple[Any, ...]) -> Plan | None:
-    """The plan kept under ``key``."""
+def known_plan(tensors: Tensors, options: Hashable) -> Plan | None:
+    """The plan of a call that was planned before."""
     try:
-        return _plans.get(key)
-    except TypeError:  # an option that cannot be hashed; whether it can be accepted is for the checks to say
+        return _plans.get(plan_key(tensors, options))
+    except (
+        TypeError,
+        AttributeError,
+    ):  # an option that cannot be hashed, or no tensor: for the checks to judge
         return None
 
 
-def plan_call(call: Call, key: tuple[Any, ...] | None = None) -> Plan:
-    """The plan of a call, checked and kept under ``key``, or under its own metadata.
+def plan_call(call: Call, options: Hashable = None) -> Plan:
+    """The plan of a call, which is checked; kept under its metadata and ``options``, or else what the call says itself.
 
     Calls with users' classes, which may be registered anew at any time, keep those in their key.
 
     Raises:
         TypeError, ValueError, Unsupported: something is wrong with the call.
     """
-    if key is None or call.epilogues or ":" in call.kernel:
-        key = (
-            *plan_key((*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :]),
-            *_classes(call),
-        )
-        known = _plans.get(key)
-        if known is not None:
-            return known
-    plan = _make_plan(call)
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
-        _plans[key] = plan
+    tensors, classes = call[:NUM_TENSORS], _classes(call)
+    if options is None or classes:
+        options = (call[NUM_TENSORS + 1 :], *classes)
+        tensors = (*tensors, *call.epilogue_tensors)
+    plan = known_plan(tensors, options)
+    if plan is None:
+        plan = _make_plan(call)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
+            _plans[plan_key(tensors, options)] = plan
     return plan
 
 

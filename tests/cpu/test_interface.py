@@ -1,0 +1,499 @@
+"""Calling attention: what each argument means, and one clear sentence for each wrong one."""
+
+import functools
+import inspect
+import math
+
+import pytest
+import torch
+
+from cute_attn import ops, reference
+from cute_attn.call import Call, check, check_alignment, check_for_kernels, pack_epilogues, unpack_epilogues
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.interface import attention, attention_varlen, draw_rng_state, resolve_mask
+
+BF16 = torch.bfloat16
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dense(**changes):
+    """Arguments of a good call on batches, changed."""
+    call = {"q": randn(2, 16, 4, 64, dtype=BF16), "k": randn(2, 24, 2, 64, dtype=BF16)}
+    return call | {"v": randn(2, 24, 2, 64, dtype=BF16)} | changes
+
+
+def packed(**changes):
+    """Arguments of a good call on packed sequences, changed."""
+    call = {
+        "q": randn(16, 4, 64, dtype=BF16),
+        "k": randn(24, 2, 64, dtype=BF16),
+        "v": randn(24, 2, 64, dtype=BF16),
+    }
+    call["cu_seqlens_q"] = torch.tensor([0, 6, 16], dtype=torch.int32)
+    call["cu_seqlens_k"] = torch.tensor([0, 24, 24], dtype=torch.int32)
+    return call | {"max_seqlen_q": 10, "max_seqlen_k": 24} | changes
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def misaligned(x):
+    storage = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    return storage[1:].view(x.shape)
+
+
+META_Q = torch.empty(2, 16, 4, 64, dtype=BF16, device="meta")
+GOOD = dense()
+# Wrong on any device: (call, what is raised, what it says).
+WRONG = {
+    "q_no_tensor": (dense(q=[1.0]), TypeError, "q is a list; accepted: a torch.Tensor"),
+    "bias_no_tensor": (dense(bias=1.0), TypeError, "bias is a float; accepted: a torch.Tensor"),
+    "v_none": (dense(v=None), TypeError, "v is a NoneType"),
+    "q_int": (
+        dense(q=torch.ones(2, 16, 4, 64, dtype=torch.int32)),
+        TypeError,
+        "q has dtype torch.int32; accepted: .*bfloat16",
+    ),
+    "k_dtype": (
+        dense(k=randn(2, 24, 2, 64)),
+        TypeError,
+        "k has dtype torch.float32; accepted: torch.bfloat16, q's",
+    ),
+    "v_dtype": (
+        dense(v=randn(2, 24, 2, 64)),
+        TypeError,
+        "v has dtype torch.float32; accepted: torch.bfloat16, q's",
+    ),
+    "device_mix": (dense(k=META_Q), ValueError, "k is on meta; accepted: cpu, where q is"),
+    "q_dims": (
+        dense(q=randn(2, 16, 64, dtype=BF16)),
+        ValueError,
+        r"q has shape \(2, 16, 64\); accepted: \(batch,",
+    ),
+    "q_scalar": (dense(q=torch.ones((), dtype=BF16)), ValueError, r"q has shape \(\); accepted: \(batch,"),
+    "batch": (dense(q=randn(3, 16, 4, 64, dtype=BF16)), ValueError, "k has batch 2; accepted: 3, q's"),
+    "v_seqlen": (
+        dense(v=randn(2, 23, 2, 64, dtype=BF16)),
+        ValueError,
+        r"v has shape \(2, 23, 2, 64\); accepted: \(2, 24, 2\)",
+    ),
+    "v_heads": (dense(v=randn(2, 24, 1, 64, dtype=BF16)), ValueError, r"v has shape \(2, 24, 1, 64\)"),
+    "head_dim": (
+        dense(q=randn(2, 16, 4, 32, dtype=BF16)),
+        ValueError,
+        "k has head_dim 64; accepted: 32, q's",
+    ),
+    "head_dim_0": (
+        dense(q=randn(2, 16, 4, 0), k=randn(2, 24, 2, 0), v=randn(2, 24, 2, 8)),
+        ValueError,
+        "head dims 0 and 8",
+    ),
+    "heads": (
+        dense(q=randn(2, 16, 3, 64, dtype=BF16)),
+        ValueError,
+        "q has 3 heads; accepted: a multiple of k's 2",
+    ),
+    "no_kv_heads": (
+        dense(k=randn(2, 24, 0, 64, dtype=BF16), v=randn(2, 24, 0, 64, dtype=BF16)),
+        ValueError,
+        "q has 4 heads; accepted: a multiple of k's 0",
+    ),
+    "scale_0": (
+        dense(softmax_scale=0.0),
+        ValueError,
+        "softmax_scale is 0.0; accepted: a finite number above 0",
+    ),
+    "scale_negative": (dense(softmax_scale=-1), ValueError, "softmax_scale is -1.0"),
+    "scale_nan": (dense(softmax_scale=math.nan), ValueError, "softmax_scale is nan"),
+    "scale_tensor": (
+        dense(softmax_scale=torch.tensor(1.0)),
+        TypeError,
+        r"softmax_scale is tensor\(1.\); accepted: a Python number",
+    ),
+    "causal": (
+        dense(causal="left"),
+        ValueError,
+        "causal is 'left'; accepted: False, True, 'bottom_right', 'top_left'",
+    ),
+    "window_negative": (
+        dense(window=(-2, 0)),
+        ValueError,
+        r"window is \(-2, 0\); accepted: numbers of keys from 0",
+    ),
+    "window_float": (dense(window=(1.5, 0)), ValueError, r"window is \(1.5, 0\)"),
+    "window_int": (dense(window=4), ValueError, r"window is 4; accepted: \(left, right\)"),
+    "window_causal": (
+        dense(window=(4, 1), causal=True),
+        ValueError,
+        r"window is \(4, 1\); accepted with causal: a right of None or 0",
+    ),
+    "softcap_negative": (
+        dense(softcap=-1.0),
+        ValueError,
+        "softcap is -1.0; accepted: a finite number above 0, or 0",
+    ),
+    "softcap_inf": (dense(softcap=math.inf), ValueError, "softcap is inf"),
+    "dropout_1": (dense(dropout_p=1.0), ValueError, "dropout_p is 1.0; accepted: 0 <= dropout_p < 1"),
+    "dropout_negative": (dense(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
+    "dropout_mask": (
+        dense(dropout_mask="cudnn"),
+        ValueError,
+        "dropout_mask is 'cudnn'; accepted: 'flash', 'mem_efficient'",
+    ),
+    "rng_dtype": (
+        dense(dropout_p=0.1, rng_state=int32(1, 2)),
+        TypeError,
+        "rng_state has dtype torch.int32; accepted: torch.int64",
+    ),
+    "rng_shape": (
+        dense(dropout_p=0.1, rng_state=torch.tensor([1])),
+        ValueError,
+        r"rng_state has shape \(1,\)",
+    ),
+    "slopes_shape": (
+        dense(alibi_slopes=randn(3)),
+        ValueError,
+        r"alibi_slopes has shape \(3,\); accepted: \(4,\) or \(2, 4\)",
+    ),
+    "bias_dims": (
+        dense(bias=randn(16, 24)),
+        ValueError,
+        r"bias has shape \(16, 24\); accepted: \(2, 4, 16, 24\), where each of",
+    ),
+    "bias_rows": (dense(bias=randn(1, 1, 15, 24)), ValueError, r"bias has shape \(1, 1, 15, 24\)"),
+    "bias_keys": (dense(bias=randn(1, 1, 16, 1)), ValueError, r"bias has shape \(1, 1, 16, 1\)"),
+    "bias_dtype": (
+        dense(bias=torch.ones(1, 1, 16, 24, dtype=torch.bool)),
+        TypeError,
+        "bias has dtype torch.bool",
+    ),
+    "seqused_dtype": (
+        dense(seqused_k=torch.tensor([3, 4])),
+        TypeError,
+        "seqused_k has dtype torch.int64; accepted: torch.int32",
+    ),
+    "seqused_shape": (dense(seqused_k=int32(3)), ValueError, r"seqused_k has shape \(1,\); accepted: \(2,\)"),
+    "seqused_stride": (
+        dense(seqused_k=int32(3, 0, 4)[::2]),
+        ValueError,
+        "seqused_k has stride 2; accepted: 1",
+    ),
+    "epilogues_text": (dense(epilogues="relu"), TypeError, "epilogues is 'relu'; accepted: a tuple of names"),
+    "epilogues_value": (
+        dense(epilogues={"relu": "x"}),
+        TypeError,
+        r"epilogues\['relu'\] has 'x'; accepted: tensors",
+    ),
+    "cu_none": (packed(cu_seqlens_q=None), TypeError, "cu_seqlens_q is a NoneType; accepted: a torch.Tensor"),
+    "cu_dtype": (
+        packed(cu_seqlens_q=torch.tensor([0, 6, 16])),
+        TypeError,
+        "cu_seqlens_q has dtype torch.int64",
+    ),
+    "cu_length": (
+        packed(cu_seqlens_k=int32(0, 24)),
+        ValueError,
+        r"cu_seqlens_k has shape \(2,\); accepted: \(3,\)",
+    ),
+    "cu_empty": (packed(cu_seqlens_q=int32()), ValueError, r"cu_seqlens_q is empty; accepted: batch \+ 1"),
+    "cu_stride": (packed(cu_seqlens_q=int32(0, 0, 6, 0, 16)[::2]), ValueError, "cu_seqlens_q has stride 2"),
+    "cu_falls": (
+        packed(cu_seqlens_q=int32(0, 16, 6)),
+        ValueError,
+        r"cu_seqlens_q is \[0, 16, 6\]; accepted: rising",
+    ),
+    "cu_end": (
+        packed(cu_seqlens_k=int32(0, 24, 25)),
+        ValueError,
+        r"cu_seqlens_k is \[0, 24, 25\]; .* up to 24",
+    ),
+    "max_seqlen": (packed(max_seqlen_q=9), ValueError, "max_seqlen_q is 9; accepted: 10 or more"),
+    "max_seqlen_negative": (packed(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1; accepted: 0 to"),
+    "max_seqlen_tensor": (
+        packed(max_seqlen_q=torch.tensor(10)),
+        TypeError,
+        r"max_seqlen_q is tensor\(10\); accepted: a Python int",
+    ),
+    "packed_dims": (
+        packed(q=randn(2, 8, 4, 64, dtype=BF16)),
+        ValueError,
+        r"q has shape .*; accepted: \(total, heads, head_dim\)",
+    ),
+    "packed_seqused_q": (
+        packed(seqused_q=int32(1, 2, 3)),
+        ValueError,
+        r"seqused_q has shape \(3,\); accepted: \(2,\)",
+    ),
+}
+
+
+def wide(n):
+    return {"q": randn(2, 16, 4, n, dtype=BF16), "k": randn(2, 24, 2, n, dtype=BF16)}
+
+
+# Right on the CPU, and wrong for the kernels.
+WRONG_FOR_KERNELS = {
+    "float32": (
+        dense(q=randn(2, 16, 4, 64), k=randn(2, 24, 2, 64), v=randn(2, 24, 2, 64)),
+        TypeError,
+        "q has dtype torch.float32; accepted on CUDA: torch.float16, torch.bfloat16",
+    ),
+    "head_dim_12": (dense(**wide(12)), ValueError, "q has head_dim 12; accepted: multiples of 8 up to 256"),
+    "head_dim_264": (dense(**wide(264)), ValueError, "q has head_dim 264"),
+    "head_dim_v_4": (
+        dense(v=randn(2, 24, 2, 4, dtype=BF16)),
+        ValueError,
+        "v has head_dim_v 4; accepted: multiples of 8",
+    ),
+    "last_dim": (
+        dense(q=randn(2, 16, 64, 4, dtype=BF16).transpose(2, 3)),
+        ValueError,
+        r"q has strides \(4096, 256, 1, 4\); accepted: a last stride of 1",
+    ),
+    "row_stride": (
+        dense(k=randn(2, 24, 2 * 64 + 4, dtype=BF16)[..., :128].unflatten(2, (2, 64))),
+        ValueError,
+        r"k has strides \(3168, 132, 64, 1\); .* multiples of 8 elements \(16 bytes\)",
+    ),
+    "head_stride": (dense(v=randn(2, 24, 2, 68, dtype=BF16)[..., :64]), ValueError, "v has strides"),
+    "alignment": (
+        dense(k=misaligned(GOOD["k"])),
+        ValueError,
+        "k starts 2 bytes past a multiple of 16; accepted: data aligned to 16",
+    ),
+    "bias_last": (
+        dense(bias=randn(1, 1, 24, 16).transpose(2, 3)),
+        ValueError,
+        r"bias has strides .*; accepted: a last stride of 1",
+    ),
+    "bias_double": (
+        dense(bias=randn(1, 1, 16, 24).double()),
+        TypeError,
+        "bias has dtype torch.float64; accepted: torch.float16",
+    ),
+    "slopes_double": (
+        dense(alibi_slopes=randn(4).double()),
+        TypeError,
+        "alibi_slopes has dtype torch.float64; accepted: torch.float32",
+    ),
+    "slopes_strided": (
+        dense(alibi_slopes=randn(8)[::2]),
+        ValueError,
+        r"alibi_slopes has strides \(2,\); accepted: a last stride of 1",
+    ),
+}
+
+
+def called(arguments):
+    return functools.partial(attention_varlen if "cu_seqlens_q" in arguments else attention, **arguments)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    arguments, error, message = WRONG[name]
+    with pytest.raises(error, match=message) as raised:
+        called(arguments)()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", WRONG_FOR_KERNELS)
+def test_wrong_calls_of_kernels(name, as_on_cuda):
+    arguments, error, message = WRONG_FOR_KERNELS[name]
+    with pytest.raises(error, match=message) as raised:
+        called(arguments)()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """CPU tensors meet the checks of CUDA tensors; nothing is computed."""
+
+    def checks(call: Call):
+        check(call)
+        check_for_kernels(call)
+        check_alignment(call.q, call.k, call.v)
+        return call.q, None, None
+
+    monkeypatch.setattr(ops, "forward", checks)
+
+
+def odd(x, dim):
+    """x, narrowed to size 1 in ``dim``, with a stride there that means nothing and fits nothing."""
+    x = x.narrow(dim, 0, 1)
+    strides = list(x.stride())
+    strides[dim] = 3
+    return x.as_strided(x.shape, strides)
+
+
+FINE = {
+    "plain": dense(),
+    "packed": packed(),
+    "expanded_keys": dense(k=randn(2, 24, 1, 64, dtype=BF16).expand(2, 24, 2, 64)),
+    "fused": dict(zip("qkv", randn(2, 16, 3, 4, 64, dtype=BF16).unbind(2), strict=True)),
+    "batch_1": dense(q=odd(GOOD["q"], 0), k=odd(GOOD["k"], 0), v=odd(GOOD["v"], 0)),
+    "one_row": dense(q=odd(GOOD["q"], 1)),
+    "one_head": dense(k=odd(GOOD["k"], 2), v=odd(GOOD["v"], 2)),
+    "bias_rows_of_odd_length": dense(bias=randn(1, 1, 16, 25)[..., :24]),
+    "bias_unaligned": dense(bias=randn(16 * 24 + 1)[1:].view(1, 1, 16, 24)),
+    "seqlen_k_0": dense(k=GOOD["k"][:, :0], v=GOOD["v"][:, :0]),
+    "no_heads": dense(q=GOOD["q"][:, :, :0], k=GOOD["k"][:, :, :0], v=GOOD["v"][:, :, :0]),
+    "batch_0": dense(q=GOOD["q"][:0], k=GOOD["k"][:0], v=GOOD["v"][:0]),
+    "no_sequences": packed(cu_seqlens_q=int32(0), cu_seqlens_k=int32(0)),
+    "window_list": dense(window=[3, 0]),
+    "window_minus_1": dense(window=(-1, -1)),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_calls_that_kernels_accept(name, as_on_cuda):
+    called(FINE[name])()
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_calls_that_the_cpu_computes(name):
+    q = FINE[name]["q"]
+    assert called(FINE[name])().shape == (*q.shape[:-1], 64)
+
+
+# ---- what arguments mean ----
+
+MASKS = [
+    (False, (None, None), ("", UNBOUNDED, UNBOUNDED)),
+    (False, (-1, None), ("", UNBOUNDED, UNBOUNDED)),
+    (True, (None, None), ("causal", UNBOUNDED, 0)),
+    ("bottom_right", (-1, 0), ("causal", UNBOUNDED, 0)),
+    ("top_left", (None, None), ("causal_top_left", UNBOUNDED, 0)),
+    (True, (0, None), ("window", 0, 0)),
+    ("top_left", (5, 0), ("window_top_left", 5, 0)),
+    (False, (0, 0), ("window", 0, 0)),
+    (False, (None, 3), ("window", UNBOUNDED, 3)),
+    (False, (3, None), ("window", 3, UNBOUNDED)),
+    (False, (2**40, 2), ("window", UNBOUNDED, 2)),
+]
+
+
+@pytest.mark.parametrize(("causal", "window", "expected"), MASKS)
+def test_masks(causal, window, expected):
+    assert resolve_mask(causal, window) == expected
+
+
+def test_both_operators_take_the_same_options():
+    options = [
+        {name: p for name, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        for f in (attention, attention_varlen)
+    ]
+    assert options[0] == {name: p for name, p in options[1].items() if name != "seqused_q"}
+
+
+def test_every_option_reaches_the_reference():
+    rng_state, slopes, bias = torch.tensor([3, 4]), randn(4).abs(), randn(1, 4, 1, 24)
+    arguments = dense() | {"softmax_scale": 0.2, "alibi_slopes": slopes, "bias": bias, "softcap": 2.0}
+    arguments |= {
+        "causal": "top_left",
+        "window": (9, None),
+        "dropout_p": 0.25,
+        "dropout_mask": "mem_efficient",
+    }
+    used = int32(24, 7)
+    out, lse, softmax = attention(
+        **arguments, rng_state=rng_state, seqused_k=used, return_lse=True, return_softmax=True
+    )
+    inputs = ScoreInputs(9, 0, slopes, bias, 2.0, 0.25, rng_state)
+    features = reference.Features("window_top_left", "mem_efficient")
+    q, k, v = (arguments[name] for name in "qkv")
+    lengths = reference.Lengths(seqused_k=used)
+    expected = reference.attention(q, k, v, 0.2, features, inputs, lengths, return_softmax=True)
+    for a, b in zip((out, lse, softmax), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_returned():
+    good = dense()
+    out = attention(**good)
+    assert isinstance(out, torch.Tensor) and out.dtype == BF16
+    for flags, n in (({"return_lse": True}, 2), ({"return_softmax": True}, 2)):
+        assert len(attention(**good, **flags)) == n
+    out2, lse, softmax = attention(**good, return_lse=True, return_softmax=True)
+    assert torch.equal(out, out2)
+    assert lse.shape == (2, 4, 16) and lse.dtype == torch.float32
+    assert softmax.shape == (2, 4, 16, 24) and softmax.dtype == BF16
+    out, lse, softmax = attention_varlen(**packed(), return_lse=True, return_softmax=True)
+    assert out.shape == (16, 4, 64) and lse.shape == (4, 16) and softmax.shape == (2, 4, 10, 24)
+
+
+def test_varlen_is_a_loop():
+    arguments = packed()
+    out, lse = attention_varlen(**arguments, causal=True, return_lse=True)
+    for b in range(2):
+        rows, keys = (slice(*arguments[f"cu_seqlens_{x}"][b : b + 2].tolist()) for x in "qk")
+        one = (arguments["q"][None, rows], arguments["k"][None, keys], arguments["v"][None, keys])
+        one_out, one_lse = attention(*one, causal=True, return_lse=True)
+        assert torch.equal(out[rows], one_out[0]) and torch.equal(lse[:, rows], one_lse[0])
+
+
+def test_default_scale_is_of_the_head_dim():
+    good = dense()
+    assert torch.equal(attention(**good), attention(**good, softmax_scale=1 / 8))
+
+
+def test_double_stays_double():
+    q = randn(1, 3, 2, 5).double()
+    out, lse = attention(q, q, q, return_lse=True)
+    assert out.dtype == lse.dtype == torch.float64
+
+
+# ---- dropout's seed ----
+
+
+def test_a_mask_is_drawn_from_torchs_generator():
+    good = dense(dropout_p=0.5)
+    torch.manual_seed(1)
+    first, second = attention(**good), attention(**good)
+    torch.manual_seed(1)
+    assert torch.equal(attention(**good), first) and not torch.equal(first, second)
+
+
+def test_a_mask_can_be_used_again():
+    state = draw_rng_state("cpu")
+    assert state.shape == (2,) and state.dtype == torch.int64
+    good = dense(dropout_p=0.5, rng_state=state)
+    assert torch.equal(attention(**good), attention(**good))
+
+
+def test_without_dropout_nothing_is_drawn():
+    before = torch.get_rng_state()
+    attention(**dense(dropout_p=0.0, rng_state=torch.tensor([1, 2])))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ---- users' epilogues ----
+
+
+def test_epilogues_through_plain_lists():
+    a, b = randn(2), randn(3)
+    given = {"first": (a, 2, 0.5), "second": (), "third": b}
+    packed_lists = pack_epilogues(given)
+    assert packed_lists[0] == ("first:tif", "second", "third:t")
+    unpacked = unpack_epilogues(*packed_lists)
+    assert list(unpacked) == list(given)
+    assert (
+        unpacked["first"][0] is a
+        and unpacked["first"][1:] == (2, 0.5)
+        and isinstance(unpacked["first"][1], int)
+    )
+    assert unpacked["second"] == () and unpacked["third"][0] is b
+    assert pack_epilogues(("x", "y")) == (("x", "y"), (), ())
+
+
+def test_gradients_reach_everything_on_the_cpu():
+    q, k, v = (randn(1, 5, 2, 8, seed=s).double().requires_grad_() for s in range(3))
+    bias, slopes = randn(1, 1, 5, 5).double().requires_grad_(), randn(2).double().requires_grad_()
+
+    def f(*inputs):
+        return attention(*inputs[:3], bias=inputs[3], alibi_slopes=inputs[4], causal=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(f, (q, k, v, bias, slopes))
