@@ -1,0 +1,381 @@
+"""The torch operator: its schema, its fakes, its gradient under a compiler, and what it hands to kernels."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+
+from cute_attn import attention, attention_varlen, compiler, launch, ops
+from cute_attn.call import NUM_TENSORS, Call
+from cute_attn.interface import draw_rng_state
+
+BF16 = torch.bfloat16
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(dtype=torch.float32, requires_grad=False):
+    shapes = ((2, 9, 4, 16), (2, 11, 2, 16), (2, 11, 2, 8))
+    return [randn(*s, seed=i, dtype=dtype).requires_grad_(requires_grad) for i, s in enumerate(shapes)]
+
+
+def call(q, k, v, **changes) -> Call:
+    """A call of the operator with everything it does not say switched off."""
+    plain = Call(
+        *(q, k, v, None, None, None, None, None, None, None),
+        epilogue_tensors=(),
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+        softmax_scale=0.25,
+        mask="",
+        window_left=0,
+        window_right=0,
+        softcap=0.0,
+        dropout="",
+        dropout_p=0.0,
+        epilogues=(),
+        epilogue_numbers=(),
+        return_softmax=False,
+        kernel="",
+        tile="",
+    )
+    return plain._replace(**changes)
+
+
+CU_Q, CU_K = torch.tensor([0, 4, 4, 9], dtype=torch.int32), torch.tensor([0, 5, 8, 11], dtype=torch.int32)
+RNG = torch.tensor([5, 6])
+CHANGES = {
+    "plain": {},
+    "causal_softcap": {"mask": "causal", "softcap": 1.5},
+    "window_alibi": {"mask": "window", "window_left": 3, "window_right": 2, "alibi_slopes": randn(4).abs()},
+    "bias": {"bias": randn(1, 4, 1, 11)},
+    "dropout_softmax": {"dropout": "flash", "dropout_p": 0.3, "rng_state": RNG, "return_softmax": True},
+    "mem_efficient": {"dropout": "mem_efficient", "dropout_p": 0.3, "rng_state": RNG},
+    "seqused_k": {"seqused_k": torch.tensor([3, 11], dtype=torch.int32)},
+    "packed": {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": 5, "max_seqlen_k": 5},
+}
+
+
+def make(name, **options) -> Call:
+    tensors = inputs(**options)
+    if name == "packed":
+        tensors = [x.detach()[0].requires_grad_(x.requires_grad) for x in tensors]
+    return call(*tensors, **CHANGES[name])
+
+
+def test_the_schema_is_the_call():
+    arguments = torch.ops.cute_attn.forward.default._schema.arguments
+    assert tuple(a.name for a in arguments) == Call._fields
+    assert [a.name for a in torch.ops.cute_attn.backward.default._schema.arguments[3:]] == list(Call._fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_opcheck(name, requires_grad, dtype):
+    arguments = make(name, dtype=dtype, requires_grad=requires_grad)
+    torch.library.opcheck(torch.ops.cute_attn.forward.default, tuple(arguments))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_operator_is_the_reference(name):
+    arguments = make(name)
+    out, lse, softmax = torch.ops.cute_attn.forward.default(*arguments)
+    expected = ops.forward_cpu(arguments)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert torch.equal(softmax, torch.empty(0) if expected[2] is None else expected[2])
+
+
+# ---- under a compiler ----
+
+
+def dense_call(q, k, v, bias):
+    return attention(
+        q, k, v, bias=bias, causal=True, window=(6, None), dropout_p=0.2, rng_state=RNG, return_lse=True
+    )
+
+
+def packed_call(q, k, v, bias):
+    return attention_varlen(
+        q[0], k[0], v[0], CU_Q, CU_K, 5, 5, bias=bias[:, :, :, :5], softcap=2.0, return_lse=True
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [dense_call, packed_call])
+def test_compiles_into_one_graph(function, dynamic):
+    torch.compiler.reset()
+    tensors = [*inputs(requires_grad=True), randn(1, 4, 1, 11, seed=7).requires_grad_()]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    results = []
+    for f in (function, compiled):
+        out, lse = f(*tensors)
+        results.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), tensors)))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_one_graph_serves_other_lengths():
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda q, k: attention(q, k, k, causal=True), fullgraph=True, dynamic=True, backend=counter
+    )
+    for seqlen_q, seqlen_k in ((9, 11), (12, 20), (5, 7)):
+        q, k = randn(2, seqlen_q, 4, 16), randn(2, seqlen_k, 2, 16)
+        torch.testing.assert_close(compiled(q, k), attention(q, k, k, causal=True))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_function_draws_anew():
+    torch.compiler.reset()
+    q, k, v = inputs()
+    compiled = torch.compile(lambda: attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    assert not torch.equal(compiled(), compiled())
+
+
+def test_a_gradient_the_operator_lacks_is_not_lost():
+    torch.compiler.reset()
+    q, k, v = inputs()
+    slopes = randn(4).requires_grad_()
+
+    def f():
+        return attention(q, k, v, alibi_slopes=slopes)
+
+    with pytest.raises(Exception, match="alibi_slopes or an epilogue's tensor requires a gradient"):
+        torch.compile(f, backend="aot_eager", fullgraph=True)()
+    # Where the graph may break, the call runs eagerly, by the reference.
+    grads = [torch.autograd.grad(g().sum(), slopes)[0] for g in (f, torch.compile(f, backend="aot_eager"))]
+    torch.testing.assert_close(*grads)
+
+
+def test_only_the_gradients_needed_are_computed():
+    q, k, v = inputs()
+    k.requires_grad_()
+    out, _, _ = torch.ops.cute_attn.forward.default(*call(q, k, v))
+    (grad,) = torch.autograd.grad(out.sum(), (k,))
+    (expected,) = torch.autograd.grad(ops.forward_cpu(call(q, k, v))[0].sum(), (k,))
+    torch.testing.assert_close(grad, expected)
+    needed = [False, True, False, False]
+    grads = torch.ops.cute_attn.backward.default(
+        torch.ones_like(out), torch.zeros(2, 4, 9), needed, *call(q, k, v)
+    )
+    assert [g.numel() for g in grads] == [0, k.numel(), 0, 0]
+
+
+def test_checkpointing_repeats_the_same_mask():
+    q, k, v = inputs(requires_grad=True)
+
+    def f(q, k, v):
+        return attention(q, k, v, dropout_p=0.5).square()
+
+    grads = []
+    for use in (False, True):
+        torch.manual_seed(3)
+        out = torch.utils.checkpoint.checkpoint(f, q, k, v, use_reentrant=False) if use else f(q, k, v)
+        grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fake_tensors_need_no_kernel():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, n, 4, d, dtype=BF16, device="cuda") for n, d in ((5, 64), (7, 64), (7, 32)))
+        out, lse, softmax = attention(q, k, v, return_lse=True, return_softmax=True)
+    assert out.shape == (2, 5, 4, 32) and out.dtype == BF16 and out.device.type == "cuda"
+    assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
+    assert softmax.shape == (2, 4, 5, 7) and softmax.dtype == BF16
+
+
+def test_other_devices_are_refused():
+    q = torch.empty(2, 5, 4, 64, dtype=BF16)
+    with pytest.raises(ValueError, match="q is on meta; accepted: cuda and cpu tensors"):
+        ops.forward_cpu(call(q.to("meta"), q.to("meta"), q.to("meta")))
+
+
+# ---- what a kernel is given: CPU tensors on the CUDA path, with a kernel that notes its arguments ----
+
+
+class Recorder:
+    """Stands for the compiler and every kernel it builds."""
+
+    def __init__(self):
+        self.built, self.launched = [], []
+
+    def compile(self, traits, tile, target):
+        self.built.append((traits, tile, target))
+        return self
+
+    def function(self, *arguments):
+        self.launched.append(arguments)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(compiler, "compile", recorder.compile)
+    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
+    return recorder
+
+
+def kernel_inputs():
+    return randn(2, 9, 4, 16, dtype=BF16), randn(2, 11, 2, 16, dtype=BF16), randn(2, 11, 2, 8, dtype=BF16)
+
+
+def test_a_kernel_gets_the_call(recorder):
+    q, k, v = kernel_inputs()
+    out, lse = attention(
+        q, k, v, causal=True, softmax_scale=0.3, return_lse=True, kernel="sm80", tile="tile_n=32"
+    )
+    ((traits, tile, target),) = recorder.built
+    assert traits.name == "forward-sm80-bf16-d16x8-causal" and tile.tile_n == 32 and target == "sm90"
+    (arguments,) = recorder.launched
+    m_q, m_k, m_v, m_o, m_lse, m_softmax, seqlens, scale, score_args = arguments
+    assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse and m_softmax is None
+    assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
+    assert tuple(seqlens) == (None, None, None, None, 9, 11)
+    assert not any(
+        isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
+    )
+
+
+def test_the_second_call_plans_nothing(recorder, monkeypatch):
+    q, k, v = kernel_inputs()
+    for n in (1, 2):
+        attention(q, k, v, dropout_p=0.5, bias=randn(1, 1, 1, 11))
+        assert len(recorder.built) == 1 and len(recorder.launched) == n
+    attention(q[:, :5], k, v)
+    assert len(recorder.built) == 2
+    monkeypatch.setattr(launch, "_MAX_PLANS", 2)
+    attention(q[:, :6], k, v)
+    assert len(launch._plans) == 1, "plans of ever new shapes do not pile up"
+
+
+def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
+    q, k, v = kernel_inputs()
+    states = [draw_rng_state("cpu") for _ in range(2)]
+    slopes = [randn(2, 4, seed=s) for s in range(2)]
+    for state, slope in zip(states, slopes, strict=True):
+        attention(q, k, v, dropout_p=0.5, rng_state=state, alibi_slopes=slope, softcap=3.0)
+    assert len(recorder.built) == 1
+    for arguments, state, slope in zip(recorder.launched, states, slopes, strict=True):
+        tensors = [
+            x
+            for part in arguments[-1]
+            if isinstance(part, tuple)
+            for x in part
+            if isinstance(x, torch.Tensor)
+        ]
+        assert any(x is state for x in tensors) and any(x is slope for x in tensors)
+
+
+def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
+    q, k, v = kernel_inputs()
+    slopes, bias = randn(4), randn(2, 1, 1, 11)
+    attention(q, k, v, alibi_slopes=slopes, bias=bias)
+    score_args = recorder.launched[0][-1]
+    tensors = [
+        x for part in score_args if isinstance(part, tuple) for x in part if isinstance(x, torch.Tensor)
+    ]
+    assert [(tuple(x.shape), x.stride()) for x in tensors] == [
+        ((2, 4), (0, 1)),
+        ((2, 4, 9, 11), (11, 0, 0, 1)),
+    ]
+    assert torch.equal(tensors[0], slopes.expand(2, 4)) and torch.equal(tensors[1], bias.expand(2, 4, 9, 11))
+
+
+def test_meaningless_strides_are_replaced(recorder):
+    q, k, v = kernel_inputs()
+    odd = q[:1, :1].as_strided((1, 1, 4, 16), (3, 5, 16, 1))
+    attention(odd, k[:1], v[:1])
+    m_q = recorder.launched[0][0]
+    assert m_q.stride() == (0, 0, 16, 1) and torch.equal(m_q, odd)
+
+
+@pytest.mark.parametrize("empty", ["seqlen_q", "seqlen_k", "batch", "heads"])
+def test_nothing_is_launched_for_nothing(recorder, empty):
+    q, k, v = kernel_inputs()
+    if empty == "seqlen_q":
+        q = q[:, :0]
+    elif empty == "seqlen_k":
+        k, v = k[:, :0], v[:, :0]
+    elif empty == "batch":
+        q, k, v = q[:0], k[:0], v[:0]
+    else:
+        q, k, v = q[:, :, :0], k[:, :, :0], v[:, :, :0]
+    out, lse, softmax = attention(q, k, v, causal=True, return_lse=True, return_softmax=True)
+    assert not recorder.launched and not out.any() and (lse == -math.inf).all() and not softmax.any()
+    assert out.shape == (*q.shape[:3], 8) and softmax.shape == (
+        q.shape[0],
+        q.shape[2],
+        q.shape[1],
+        k.shape[1],
+    )
+
+
+def test_rows_that_no_thread_writes_are_zero(recorder):
+    q, k, v = (x[0] for x in kernel_inputs())
+    used = torch.tensor([2, 0, 5], dtype=torch.int32)
+    out, lse = attention_varlen(q, k, v, CU_Q, CU_K, 5, 5, seqused_q=used, return_lse=True)
+    assert not out.any() and (lse == -math.inf).all()
+    assert recorder.launched[0][6][2] is used
+
+
+def test_wrong_metadata_never_reaches_a_kernel(recorder):
+    q, k, v = kernel_inputs()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="q has 3 heads"):
+            attention(q[:, :, :3], k, v)
+    attention(q, k, v)
+    storage = torch.zeros(q.numel() + 1, dtype=BF16)
+    with pytest.raises(ValueError, match="q starts 2 bytes past a multiple of 16"):
+        attention(storage[1:].view(q.shape), k, v)
+    assert len(recorder.launched) == 1
+
+
+def test_what_no_kernel_serves(recorder):
+    from cute_attn import Unsupported
+
+    q, k, v = kernel_inputs()
+    with pytest.raises(Unsupported, match=r"needs .* bytes of shared memory"):
+        attention(q, k, v, kernel="sm80", tile="tile_n=8192")
+    with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
+        attention(q, k, v, kernel="sm80", tile="rows=3")
+    with pytest.raises(ValueError, match="arch is 'sm70'"):
+        attention(q, k, v, kernel="sm70")
+
+
+def test_subclasses_and_watchers_go_through_the_dispatcher(recorder):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Sub(torch.Tensor):
+        pass
+
+    q, k, v = inputs()
+    assert ops.nobody_watches() and ops.all_plain(call(q, k, v)[:NUM_TENSORS])
+    assert not ops.all_plain((q.as_subclass(Sub),))
+    with Watch() as watch:
+        assert not ops.nobody_watches()
+        attention(q, k, v)
+    assert torch.ops.cute_attn.forward.default in watch.seen
+    with torch.profiler.profile() as profile:
+        attention(q, k, v)
+    assert any(event.key == "cute_attn::forward" for event in profile.key_averages())
