@@ -351,16 +351,7 @@ def _bound(window: Window, side: int) -> int:
 
 
 def _refuse_gradients(tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> None:
-    """Raise where autograd would expect a gradient that nothing computes."""
-    if not torch.is_grad_enabled():
-        return
-    if tensors[0].is_cuda:
+    """Raise where autograd would expect a gradient that no kernel computes."""
+    if tensors[0].is_cuda and torch.is_grad_enabled():
         if True in [x.requires_grad for x in (*tensors, *epilogue_tensors) if x is not None]:
             raise NotImplementedError(ops.NO_GRADIENT)
-    # The reference is differentiable in everything, the operator that a compiler sees in q, k, v and bias only.
-    elif torch.compiler.is_compiling():
-        if any(x is not None and x.requires_grad for x in (tensors[7], *epilogue_tensors)):
-            raise NotImplementedError(
-                "alibi_slopes or an epilogue's tensor requires a gradient under torch.compile; "
-                "accepted: q, k, v and bias"
-            )

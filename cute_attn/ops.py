@@ -151,6 +151,12 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     call = _call(inputs)
     if call.q.is_cuda:
         raise NotImplementedError(NO_GRADIENT)
+    # The reference itself is differentiable in everything; this is reached under a compiler.
+    if any(x is not None and x.requires_grad for x in (call.alibi_slopes, *call.epilogue_tensors)):
+        raise NotImplementedError(
+            "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
+            "accepted: tensors without one, or CPU tensors outside torch.compile"
+        )
     ctx.save_for_backward(*call[:NUM_TENSORS], *call.epilogue_tensors)
     ctx.rest = call[NUM_TENSORS + 1 :]
     ctx.mark_non_differentiable(output[2])
