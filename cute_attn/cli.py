@@ -40,7 +40,7 @@ _NOTABLE = {
     "shared memory": ("LDS", "STS"),
     "global memory": ("LDG", "STG", "RED", "ATOMG"),
     "special functions": ("MUFU",),
-    "spills": ("LDL", "STL"),
+    "local memory": ("LDL", "STL"),
     "barriers": ("BAR", "SYNCS", "WARPSYNC"),
 }
 
@@ -56,9 +56,9 @@ def main() -> None:
 
 
 def _console() -> Console:
-    """Wide enough for a tile's text where the output is no terminal."""
+    """Where the output is no terminal, as wide as source is."""
     console = Console()
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=120)
 
 
 def _load(path: Path) -> None:
@@ -114,7 +114,7 @@ def list_kernels(
             table.add_row(row["name"], targets, f"[red]{row['reason']}")
         else:
             memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
-            table.add_row(row["name"], targets, row["tile"], memory, registers)
+            table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
     _console().print(table)
 
 
@@ -162,7 +162,7 @@ def compile_kernel(
     """Build a kernel, with or without a GPU, and say what it costs."""
     from cute_attn.compiler import compile
 
-    compiled = compile(name, tile, target)
+    compiled = compile(name, tile or None, target)
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
@@ -187,25 +187,149 @@ def summary(compiled: Any) -> dict[str, Any]:
     }
 
 
-def cost_table(compiled: Any) -> Table:
-    """What a compiled kernel costs, as a table of two columns."""
+def cost_table(*kernels: Any) -> Table:
+    """What compiled kernels cost, a column each."""
+    columns = [_costs(compiled) for compiled in kernels]
+    table = Table("", *(f"{compiled.name} on {compiled.target}" for compiled in kernels))
+    for what in dict.fromkeys(key for column in columns for key in column):
+        table.add_row(what, *(column.get(what, "-") for column in columns))
+    return table
+
+
+def _costs(compiled: Any) -> dict[str, str]:
     resources, instructions = compiled.resources, compiled.instructions
-    table = Table("", f"{compiled.name} on {compiled.target}", title_justify="left")
-    table.add_row("tile", str(compiled.tile))
-    table.add_row("registers a thread", str(resources.registers))
-    table.add_row("shared memory a block", f"{resources.shared_memory_bytes:,} bytes")
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
-    table.add_row("spills", spills if resources.spill_store_bytes else "none")
-    table.add_row("local memory a thread", f"{resources.local_bytes} bytes")
-    for warning in compiled.warnings:
-        table.add_row("ptxas", f"[red]{warning}")
+    costs = {
+        "tile": _spaced(compiled.tile),
+        "registers a thread": str(resources.registers),
+        "shared memory a block": f"{resources.shared_memory_bytes:,} bytes",
+        "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
+        "local memory a thread": f"{resources.local_bytes} bytes",
+    }
+    if compiled.warnings:
+        costs["ptxas"] = "[red]" + " ".join(compiled.warnings)
     for kind, mnemonics in _NOTABLE.items():
         counts = [f"{m} {instructions[m]}" for m in mnemonics if m in instructions]
         if counts:
-            table.add_row(kind, ", ".join(counts))
-    table.add_row("all instructions", f"{sum(instructions.values()):,}")
-    table.add_row("built", "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s")
-    return table
+            costs[kind] = ", ".join(counts)
+    costs["all instructions"] = f"{sum(instructions.values()):,}"
+    costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
+    return costs
+
+
+def _spaced(tile: Any) -> str:
+    """A tile's text with spaces, so that it wraps."""
+    return str(tile).replace(",", ", ")
+
+
+@app.command("check")
+def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None:
+    """Check a tile's fit and a build for spills; where there is a GPU, the kernel against the reference."""
+    import torch
+
+    from cute_attn import registry
+    from cute_attn.compiler import compile
+    from cute_attn.tiles import SHARED_MEMORY_BYTES
+
+    traits = Traits.parse(name)
+    console = _console()
+    table = Table("target", "fits", title=traits.name)
+    for on in (target,) if target else registry.RUNS_ON.get(traits.arch, ()):
+        try:
+            fitting = registry.lookup(traits, tile or None, on).tile
+            fits = f"{fitting.smem_bytes(traits):,} of {SHARED_MEMORY_BYTES[on]:,} bytes of shared memory"
+        except registry.Unsupported as error:
+            fits = f"[red]{error}"
+        table.add_row(on, fits)
+    console.print(table)
+
+    compiled = compile(traits, tile or None, target)
+    console.print(cost_table(compiled))
+    problems = list(compiled.warnings)
+    if compiled.resources.spill_store_bytes or compiled.resources.local_bytes:
+        problems.append("it spills registers")
+    declared = compiled.tile.smem_bytes(traits)
+    if compiled.resources.shared_memory_bytes > declared:
+        problems.append(f"it takes more shared memory than the {declared} bytes its tile states")
+    if torch.cuda.is_available():
+        problems += _check_on_gpu(console, traits, tile)
+    else:
+        console.print("no GPU: not run against the reference")
+    if problems:
+        console.print(f"[red]failed: {'; '.join(problems)}")
+        raise typer.Exit(1)
+    console.print("passed")
+
+
+def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
+    from cute_attn import check
+
+    table = Table("workload", "error", "plain torch's", "allowed", "")
+    failed = 0
+    for workload, accuracy in check.check_workloads(traits, check.small_workloads(traits), tile or None):
+        failed += not accuracy.passed
+        numbers = (f"{x:.2e}" for x in (accuracy.error, accuracy.plain, accuracy.allowed))
+        table.add_row(workload.name, *numbers, "ok" if accuracy.passed else "[red]wrong")
+    console.print(table)
+    return [f"{failed} workloads are wrong"] if failed else []
+
+
+@app.command("bench")
+def bench_kernel(
+    name: Name,
+    tile: TileText = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time torch's backends and FlashAttention-4.")
+    ] = False,
+    seqlens: Annotated[
+        list[int] | None, typer.Option("--seqlen", help="Sequence lengths; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a kernel on the GPU, alone or with its peers in the same run."""
+    import torch
+
+    from cute_attn.benchmark.peers import PEERS, ours
+    from cute_attn.benchmark.workload import of_traits
+
+    traits = Traits.parse(name)
+    workloads = [of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU; timing a kernel needs one")
+    from cute_attn.benchmark.results import time_forwards
+
+    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    rivals = {f"cute_attn/forward-{kernel}": ours(kernel, tile or None)} | (PEERS if peers else {})
+    result = time_forwards(workloads, rivals)
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    table = Table(
+        "workload", "by", "ms", "TFLOP/s", title=f"{result['gpu']}, {result['clock_mhz']} MHz under load"
+    )
+    for row in result["rows"]:
+        numbers = (row["error"], "") if "error" in row else (f"{row['ms']:.3f}", f"{row['value']:.0f}")
+        table.add_row(row["workload"], row["impl"], *numbers)
+    _console().print(table)
+
+
+@app.command("show")
+def show_kernel(
+    name: Name,
+    tile: TileText = "",
+    target: Target = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write into.")] = Path(
+        "pictures"
+    ),
+    svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
+) -> None:
+    """Draw a kernel's shared-memory layouts, copies and MMA."""
+    from cute_attn import registry
+    from cute_attn.pictures import pictures
+
+    kernel = registry.lookup(Traits.parse(name), tile or None, target)
+    for path in pictures(kernel, output, ".svg" if svg else ".png"):
+        print(path)
 
 
 @cache_app.command("list")
@@ -222,7 +346,7 @@ def cache_list(as_json: AsJson = False) -> None:
     table = Table("kernel", "target", "tile", "built in", "key", title=title)
     for entry in entries:
         meta = entry.meta
-        tile = ",".join(f"{field}={value}" for field, value in meta["tile"].items())
+        tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
         table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
     _console().print(table)
 

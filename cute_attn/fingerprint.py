@@ -25,17 +25,23 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
 # Files of this package that no kernel is made from.
-_HOST_ONLY = {
-    "__init__",
-    "__main__",
-    "cache",
-    "cli",
-    "cubin",
-    "demo",
-    "fingerprint",
-    "interface",
-    "ops",
-    "reference",
+_HOST_ONLY = {"benchmark"} | {
+    f"{name}.py"
+    for name in (
+        *(
+            "__init__",
+            "__main__",
+            "cache",
+            "call",
+            "check",
+            "cli",
+            "cubin",
+            "demo",
+            "fingerprint",
+            "interface",
+        ),
+        *("interface", "launch", "ops", "pictures", "reference"),
+    )
 }
 _DISTRIBUTIONS = {
     "cutlass_dsl": "nvidia-cutlass-dsl",
@@ -103,8 +109,10 @@ def package_sources() -> str:
     parts = []
     for root in (_PACKAGE, _LAYOUTS):
         for path in sorted(root.rglob("*.py")):
-            if path.parent != _PACKAGE or path.stem not in _HOST_ONLY:
-                parts += [path.relative_to(root.parent).as_posix().encode(), path.read_bytes()]
+            place = path.relative_to(root.parent)
+            if root == _PACKAGE and place.parts[1] in _HOST_ONLY:
+                continue
+            parts += [place.as_posix().encode(), path.read_bytes()]
     return digest(*parts)
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks, one script a question; ``python -m bench.forward``."""

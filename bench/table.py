@@ -1,0 +1,67 @@
+"""Regenerate the README's table of speeds from a file under bench/results.
+
+python -m bench.table bench/results/2026-11-21-h200-forward.json            print it
+python -m bench.table --write bench/results/2026-11-21-h200-forward.json    and put it into the README
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- speed table -->", "<!-- end of speed table -->"
+PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa4": "FA4"}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table: TFLOP/s of our kernels and their peers, a row a workload; a dash where one failed."""
+    speeds: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        speeds.setdefault(row["workload"], {})
+        if "value" in row:
+            speeds[row["workload"]][row["impl"]] = row["value"]
+    own = list(dict.fromkeys(r["impl"] for r in result["rows"] if r["impl"].startswith("cute_attn/")))
+    header = [
+        "workload",
+        *(f"**{name.removeprefix('cute_attn/')}**" for name in own),
+        *PEERS.values(),
+        "to FA2",
+    ]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for workload, values in speeds.items():
+        best = max((values[name] for name in own if name in values), default=None)
+        ratio = f"{best / values['fa2']:.2f}" if best is not None and "fa2" in values else "-"
+        cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *PEERS)]
+        lines.append("| " + " | ".join([workload.removeprefix("fwd-"), *cells, ratio]) + " |")
+    return "\n".join(lines)
+
+
+def section(result: dict[str, Any], source: str) -> str:
+    """The table with where it comes from."""
+    machine = f"{result['gpu']}, {result['clock_mhz']} MHz under load, driver {result['driver']}"
+    versions = f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}, FA4 {result['peers']['fa4']}"
+    caption = f"TFLOP/s, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
+    return f"{BEGIN}\n{caption}\n\n{table(result)}\n{END}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--write", action="store_true", help="replace the table in the README")
+    options = parser.parse_args()
+    source = options.result.resolve().relative_to(README.parent).as_posix()
+    text = section(json.loads(options.result.read_text()), source)
+    if not options.write:
+        print(text)
+        return
+    readme = README.read_text()
+    if BEGIN not in readme or END not in readme:
+        sys.exit(f"{README} has no {BEGIN} ... {END}")
+    before, rest = readme.split(BEGIN, 1)
+    README.write_text(before + text + rest.split(END, 1)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What a run leaves behind: one file that says on what, with what and when, and has a row for every rival."""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.benchmark.peers import Declined, Implementation, versions
+from cute_attn.benchmark.timing import Clock, clock_under_load, query_gpu
+from cute_attn.benchmark.workload import Workload
+from cute_attn.compiler import toolchain
+
+# Relative to the largest output; two rivals that differ by more do not compute the same thing.
+_TOLERANCE = 0.05
+
+
+def time_forwards(
+    workloads: Iterable[Workload],
+    implementations: Mapping[str, Implementation],
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    milliseconds: float = 100.0,
+) -> dict[str, Any]:
+    """Time every workload with every implementation, and describe the machine.
+
+    A row that failed has ``"error"`` in place of the numbers; an output that differs from the first rival's is one.
+
+    Args:
+        report: is called with every row as it comes.
+    """
+    clock, clocks = Clock(), []
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        torch.manual_seed(0)
+        runs, errors = _ready(workload, implementations)
+        times = clock.medians(runs, milliseconds)
+        for name in implementations:
+            row: dict[str, Any] = {"workload": workload.name, "impl": name}
+            if name in times:
+                value = workload.flops / times[name] / 1e9
+                row |= {"ms": round(times[name], 4), "value": round(value, 1), "unit": "TFLOP/s"}
+            else:
+                row["error"] = errors[name]
+            rows.append(row)
+            report(row)
+        if runs:
+            first = next(iter(runs))
+            clocks.append(clock_under_load(runs[first], times[first]))
+        del runs
+        torch.cuda.empty_cache()
+    known = [mhz for mhz in clocks if mhz is not None]
+    return machine() | {"clock_mhz": round(statistics.median(known)) if known else None, "rows": rows}
+
+
+def _ready(
+    workload: Workload, implementations: Mapping[str, Implementation]
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Calls that work and agree, and for the others why they do not."""
+    inputs = workload.inputs()
+    runs: dict[str, Callable[[], Tensor]] = {}
+    errors: dict[str, str] = {}
+    expected: tuple[str, Tensor] | None = None
+    for name, implementation in implementations.items():
+        try:
+            run = implementation(workload, inputs)
+            out = run()
+            torch.cuda.synchronize()
+        except Declined as reason:
+            errors[name] = str(reason)
+            continue
+        except Exception as error:  # a rival that breaks is a row of the table
+            errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            continue
+        if expected is None:
+            expected = (name, out)
+        difference = _difference(out, expected[1])
+        if not workload.dropout and not difference <= _TOLERANCE:
+            errors[name] = (
+                f"its output differs from {expected[0]}'s by {difference:.2g} of the largest element"
+            )
+            continue
+        runs[name] = run
+    return runs, errors
+
+
+def _difference(out: Tensor, expected: Tensor) -> float:
+    if out.shape != expected.shape:
+        return math.inf
+    largest = expected.abs().max().float()
+    return float((out - expected).abs().max().float() / largest)
+
+
+def machine() -> dict[str, Any]:
+    """The GPU and the versions that a result is of."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": query_gpu("driver_version"),
+        "clock_mhz": None,
+        "torch": torch.__version__,
+        "cutlass_dsl": toolchain()["cutlass_dsl"],
+        "peers": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str:
+    """The commit that runs: ``COMMIT`` in the environment, or git's; "-dirty" where files differ from it."""
+    given = os.environ.get("COMMIT")
+    if given:
+        return given
+    here = Path(__file__).parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write(result: dict[str, Any], path: Path) -> Path:
+    """Write a result as JSON, one row a line."""
+    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head[:-2] + ',\n "rows": [\n' + rows + "\n ]\n}\n")
+    return path
+
+
+def default_path(folder: Path, question: str, result: dict[str, Any]) -> Path:
+    """``FOLDER/DATE-GPU-QUESTION.json``."""
+    gpu = result["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
+    return folder / f"{result['date'][:10]}-{gpu}-{question}.json"

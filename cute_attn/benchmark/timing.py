@@ -1,0 +1,73 @@
+"""Timing on the GPU: medians of single calls, each on a cold L2, in rounds that alternate between the rivals."""
+
+import statistics
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU that is built for
+_WARM_UP = 3
+
+
+class Clock:
+    """Times calls on the current GPU.
+
+    Before each call the L2 is overwritten. That also keeps the GPU busy while the host prepares the launch, so that a
+    slow host does not count as a slow kernel.
+    """
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+
+    def once(self, run: Callable[[], Any], count: int) -> list[float]:
+        """Milliseconds of each of ``count`` calls."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            self._flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def medians(
+        self, runs: dict[str, Callable[[], Any]], milliseconds: float = 100.0, rounds: int = 3
+    ) -> dict[str, float]:
+        """The median time of each call, in milliseconds.
+
+        Args:
+            runs: what to time, by name; each is called a few times beforehand.
+            milliseconds: how long each is timed for, over all rounds.
+            rounds: how often all of them take turns, so that a drifting clock hits all alike.
+        """
+        counts: dict[str, int] = {}
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for name, run in runs.items():
+            guess = statistics.median(self.once(run, _WARM_UP))
+            counts[name] = min(1000, max(3, round(milliseconds / rounds / max(guess, 1e-3))))
+        for _ in range(rounds):
+            for name, run in runs.items():
+                times[name] += self.once(run, counts[name])
+        return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
+    """The SM clock in MHz while ``run``, which takes so many milliseconds, is called over and over."""
+    for _ in range(max(1, min(2000, round(300 / max(milliseconds, 1e-3))))):
+        run()
+    clock = query_gpu("clocks.sm")
+    torch.cuda.synchronize()
+    return int(float(clock)) if clock else None
+
+
+def query_gpu(field: str) -> str | None:
+    """One field that nvidia-smi knows of the current GPU, without its unit, or None where it cannot say."""
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,107 @@
+"""Whether a kernel computes what the reference defines, on the GPU that is present."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cute_attn import interface, reference
+from cute_attn.benchmark.peers import call_options
+from cute_attn.benchmark.workload import Inputs, Workload, of_traits
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.traits import Traits
+
+SEQLENS = (1, 127, 128, 513)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far an output is from the exact one.
+
+    Attributes:
+        error: the largest absolute difference from the reference in float64.
+        plain: the same of plain torch in the kernel's own precision.
+        allowed: twice that, and one rounding of the largest element.
+    """
+
+    error: float
+    plain: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+    @classmethod
+    def of(cls, out: Tensor, exact: Tensor, plain: Tensor) -> "Accuracy":
+        """Compare ``out`` with the exact result, and with what plain torch makes of it."""
+        if out.numel() == 0:
+            return cls(0.0, 0.0, 0.0)
+        error = float((out.double() - exact).abs().max())
+        plain_error = float((plain.double() - exact).abs().max())
+        rounding = torch.finfo(out.dtype).eps * float(exact.abs().max())
+        return cls(error, plain_error, 2 * plain_error + rounding)
+
+
+def small_workloads(traits: Traits) -> list[Workload]:
+    """A few sizes around a tile's, with two query heads a key head, that a kernel of those traits computes.
+
+    Raises:
+        ValueError: the traits have something that no workload has.
+    """
+    workloads = []
+    for seqlen in SEQLENS:
+        lengths = (seqlen, 1, 64) if traits.varlen else ()
+        workload = of_traits(traits, seqlen)
+        workloads.append(replace(workload, batch=2, seqlen=seqlen, nheads=4, nheads_kv=2, lengths=lengths))
+    return workloads
+
+
+def check_workloads(
+    traits: Traits, workloads: Iterable[Workload], tile: str | None = None
+) -> Iterator[tuple[Workload, Accuracy]]:
+    """Run the kernel of those traits on each workload, and compare with the reference.
+
+    Raises:
+        Unsupported: no kernel serves them.
+    """
+    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    for workload in workloads:
+        torch.manual_seed(0)
+        x = workload.inputs()
+        rng_state = interface.draw_rng_state(x.q.device)
+        options = call_options(workload, x) | {"kernel": kernel, "tile": tile, "rng_state": rng_state}
+        if x.cu_seqlens is None:
+            out = interface.attention(x.q, x.k, x.v, **options)
+        else:
+            longest = max(workload.lengths)
+            out = interface.attention_varlen(
+                x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, **options
+            )
+        assert isinstance(out, Tensor)
+        exact = _by_definition(workload, x, rng_state, torch.float64)
+        plain = _by_definition(workload, x, rng_state, x.q.dtype)
+        yield workload, Accuracy.of(out, exact, plain)
+
+
+def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference's output, computed in ``dtype``."""
+    options = call_options(workload, x)
+    mask, left, right = interface.resolve_mask(options["causal"], options["window"])
+    inputs = ScoreInputs(
+        window_left=left if workload.window else UNBOUNDED,
+        window_right=right if workload.window else UNBOUNDED,
+        alibi_slopes=x.alibi_slopes,
+        bias=x.bias,
+        softcap=options["softcap"],
+        dropout_p=options["dropout_p"],
+        rng_state=rng_state,
+    )
+    longest = max(workload.lengths, default=workload.seqlen)
+    lengths = reference.Lengths(x.cu_seqlens, x.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+    q, k, v = (tensor.to(dtype) for tensor in (x.q, x.k, x.v))
+    features = reference.Features(mask, workload.dropout)
+    return reference.attention(
+        q, k, v, workload.head_dim**-0.5, features, inputs, lengths, compute_dtype=dtype
+    )[0]

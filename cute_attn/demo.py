@@ -1,0 +1,136 @@
+"""``make demo``: what this project does, on this machine, in a few minutes; all but the last part without a GPU.
+
+The kernels, and what one costs on two targets; that kernel's layouts and epilogues, run on the CPU for every thread and
+compared with torch; attention on CPU tensors; a picture. With a GPU: the kernel against torch at Llama-3-8B's shapes.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import cute_attn
+from cute_attn import cli, emulate, pictures, reference, registry
+from cute_attn.benchmark.workload import Workload
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import Traits
+
+FLAGSHIP = "forward-sm80-bf16-d128-causal"
+PICTURES = Path("build/pictures")
+LLAMA_3_8B = {"nheads": 32, "nheads_kv": 8, "head_dim": 128, "causal": True}
+
+console = Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def heading(text: str) -> None:
+    console.print(f"\n[bold]{text}")
+
+
+def main() -> None:
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    heading("The kernels, and the tile each takes by default")
+    cli.list_kernels()
+    heading("What one costs on the GPU it was written for, and on a newer one")
+    console.print(
+        cli.cost_table(*(cute_attn.compile(FLAGSHIP, target=target) for target in ("sm80", "sm90")))
+    )
+    wrong = epilogues_on_the_cpu() + attention_on_the_cpu()
+    heading("Its layouts")
+    for path in pictures.pictures(registry.lookup(Traits.parse(FLAGSHIP)), PICTURES):
+        console.print(f"  {path}")
+    if torch.cuda.is_available():
+        wrong += kernel_against_torch()
+        speed_against_torch()
+    else:
+        console.print(
+            "\nNo GPU here: with one, the kernel would now run against torch at Llama-3-8B's shapes."
+        )
+    console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
+    if wrong:
+        sys.exit(1)
+
+
+def epilogues_on_the_cpu() -> str:
+    """The kernels' own MMA tiling and epilogues, for every thread, against the same formulas in torch."""
+    heading("Its score tile on this CPU: the real tiling and epilogues for every thread, against torch")
+    seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
+    shape = (2, 4, seqlen_q, seqlen_k)
+    products = torch.randn(2, 4, seqlen_q, 128) @ torch.randn(2, 4, 128, seqlen_k)
+    batch, head, query, key = (
+        torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)
+    )
+    coords = reference.ScoreCoords(batch, head, query, key, 4, seqlen_q, seqlen_k, seqlen_q, seqlen_k, False)
+    wrong = ""
+    for features, inputs in (
+        ("causal", ScoreInputs()),
+        ("window", ScoreInputs(window_left=40, window_right=3)),
+        ("softcap", ScoreInputs(softcap=2.0)),
+        ("alibi", ScoreInputs(alibi_slopes=torch.rand(2, 4))),
+    ):
+        traits = Traits.parse(f"forward-sm80-bf16-d128-{features}")
+        ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
+        expected = reference.modify_scores(products * scale, coords, reference.Features(traits.mask), inputs)
+        wrong += _compare(features, ours, expected)
+    return wrong
+
+
+def attention_on_the_cpu() -> str:
+    """The operator on CPU tensors, which the reference computes, against torch's own attention."""
+    heading("Attention on CPU tensors, against torch's scaled_dot_product_attention")
+    q, k, v = (torch.randn(2, 256, heads, 64) for heads in (8, 2, 2))
+    ours = cute_attn.attention(q, k, v, causal=True)
+    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        by_heads[0], by_heads[1], by_heads[2], is_causal=True, enable_gqa=True
+    )
+    assert isinstance(ours, Tensor)
+    return _compare("causal, 8 heads on 2", ours, expected.transpose(1, 2))
+
+
+def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
+    """Print the largest difference; a sentence if it is more than rounding, or if other elements are hidden."""
+    finite = expected.isfinite()
+    difference = float((ours - expected)[finite].abs().max())
+    rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())
+    agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
+    console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
+    return "" if agrees else f"{what} is wrong. "
+
+
+def kernel_against_torch() -> str:
+    """The kernel on the GPU against the reference in float64."""
+    from cute_attn import check
+
+    heading("The kernel on this GPU, against the reference in float64")
+    wrong = ""
+    shape = Workload(1, 2048, **LLAMA_3_8B)  # type: ignore[arg-type]
+    for workload, accuracy in check.check_workloads(Traits.parse(FLAGSHIP), [shape]):
+        verdict = "ok" if accuracy.passed else "[red]wrong"
+        console.print(
+            f"  {workload.name:40} error {accuracy.error:.1e}, plain torch's {accuracy.plain:.1e}  {verdict}"
+        )
+        wrong += "" if accuracy.passed else f"{workload.name} is wrong. "
+    return wrong
+
+
+def speed_against_torch() -> None:
+    """Llama-3-8B's attention, against torch's backends, in one run."""
+    from cute_attn.benchmark.peers import PEERS, own_kernels
+    from cute_attn.benchmark.results import time_forwards
+
+    heading("Llama-3-8B's attention on this GPU: 32 query heads on 8, d128, causal")
+    rivals = own_kernels() | {name: PEERS[name] for name in ("fa2", "cudnn", "mem_efficient")}
+    workloads = [Workload(8192 // seqlen, seqlen, **LLAMA_3_8B) for seqlen in (2048, 8192)]  # type: ignore[arg-type]
+    result = time_forwards(workloads, rivals)
+    for row in result["rows"]:
+        numbers = row["error"] if "error" in row else f"{row['ms']:8.3f} ms {row['value']:6.0f} TFLOP/s"
+        console.print(f"  {row['workload']:40} {row['impl']:24} {numbers}", highlight=False)
+    console.print(f"  {result['gpu']}, {result['clock_mhz']} MHz under load, medians")
+
+
+if __name__ == "__main__":
+    main()
