@@ -80,22 +80,26 @@ def _print_row(row: dict[str, Any]) -> None:
 
 def print_table(result: dict[str, Any]) -> None:
     """A line a workload: each kernel's speed, and how many times each peer's that is."""
-    by_workload: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        by_workload.setdefault(row["workload"], {})[row["impl"]] = row.get("value", float("nan"))
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
-    own, peers = (
-        [n for n in names if n.startswith("cute_attn")],
-        [n for n in names if not n.startswith("cute_attn")],
+    own = [name for name in names if name.startswith("cute_attn/")]
+    peers = [name for name in names if name not in own]
+    speeds: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        speeds.setdefault(row["workload"], {})
+        if "value" in row:
+            speeds[row["workload"]][row["impl"]] = row["value"]
+    print(
+        f"\n{'TFLOP/s, and our best over each peer':44}"
+        + "".join(f"{n.split('/')[-1]:>15}" for n in own + peers)
     )
-    print()
-    print(f"{'TFLOP/s and ratio to each peer':44}" + "".join(f"{n.split('/')[-1]:>14}" for n in own + peers))
-    for workload, values in by_workload.items():
-        best = max((values[n] for n in own if values[n] == values[n]), default=float("nan"))
-        cells = [f"{values[n]:14.0f}" for n in own] + [
-            f"{values[n]:7.0f} {best / values[n]:5.2f}x" for n in peers
-        ]
-        print(f"{workload:44}" + "".join(cells))
+    for workload, values in speeds.items():
+        best = max((values[name] for name in own if name in values), default=None)
+        line = f"{workload:44}"
+        for name in own + peers:
+            speed = f"{values[name]:.0f}" if name in values else "-"
+            ratio = f"{best / values[name]:.2f}x" if best and name in values and name in peers else ""
+            line += f"{speed:>9}{ratio:>6}" if name in peers else f"{speed:>15}"
+        print(line)
 
 
 if __name__ == "__main__":

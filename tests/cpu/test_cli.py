@@ -1,0 +1,149 @@
+"""The command: what it prints, and that a wrong call is one sentence and status 2."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOY = "forward-sm80:toy-bf16-d64"
+LOAD = ("--load", "tests/toy.py")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run the command with an empty cache, or with ``cache`` as CUTE_ATTN_CACHE."""
+
+    def run(*arguments, cache="1"):
+        environment = os.environ | {
+            "CUTE_ATTN_CACHE_DIR": str(tmp_path / "cache"),
+            "CUTE_ATTN_CACHE": cache,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, "-m", "cute_attn", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def ok(done):
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_list(run):
+    text = ok(run("list"))
+    assert "registered: forward-sm80" in text and "forward-sm80-bf16-d128" in text
+
+
+def test_list_gives_reasons(run):
+    rows = json.loads(ok(run(*LOAD, "list", "forward-sm80:toy-bf16-d128", TOY, "--target", "sm80", "--json")))
+    assert "head_dim is 128; accepted: 64" in rows[0]["reason"] and rows[0]["tile"] is None
+    assert rows[1] == {
+        "name": TOY,
+        "target": "sm80",
+        "tile": "values=8,staged=true",
+        "reason": None,
+        "shared_memory_bytes": 512,
+        "registers": 24,
+    }
+    assert "forward-sm80 runs on" not in ok(run("list", "forward-sm80-bf16-d256", "--target", "sm86"))
+
+
+def test_list_takes_under_a_second(run):
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        ok(run("list"))
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.5  # under 1 s on an idle machine
+
+
+def test_compile_as_json(run):
+    done = json.loads(ok(run(*LOAD, "compile", TOY, "--tile", "values=4", "--target", "sm90", "--json")))
+    assert list(done) == ["name", "target", "tile", "resources", "instructions", "seconds"]
+    assert (done["name"], done["target"], done["tile"]) == (TOY, "sm90", {"values": 4, "staged": True})
+    assert set(done["resources"]) == {
+        "registers",
+        "shared_memory_bytes",
+        "spill_store_bytes",
+        "spill_load_bytes",
+        "local_bytes",
+    }
+    assert done["instructions"]["FFMA"] >= 4 and done["seconds"] > 0
+
+
+def test_compile_as_a_table_and_files(run, tmp_path):
+    text = ok(run(*LOAD, "compile", TOY, "--target", "sm80", "-o", str(tmp_path / "out")))
+    assert "registers a thread" in text and "512 bytes" in text and "none" in text
+    names = {path.suffix: path for path in (tmp_path / "out").iterdir()}
+    assert ".target sm_80" in names[".ptx"].read_text() and "FFMA" in names[".sass"].read_text()
+    assert names[".cubin"].read_bytes().startswith(b"\x7fELF")
+
+
+def test_check(run):
+    text = ok(run(*LOAD, "check", TOY))
+    assert "512 of 166,912 bytes" in text and "not run against the reference" in text and "passed" in text
+
+
+def test_check_fails_on_spills(run):
+    done = run(*LOAD, "check", TOY, "--tile", "values=256")
+    assert done.returncode == 1 and "it spills registers" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_show(run, tmp_path):
+    names = ok(run("show", "forward-sm80-bf16-d64", "-o", str(tmp_path), "--svg")).split()
+    assert len(names) == 6
+    assert all(Path(name).read_text().startswith("<?xml") for name in names)
+
+
+def test_the_cache_commands(run, tmp_path):
+    assert "0 kernels" in ok(run("cache", "list"))
+    text = ok(run(*LOAD, "cache", "prebuild", TOY, "--target", "sm80", "--workers", "1"))
+    assert f"{TOY}" in text and "1/1" in text
+    (entry,) = json.loads(ok(run("cache", "list", "--json")))
+    assert entry["name"] == TOY and entry["bytes"] > 1000
+    assert TOY in ok(run("cache", "list"))
+    assert "removed 0 kernels" in ok(run("cache", "prune", "--older-than", "1"))
+    assert "removed 1 kernels" in ok(run("cache", "prune", "--all"))
+
+
+WRONG = {
+    ("compile", "nonsense"): "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
+    ("compile", "forward-sm80-bf16-d60"): "head_dim is 60; accepted: multiples of 8",
+    ("compile", "forward-sm80-bf16-d64-my_own"): "no epilogue is registered as 'my_own'",
+    ("compile", "forward-sm80:mine-bf16-d64"): "no kernel computes forward-sm80:mine-bf16-d64",
+    ("compile", "forward-sm80-bf16-d64", "--tile", "rows=3"): "tile has 'rows=3'",
+    ("compile", "forward-sm80-bf16-d128", "--tile", "tile_n=2048"): "bytes of shared memory",
+    ("compile", "forward-sm80-bf16-d64", "--target", "sm75"): "target is 'sm75'; accepted: sm80",
+    ("list", "--target", "sm75"): "target is 'sm75'; accepted: sm80",
+    ("bench", "forward-sm80-bf16-d64"): "there is no GPU",
+    ("bench", "forward-sm80-bf16-d64-return_softmax"): "cannot be timed by name",
+    ("--load", "absent.py", "list"): "--load is 'absent.py'",
+    ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_calls(run, arguments):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert WRONG[arguments] in done.stderr
+
+
+def test_the_cache_switched_off(run):
+    done = run("cache", "list", cache="0")
+    assert done.returncode == 2 and "CUTE_ATTN_CACHE is '0'" in done.stderr
+
+
+def test_prebuild_says_what_failed(run):
+    done = run(*LOAD, "cache", "prebuild", "forward-sm80:toy-bf16-d128", "--target", "sm80", "--workers", "1")
+    assert done.returncode == 2 and "1 of 1 kernels could not be built" in done.stderr
+    assert "head_dim is 128" in done.stdout.replace("\n", " ")
