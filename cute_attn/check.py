@@ -40,7 +40,7 @@ class Accuracy:
             return cls(0.0, 0.0, 0.0)
         error = float((out.double() - exact).abs().max())
         plain_error = float((plain.double() - exact).abs().max())
-        rounding = torch.finfo(out.dtype).eps * float(exact.abs().max())
+        rounding = torch.finfo(out.dtype).eps / 2 * float(exact.abs().max())
         return cls(error, plain_error, 2 * plain_error + rounding)
 
 
