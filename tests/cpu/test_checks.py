@@ -1,0 +1,86 @@
+"""The rule that judges kernels, and the cases it is applied to: it passes what is right and fails what is not."""
+
+import math
+
+import pytest
+import torch
+
+from tests.cases import CASES, FOR_EVERY_TILE
+from tests.checks import check, check_forward
+
+HUGE = {"far", "beyond-2-31"}  # more memory than a test machine may have
+
+
+def results(n=4096):
+    exact = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return exact, exact.bfloat16()
+
+
+def test_rounding_alone_passes():
+    exact, plain = results()
+    check("x", plain, exact, exact)
+
+
+@pytest.mark.parametrize(("place", "value"), [(7, math.nan), (7, math.inf), (7, -math.inf), (7, 1.0)])
+def test_one_bad_element_fails(place, value, capsys):
+    exact, plain = results()
+    bad = plain.clone()
+    bad[place] += value
+    with pytest.raises(AssertionError):
+        check("x", bad, exact, plain)
+    assert "plain torch's" in capsys.readouterr().out, "both errors are printed"
+
+
+def test_many_slightly_bad_elements_fail():
+    exact, _ = results()
+    plain = exact.bfloat16()
+    bad = exact.float() + 0.9 * (plain.float() - exact.float()).abs().max()
+    assert (bad - exact).abs().max() < 2 * (plain - exact).abs().max()
+    with pytest.raises(AssertionError, match="rms error"):
+        check("x", bad, exact, plain)
+
+
+def test_nan_in_plain_torch_excuses_nothing():
+    exact, plain = results()
+    plain[3] = math.nan
+    with pytest.raises(AssertionError):
+        check("x", exact.float(), exact, plain)
+
+
+def test_infinities_have_to_match():
+    exact, plain = results()
+    exact[5] = -math.inf
+    good = plain.clone()
+    good[5] = -math.inf
+    check("x", good, exact, good)
+    for wrong in (math.inf, 0.0):
+        bad = good.clone()
+        bad[5] = wrong
+        with pytest.raises(AssertionError):
+            check("x", bad, exact, good)
+
+
+def test_a_wrong_dropout_mask_fails():
+    exact = {
+        "out": torch.zeros(1),
+        "lse": torch.zeros(1),
+        "softmax": torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64),
+    }
+    actual = {name: value.float() for name, value in exact.items()}
+    check_forward(actual, exact, actual, actual)
+    actual = actual | {"softmax": torch.tensor([0.5, 0.5, 0.0])}
+    with pytest.raises(AssertionError, match="another dropout mask"):
+        check_forward(actual, exact, actual, actual)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in HUGE], ids=lambda c: c.name)
+def test_the_definition_passes_its_cases(case):
+    problem = case.build("cpu").compared()
+    dtype = problem.tensors[0].dtype
+    exact, plain32 = problem.expected(torch.float64), problem.expected(torch.float32)
+    check_forward(problem.run(), exact, problem.expected(dtype), plain32)
+
+
+def test_few_kernels_serve_the_cases():
+    traits = {case.traits("sm80") for case in CASES if case.launches}
+    assert len(traits) <= 72 and {case.traits("sm80") for case in FOR_EVERY_TILE} <= traits

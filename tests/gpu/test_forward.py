@@ -1,0 +1,271 @@
+"""The forward kernels on the card: every named case by the one rule, and properties that hold between calls."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import Unsupported, attention, attention_varlen, compiler, registry
+from tests.cases import BY_NAME, CASES, FOR_EVERY_TILE
+from tests.checks import check_forward
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case, Problem
+
+ARCHS = runnable_archs()
+TILES = {
+    "sm80": (
+        "tile_m=64,tile_n=32,num_warps=4",
+        "tile_m=64,tile_n=64,num_warps=4,q_in_regs=true",
+        "tile_m=128,tile_n=64,num_warps=8,share_qk_smem=true",
+        "tile_m=128,tile_n=32,num_warps=4,num_stages=2",
+        "tile_m=64,tile_n=128,num_warps=4,num_stages=1,swizzle_bits=2",
+    ),
+}
+
+
+def tile_cases() -> list:
+    """(arch, tile, case) of all tiles that take a case."""
+    target = compiler.default_target("sm80") if torch.cuda.is_available() else "sm90"
+    params = []
+    for arch in ARCHS:
+        for tile in TILES.get(arch, ()):
+            for case in FOR_EVERY_TILE:
+                try:
+                    registry.lookup(case.traits(arch), tile, target)
+                except Unsupported:
+                    continue
+                params.append(pytest.param(arch, tile, case, id=f"{arch}-{tile}-{case.name}"))
+    return params
+
+
+@functools.lru_cache(maxsize=2)
+def prepared(case: Case) -> tuple[Problem, dict, dict, dict]:
+    """A case's problem, and what its compared part is in float64, in its own dtype and in float32."""
+    problem = case.build("cuda")
+    part = problem.compared()
+    dtypes = (torch.float64, problem.tensors[0].dtype, torch.float32)
+    exact, plain, plain32 = (part.expected(dtype) for dtype in dtypes)
+    return problem, exact, plain, plain32
+
+
+def check_case(case: Case, **options) -> None:
+    problem, exact, plain, plain32 = prepared(case)
+    actual = problem.run(**options)
+    if case.compare:
+        actual = {name: value[list(case.compare)] for name, value in actual.items()}
+    check_forward(actual, exact, plain, plain32)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, arch):
+    check_case(case, kernel=arch)
+
+
+@pytest.mark.parametrize(("arch", "tile", "case"), tile_cases())
+def test_any_tile_equals_any_tile(case, arch, tile):
+    check_case(case, kernel=arch, tile=tile)
+
+
+# ---- properties ----
+
+CAUSAL, EVERYTHING = BY_NAME["causal-203x113"], BY_NAME["everything-causal-dropout"]
+
+
+def assert_same(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), f"{name} differs"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [CAUSAL, EVERYTHING, BY_NAME["varlen-causal"]], ids=lambda case: case.name)
+def test_repeats_are_bitwise_equal(case, arch):
+    problem = case.build("cuda")
+    first = problem.run(kernel=arch)
+    for _ in range(50):
+        assert_same(problem.run(kernel=arch), first)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [replace(CAUSAL, name="batch-of-7", batch=7, nheads=6, nheads_kv=3)], ids=str
+)
+def test_a_batch_does_not_depend_on_its_neighbours(case, arch):
+    problem = case.build("cuda")
+    whole = problem.run(kernel=arch)
+    for b in range(7):
+        alone = replace(problem, tensors=tuple(x[b : b + 1] for x in problem.tensors)).run(kernel=arch)
+        assert_same(alone, {name: value[b : b + 1] for name, value in whole.items()})
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [BY_NAME["varlen-causal"], BY_NAME["varlen-window"]], ids=lambda case: case.name
+)
+def test_varlen_equals_a_loop(case, arch):
+    problem = case.build("cuda")
+    packed = problem.run(kernel=arch)
+    q, k, v = problem.tensors
+    cu_q, cu_k = (x.tolist() for x in (problem.lengths.cu_seqlens_q, problem.lengths.cu_seqlens_k))
+    for b in range(len(case.lengths_q)):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        options = {"causal": case.causal, "window": case.window, "kernel": arch, "return_lse": True}
+        out, lse = attention(q[None, rows], k[None, keys], v[None, keys], **options)
+        owned = slice(rows.start - cu_q[0], rows.stop - cu_q[0])
+        torch.testing.assert_close(packed["out"][owned], out[0])
+        torch.testing.assert_close(packed["lse"][:, owned], lse[0])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [BY_NAME["window-left-is-all"]], ids=lambda case: case.name)
+def test_a_window_over_everything_is_causal(case, arch):
+    problem = case.build("cuda")
+    windowed, causal = problem.run(kernel=arch), replace(problem, case=CAUSAL).run(kernel=arch)
+    for name in windowed:
+        torch.testing.assert_close(windowed[name], causal[name])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batch_of_one_by_stride_0_then_a_batch_of_two(arch):
+    problem = CAUSAL.build("cuda")
+    expected = problem.run(kernel=arch)
+    one = replace(
+        problem, tensors=tuple(x[:1].as_strided(x[:1].shape, (0, *x.stride()[1:])) for x in problem.tensors)
+    )
+    assert_same(one.run(kernel=arch), {name: value[:1] for name, value in expected.items()})
+    assert_same(problem.run(kernel=arch), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [BY_NAME["bias_fp32"], BY_NAME["bias_bf16"]], ids=lambda case: case.name)
+def test_rows_masked_by_the_smallest_number_stay_finite(case, arch):
+    problem = case.build("cuda")
+    bias = problem.inputs.bias
+    bias[:, :, :, 100:] = torch.finfo(bias.dtype).min
+    hidden = replace(problem, inputs=replace(problem.inputs, bias=bias.clone()))
+    expected = hidden.expected(torch.float64)["out"]
+    bias[:, :, 5:9] = torch.finfo(bias.dtype).min
+    out = problem.run(kernel=arch)["out"]
+    assert out.isfinite().all()
+    rest = [i for i in range(case.seqlen_q) if not 5 <= i < 9]
+    torch.testing.assert_close(out[:, rest].double(), expected[:, rest], atol=0.02, rtol=0.02)
+
+
+# ---- operator, streams, graphs, compilers, devices ----
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, n, h, 64, dtype=torch.bfloat16, device="cuda")
+        for n, h in ((113, 4), (203, 2), (203, 2))
+    ]
+
+
+def test_the_operator_passes_opcheck(tensors):
+    q, k, v = tensors
+    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
+    state = torch.tensor([1, 2], device="cuda")
+    for extra in ((None, None, "", 0.0), (bias, state, "flash", 0.25)):
+        arguments = (
+            q,
+            k,
+            v,
+            *(None,) * 5,
+            *extra[:2],
+            [],
+            113,
+            203,
+            0.125,
+            "causal",
+            0,
+            0,
+            0.0,
+            *extra[2:],
+            [],
+            [],
+        )
+        torch.library.opcheck(torch.ops.cute_attn.forward.default, (*arguments, False, "", ""))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(tensors, dynamic):
+    torch.compiler.reset()
+    q, k, v = tensors
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 50, 113], [0, 103, 203]))
+    state = torch.tensor([1, 2], device="cuda")
+
+    def f(q, k, v):
+        batched = attention(q, k, v, causal=True, dropout_p=0.1, rng_state=state)
+        return batched, attention_varlen(
+            q[0], k[0], v[0], cu_q, cu_k, 63, 103, window=(20, 0), return_lse=True
+        )
+
+    (expected, (expected_out, expected_lse)) = f(q, k, v)
+    out, (packed_out, lse) = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")(q, k, v)
+    assert (
+        torch.equal(out, expected)
+        and torch.equal(packed_out, expected_out)
+        and torch.equal(lse, expected_lse)
+    )
+
+
+def test_a_replayed_graph_draws_a_new_mask(tensors):
+    attention(*tensors, dropout_p=0.5)  # builds the kernel: that cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(*tensors, dropout_p=0.5)
+    results = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed)
+        for _ in range(2):
+            graph.replay()
+            results.append(out.clone())
+    assert not torch.equal(results[0], results[1]), "two replays, one mask"
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3]), (
+        "a seed repeats its masks"
+    )
+    assert not torch.equal(results[0], results[4])
+
+
+def test_the_current_stream_is_used(tensors):
+    expected = attention(*tensors, causal=True)
+    stream = torch.cuda.Stream()
+    slow = torch.randn(4096, 4096, device="cuda")
+    late = torch.zeros_like(tensors[0])
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            slow = slow @ slow * 1e-3
+        late.copy_(tensors[0])  # what a launch on another stream would not wait for
+        out = attention(late, *tensors[1:], causal=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_second_device(tensors):
+    out = attention(*(x.to("cuda:1") for x in tensors), causal=True)
+    assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+    assert torch.equal(out.to("cuda:0"), attention(*tensors, causal=True))
+
+
+def test_wrong_calls_on_the_card(tensors):
+    q, k, v = tensors
+    with pytest.raises(ValueError, match="bias is on cpu; accepted: cuda:0, where q is"):
+        attention(q, k, v, bias=torch.zeros(1, 1, 1, 203))
+    with pytest.raises(
+        TypeError, match=r"q has dtype torch.float32; accepted on CUDA: torch.float16, torch.bfloat16"
+    ):
+        attention(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match="q starts 2 bytes past a multiple of 16"):
+        attention(torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape), k, v)
+    with pytest.raises(
+        NotImplementedError, match="requires a gradient, which the CUDA kernels cannot give yet"
+    ):
+        attention(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        attention(q, k, v)

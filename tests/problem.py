@@ -1,0 +1,322 @@
+"""What a test case is: a :class:`Case` says what to compute, a :class:`Problem` is inputs for it.
+
+Inputs are fresh and random, with NaN and Inf wherever a kernel must not look.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import attention, attention_varlen, reference
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.interface import resolve_mask
+from cute_attn.traits import Traits
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+LAYOUTS = ("contiguous", "padded", "heads_first", "fused", "expanded", "odd_strides", "far")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compute.
+
+    Attributes:
+        lengths_q, lengths_k: of packed sequences; empty for batches of seqlen_q and seqlen_k.
+        seqused_q, seqused_k: how much of each batch or packed sequence exists; empty for all of it.
+        alibi: "", "heads" (a slope per head) or "batches" (per batch and head).
+        bias: its dtype, or "". bias_broadcast: which of "b", "h" and "q" have size 1. bias_hides: some of it is -inf,
+            all of it in the first three rows.
+        logits: the standard deviation of scores, roughly; "negative" for all of them near -120.
+        layout: of q, k and v in memory, one of LAYOUTS.
+        compare: batches to compare, where the whole would take too long; empty for all.
+    """
+
+    name: str
+    batch: int = 2
+    seqlen_q: int = 128
+    seqlen_k: int = 128
+    nheads: int = 4
+    nheads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 0
+    dtype: str = "bf16"
+    lengths_q: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
+    seqused_q: tuple[int, ...] = ()
+    seqused_k: tuple[int, ...] = ()
+    causal: bool | str = False
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    alibi: str = ""
+    bias: str = ""
+    bias_broadcast: str = ""
+    bias_hides: bool = False
+    dropout_p: float = 0.0
+    dropout_mask: str = "flash"
+    return_softmax: bool = False
+    logits: float | str = 1.0
+    layout: str = "contiguous"
+    compare: tuple[int, ...] = ()
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return bool(self.lengths_q)
+
+    @property
+    def size_v(self) -> int:
+        """head_dim_v."""
+        return self.head_dim_v or self.head_dim
+
+    def traits(self, arch: str) -> Traits:
+        """What a kernel of ``arch`` has to compute for it."""
+        return Traits(
+            op="forward",
+            arch=arch,
+            dtype=self.dtype,
+            head_dim=self.head_dim,
+            head_dim_v=self.size_v,
+            mask=resolve_mask(self.causal, self.window)[0],
+            softcap=self.softcap > 0,
+            alibi=bool(self.alibi),
+            bias=self.bias,
+            dropout=self.dropout_mask if self.dropout_p else "",
+            varlen=self.packed,
+            seqused_q=bool(self.seqused_q),
+            seqused_k=bool(self.seqused_k),
+            return_softmax=self.return_softmax,
+        )
+
+    @property
+    def launches(self) -> bool:
+        """Whether there is anything to compute."""
+        lengths = (
+            (max(self.lengths_q), max(self.lengths_k)) if self.packed else (self.seqlen_q, self.seqlen_k)
+        )
+        return 0 not in (self.batch, self.nheads, *lengths)
+
+    def build(self, device: torch.device | str, seed: int = 0) -> "Problem":
+        """Fresh inputs."""
+        return _Builder(self, torch.device(device), torch.Generator(device).manual_seed(seed)).problem()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case's inputs.
+
+    Attributes:
+        tensors: q, k and v.
+        lengths: the sequences' lengths.
+        inputs: arguments of the score functions.
+        owned: the packed rows of q that belong to some sequence; all of them for batches.
+    """
+
+    case: Case
+    tensors: tuple[Tensor, Tensor, Tensor]
+    lengths: reference.Lengths
+    inputs: ScoreInputs
+    owned: slice
+
+    def run(self, **options: Any) -> dict[str, Tensor]:
+        """What ``attention`` or ``attention_varlen`` makes of it, by name: out, lse, and softmax if asked for."""
+        case, lengths, inputs = self.case, self.lengths, self.inputs
+        options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+        options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
+        options |= {
+            "dropout_p": case.dropout_p,
+            "dropout_mask": case.dropout_mask,
+            "rng_state": inputs.rng_state,
+        }
+        options |= {"return_lse": True, "return_softmax": case.return_softmax}
+        if not case.packed:
+            return self._named(attention(*self.tensors, **options))
+        assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
+        return self._named(
+            attention_varlen(
+                *self.tensors,
+                lengths.cu_seqlens_q,
+                lengths.cu_seqlens_k,
+                lengths.max_seqlen_q,
+                lengths.max_seqlen_k,
+                seqused_q=lengths.seqused_q,
+                **options,
+            )
+        )
+
+    def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same by definition, computed in ``dtype``: outputs keep q's dtype unless that is less precise."""
+        case = self.case
+        tensors = self.tensors
+        if dtype not in (torch.float16, torch.bfloat16):
+            tensors = tuple(x.to(dtype) for x in tensors)  # type: ignore[assignment]
+        mask, _, _ = resolve_mask(case.causal, case.window)
+        return self._named(
+            reference.attention(
+                *tensors,
+                case.head_dim**-0.5,
+                reference.Features(mask, case.dropout_mask if case.dropout_p else ""),
+                self.inputs,
+                self.lengths,
+                return_softmax=case.return_softmax,
+                compute_dtype=dtype,
+            )
+        )
+
+    def compared(self) -> "Problem":
+        """The part of it that is compared: the case's ``compare`` batches."""
+        if not self.case.compare:
+            return self
+        index = torch.tensor(self.case.compare, device=self.tensors[0].device)
+        return replace(self, tensors=tuple(x[index] for x in self.tensors))
+
+    def _named(self, results: Any) -> dict[str, Tensor]:
+        named = dict(zip(("out", "lse", "softmax"), results, strict=False))
+        named["out"] = named["out"][self.owned]
+        if self.case.packed:
+            named["lse"] = named["lse"][:, self.owned]
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class _Builder:
+    case: Case
+    device: torch.device
+    generator: torch.Generator
+
+    def problem(self) -> Problem:
+        case = self.case
+        lengths, owned = self.lengths()
+        q, k, v = self.fused() if case.layout == "fused" else self.separate()
+        self.poison(k, v, lengths)
+        left_right = resolve_mask(case.causal, case.window)[1:]
+        max_seqlens = (
+            (max(case.lengths_q), max(case.lengths_k)) if case.packed else (case.seqlen_q, case.seqlen_k)
+        )
+        inputs = ScoreInputs(
+            *left_right,
+            alibi_slopes=self.slopes(),
+            bias=self.bias(*max_seqlens),
+            softcap=case.softcap,
+            dropout_p=case.dropout_p,
+            rng_state=torch.tensor([0x1234567890ABCDEF, 2**33 + 5], device=self.device)
+            if case.dropout_p
+            else None,
+        )
+        return Problem(case, (q, k, v), lengths, inputs, owned)
+
+    def randn(self, *shape: int, dtype: str = "") -> Tensor:
+        dtype_ = DTYPES[dtype or self.case.dtype]
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype_)
+
+    def int32(self, values: tuple[int, ...]) -> Tensor | None:
+        return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
+
+    # Packed rows start after two that are nobody's, and more of them follow.
+    FIRST, LAST = 2, 5
+
+    def lengths(self) -> tuple[reference.Lengths, slice]:
+        case = self.case
+        used = {"seqused_q": self.int32(case.seqused_q), "seqused_k": self.int32(case.seqused_k)}
+        if not case.packed:
+            return reference.Lengths(**used), slice(None)
+        cu_q, cu_k = (
+            self.int32(tuple(self.FIRST + sum(lengths[:i]) for i in range(len(lengths) + 1)))
+            for lengths in (case.lengths_q, case.lengths_k)
+        )
+        owned = slice(self.FIRST, self.FIRST + sum(case.lengths_q))
+        longest = {"max_seqlen_q": max(case.lengths_q), "max_seqlen_k": max(case.lengths_k)}
+        return reference.Lengths(cu_q, cu_k, **used, **longest), owned
+
+    def fused(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slices of one tensor, as a fused projection leaves them."""
+        case = self.case
+        heads = (case.nheads, case.nheads_kv, case.nheads_kv)
+        return self.randn(case.batch, case.seqlen_q, sum(heads), case.head_dim).split(heads, 2)  # type: ignore[return-value]
+
+    def separate(self) -> tuple[Tensor, Tensor, Tensor]:
+        case = self.case
+        rows_q, rows_k = (
+            (sum(case.lengths_q), sum(case.lengths_k)) if case.packed else (case.seqlen_q, case.seqlen_k)
+        )
+        q = self.layout("q", rows_q, case.nheads, case.head_dim)
+        k = self.layout("k", rows_k, case.nheads_kv, case.head_dim)
+        v = self.layout("v", rows_k, case.nheads_kv, case.size_v)
+        if case.logits == "negative":  # scale * q.k is -120 for q = a and k = -a in every dimension
+            a = math.sqrt(120 / math.sqrt(case.head_dim))
+            q.mul_(0.02).add_(a)
+            k.mul_(0.02).sub_(a)
+        else:
+            q.mul_(float(case.logits))
+        return q, k, v
+
+    def layout(self, name: str, rows: int, heads: int, dim: int) -> Tensor:
+        case = self.case
+        if case.packed:
+            storage = torch.full(
+                (rows + self.FIRST + self.LAST, heads, dim),
+                math.nan,
+                dtype=DTYPES[case.dtype],
+                device=self.device,
+            )
+            storage[self.FIRST : self.FIRST + rows] = self.randn(rows, heads, dim)
+            return storage
+        shape = (case.batch, rows, heads, dim)
+        if case.layout == "expanded" and name != "q":
+            return self.randn(case.batch, rows, 1, dim).expand(shape)
+        if case.layout == "heads_first":
+            return self.randn(case.batch, heads, rows, dim).transpose(1, 2)
+        if case.layout == "odd_strides":  # what torch says of a dimension of size 1 means nothing
+            strides = [
+                3 if size == 1 else stride for size, stride in zip(shape, _strides(shape), strict=True)
+            ]
+            return self.randn(*shape).as_strided(shape, strides)
+        if case.layout == "padded":  # rows, heads and columns that are not the tensor's lie between its own
+            return self.surrounded(shape, _strides((case.batch, rows + 3, heads + 1, dim + 8)))
+        if case.layout == "far":
+            return self.surrounded(
+                shape, (2**30, 8 * dim, dim, 1) if name == "q" else (8 * dim, 2**30, dim, 1)
+            )
+        return self.randn(*shape)
+
+    def surrounded(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        storage = torch.full(
+            (max(last, 0) + 1 + 4096,), math.nan, dtype=DTYPES[self.case.dtype], device=self.device
+        )
+        return storage.as_strided(shape, strides).copy_(self.randn(*shape))
+
+    def poison(self, k: Tensor, v: Tensor, lengths: reference.Lengths) -> None:
+        """NaN and Inf in keys and values that exist in memory but are not used."""
+        for b, used in enumerate(self.case.seqused_k):
+            start, end = 0, self.case.seqlen_k
+            if lengths.cu_seqlens_k is not None:
+                start, end = (int(x) for x in lengths.cu_seqlens_k[b : b + 2])
+            rows = (slice(start + used, end),) if self.case.packed else (b, slice(used, end))
+            k[rows], v[rows] = math.nan, math.inf
+
+    def slopes(self) -> Tensor | None:
+        case = self.case
+        if not case.alibi:
+            return None
+        batch = len(case.lengths_q) or case.batch
+        shape = (case.nheads,) if case.alibi == "heads" else (batch, case.nheads)
+        return torch.rand(shape, generator=self.generator, device=self.device) * 0.3
+
+    def bias(self, max_seqlen_q: int, max_seqlen_k: int) -> Tensor | None:
+        case = self.case
+        if not case.bias:
+            return None
+        whole = {"b": len(case.lengths_q) or case.batch, "h": case.nheads, "q": max_seqlen_q}
+        sizes = [1 if dim in case.bias_broadcast else size for dim, size in whole.items()]
+        bias = self.randn(*sizes, max_seqlen_k, dtype=case.bias)
+        if case.bias_hides:
+            bias.masked_fill_(self.randn(*sizes, max_seqlen_k) > 0.5, -math.inf)
+            bias[:, :, :3] = -math.inf
+        return bias
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
