@@ -9,10 +9,12 @@
 Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
 """
 
+import time
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
+_imported_at = time.time()  # sources that changed later may not be what runs
 
 _HOME = {
     "Traits": "traits",

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cute_attn import _imported_at
+
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
 # Files of this package that no kernel is made from.
@@ -105,14 +107,21 @@ def digest(*parts: bytes) -> str:
 
 @functools.cache
 def package_sources() -> str:
-    """Digest of the package's own sources, read once a process: what is imported does not change after that."""
-    parts = []
+    """Digest of the package's own sources, read once a process.
+
+    Where one was changed after this process imported the package, what runs may be older than what is read: then the
+    digest is one that nobody else will ever have, so that nothing wrong can be found under it later.
+    """
+    parts, newest = [], 0.0
     for root in (_PACKAGE, _LAYOUTS):
         for path in sorted(root.rglob("*.py")):
             place = path.relative_to(root.parent)
             if root == _PACKAGE and place.parts[1] in _HOST_ONLY:
                 continue
             parts += [place.as_posix().encode(), path.read_bytes()]
+            newest = max(newest, path.stat().st_mtime)
+    if newest > _imported_at:
+        parts.append(os.urandom(16))
     return digest(*parts)
 
 

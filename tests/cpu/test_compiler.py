@@ -295,8 +295,8 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
         shutil.copytree(ROOT / package, tmp_path / package)
     monkeypatch.setattr(fingerprint, "_PACKAGE", tmp_path / "cute_attn")
     monkeypatch.setattr(fingerprint, "_LAYOUTS", tmp_path / "layouts")
+    monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
     digest = fingerprint.package_sources.__wrapped__
-    assert digest() == fingerprint.package_sources()
     seen = {digest()}
     host_only = fingerprint._HOST_ONLY
     shaping = [p for p in tmp_path.rglob("*.py") if p.relative_to(tmp_path).parts[1] not in host_only]
@@ -309,6 +309,14 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
     assert len(seen) == len(shaping) + 1
     (tmp_path / "cute_attn" / "cli.py").write_text("")
     assert digest() in seen
+
+
+def test_sources_that_changed_after_the_import_are_nobodys(monkeypatch):
+    digest = fingerprint.package_sources.__wrapped__
+    monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
+    assert digest() == digest()
+    monkeypatch.setattr(fingerprint, "_imported_at", 0.0)
+    assert digest() != digest()
 
 
 def test_a_users_sources_change_the_key(tmp_path, monkeypatch):
