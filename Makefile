@@ -4,7 +4,7 @@
 # make bench      the kernels against their peers, on a GPU; writes bench/results
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
-# DSL and pytest, the last two and the demo use it as it is; PYTHON=... overrides that.
+# DSL and pytest, the last two and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest or the script.
 
 BASE_PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ demo: $(installed)
 	$(run) -m cute_attn.demo
 
 test: lint types
-	$(run) -m pytest tests/cpu -n 2 -q
+	$(run) -m pytest tests/cpu -n 2 -q $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -45,10 +45,10 @@ format: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format .
 
 test-gpu: $(installed_dev)
-	$(run) -m pytest tests/gpu -q
+	$(run) -m pytest tests/gpu -q $(ARGS)
 
 bench: $(installed_dev)
-	$(run) -m bench.forward
+	$(run) -m bench.forward $(ARGS)
 
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)

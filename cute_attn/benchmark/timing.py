@@ -55,7 +55,7 @@ class Clock:
 
 def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
     """The SM clock in MHz while ``run``, which takes so many milliseconds, is called over and over."""
-    for _ in range(max(1, min(2000, round(300 / max(milliseconds, 1e-3))))):
+    for _ in range(max(1, min(2000, round(500 / max(milliseconds, 1e-3))))):
         run()
     clock = query_gpu("clocks.sm")
     torch.cuda.synchronize()

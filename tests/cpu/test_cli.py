@@ -2,9 +2,9 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -57,12 +57,18 @@ def test_list_gives_reasons(run):
 
 
 def test_list_takes_under_a_second(run):
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: tests run side by side
+        return usage.ru_utime + usage.ru_stime
+
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = spent()
         ok(run("list"))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1.5  # under 1 s on an idle machine
+        times.append(spent() - start)
+    assert (
+        min(times) < 1.2
+    )  # 0.9 of a processor's second as measured; other work on the machine slows that too
 
 
 def test_compile_as_json(run):
