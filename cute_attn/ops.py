@@ -19,10 +19,12 @@ _ARGUMENTS = (
     "str mask, SymInt window_left, SymInt window_right, float softcap, str dropout, float dropout_p, "
     "str[] epilogues, float[] epilogue_numbers, bool return_softmax, str kernel, str tile"
 )
-_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
     f"backward(Tensor grad_out, Tensor grad_lse, bool[] needed, {_ARGUMENTS}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)"
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)",
+    tags=_TAGS,
 )
 DIFFERENTIABLE = ("q", "k", "v", "bias")
 _PLAIN = (Tensor, type(None), torch.nn.Parameter)

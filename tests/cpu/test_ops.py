@@ -350,6 +350,56 @@ def test_what_no_kernel_serves(recorder):
         attention(q, k, v, kernel="sm70")
 
 
+# ---- users' epilogues ----
+
+
+@pytest.fixture
+def scale_keys(monkeypatch):
+    """An epilogue of a user's: scores times a number, and times a tensor's value for each key."""
+    from cute_attn.epilogues import base
+
+    class ScaleKeys(base.Epilogue):
+        def host_args(self, inputs):
+            return inputs.extra["scale_keys"]
+
+        @staticmethod
+        def reference(scores, coords, inputs):
+            values, factor = inputs.extra["scale_keys"]
+            return scores * factor * values[coords.key]
+
+    monkeypatch.setattr(base, "_REGISTERED", {})
+    return base.register_epilogue("scale_keys")(ScaleKeys)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_users_epilogue_on_the_cpu(scale_keys, compiled):
+    torch.compiler.reset()
+    q, k, v = inputs()
+    values = randn(11)
+
+    def f(q, k, v):
+        return attention(q, k, v, epilogues={"scale_keys": (values, 0.5)}, causal=True)
+
+    out = torch.compile(f, backend="aot_eager", fullgraph=True)(q, k, v) if compiled else f(q, k, v)
+    torch.testing.assert_close(out, attention(q, k * values[:, None, None] * 0.5, v, causal=True))
+
+
+def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
+    from cute_attn.epilogues import base
+
+    q, k, v = kernel_inputs()
+    for n, values in enumerate((randn(11), randn(11, seed=1)), 1):
+        attention(q, k, v, epilogues={"scale_keys": (values, 0.5)})
+        assert len(recorder.built) == 1 and len(recorder.launched) == n
+        own = recorder.launched[-1][-1][-1]
+        assert own[0] is values and own[1] == 0.5
+    assert recorder.built[0][0].epilogues == ("scale_keys",)
+    changed = type("ScaleKeys", (scale_keys,), {"__qualname__": scale_keys.__qualname__})
+    base.register_epilogue("scale_keys")(changed)
+    attention(q, k, v, epilogues={"scale_keys": (randn(11), 0.5)})
+    assert len(recorder.built) == 2, "a class that was registered anew is another kernel"
+
+
 def test_subclasses_and_watchers_go_through_the_dispatcher(recorder):
     from torch.utils._python_dispatch import TorchDispatchMode
 
