@@ -103,6 +103,8 @@ class ForwardSm80Tile(Tile):
             Q K^T, two barriers a step; 2 and more: whole steps load ahead, one barrier a step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
+        park_statistics: row maxima and sums wait in shared memory while the scores are computed: eight registers less,
+            which is what lets 64 keys beside 128 rows of output do without spills.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
     """
 
@@ -113,6 +115,7 @@ class ForwardSm80Tile(Tile):
     q_in_regs: bool = False
     share_qk_smem: bool = False
     swizzle_bits: int = -1
+    park_statistics: bool = False
 
     MAX_WARPS: ClassVar[int] = 16
 
@@ -120,6 +123,11 @@ class ForwardSm80Tile(Tile):
     def num_threads(self) -> int:
         """Threads of a block."""
         return 32 * self.num_warps
+
+    @property
+    def parked_bytes(self) -> int:
+        """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
+        return 2 * 4 * 4 * self.tile_m if self.park_statistics else 0
 
     @property
     def keeps_q(self) -> bool:
@@ -131,7 +139,7 @@ class ForwardSm80Tile(Tile):
         q, k, v = self.tile_m * d, self.tile_n * d * self.num_stages, self.tile_n * dv * self.num_stages
         o = self.tile_m * dv
         inputs = max(q, k) + v if self.share_qk_smem else q + k + v
-        return 2 * max(inputs, o)  # O takes over everything once the last step is done
+        return 2 * max(inputs, o) + self.parked_bytes  # O takes over everything once the last step is done
 
     def registers(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)

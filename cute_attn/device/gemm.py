@@ -1,24 +1,31 @@
-"""The two matrix products of an mma.sync kernel, operands read from shared memory one step ahead of their use."""
+"""The two matrix products of an mma.sync kernel.
+
+Operands are read where they are used: ptxas spreads the ldmatrix among the mma by itself, and reading a step ahead by hand
+left its code as it was.
+"""
 
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
-from cute_attn.device.math import opaque
+from cute_attn.device.math import anew
 
 
 @dataclass(frozen=True)
 class SmemOperand:
     """A thread's part of an MMA operand in shared memory, and the registers it is read into.
 
-    source: (copy, rows, k, stage); fragment: (mma, rows, k); view: the fragment as the copy sees it.
+    tile: (rows, cols, stage); source: (copy, rows, k, stage); fragment: (mma, rows, k); view: the fragment as the copy
+    sees it.
     """
 
     tiled_copy: cute.TiledCopy
+    tile: cute.Tensor
     source: cute.Tensor
     fragment: cute.Tensor
     view: cute.Tensor
+    thread: Int32
 
     @staticmethod
     def a(
@@ -45,25 +52,15 @@ class SmemOperand:
         tiled_copy: cute.TiledCopy, tile: cute.Tensor, fragment: cute.Tensor, thread: Int32
     ) -> "SmemOperand":
         mine = tiled_copy.get_slice(thread)
-        return SmemOperand(tiled_copy, mine.partition_S(tile), fragment, mine.retile(fragment))
+        return SmemOperand(tiled_copy, tile, mine.partition_S(tile), fragment, mine.retile(fragment), thread)
+
+    def anew(self) -> "SmemOperand":
+        """The same, its addresses computed here rather than kept in registers through a loop."""
+        return SmemOperand._of(self.tiled_copy, self.tile, self.fragment, anew(self.thread))
 
     def load(self, k: int, stage: Int32) -> None:
         """Read step k of ``stage`` into the fragment."""
         cute.copy(self.tiled_copy, self.source[None, None, k, stage], self.view[None, None, k])
-
-    def load_piece(self, piece: int, k: int, stage: Int32) -> None:
-        """Read one ldmatrix.x4 of step k: 16 rows of the operand."""
-        cute.copy(self.tiled_copy, self.source[None, piece, k, stage], self.view[None, piece, k])
-
-    def anew(self) -> "SmemOperand":
-        """The same, its addresses computed here rather than kept in registers through a loop."""
-        source = cute.make_tensor(self.source.iterator + cute.assume(opaque(Int32(0)), divby=512), self.source.layout)
-        return SmemOperand(self.tiled_copy, source, self.fragment, self.view)
-
-    @property
-    def pieces(self) -> int:
-        """ldmatrix.x4 of a step."""
-        return cute.size(self.view, mode=[1])
 
     def load_all(self) -> None:
         """Read every step of the first stage: the operand stays in registers from here on."""
@@ -87,38 +84,17 @@ def gemm(
 ) -> None:
     """acc += A B^T with both operands in shared memory, or A already in its fragment."""
     a, b = a.anew(), b.anew()
-    if cutlass.const_expr(not a_in_regs):
-        a.load(0, 0)
-    b.load_piece(0, 0, stage)
     for k in cutlass.range_constexpr(b.steps):
-        if cutlass.const_expr(not a_in_regs and k + 1 < b.steps):
-            a.load(k + 1, 0)
-        _multiply_step(tiled_mma, acc, a.fragment[None, None, k], b, k, stage)
+        if cutlass.const_expr(not a_in_regs):
+            a.load(k, 0)
+        b.load(k, stage)
+        cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
 
 
 @cute.jit
 def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, stage: Int32) -> None:
     """acc += A B^T with A in registers, as ``layouts.as_operand_a`` gives it."""
     b = b.anew()
-    b.load_piece(0, 0, stage)
     for k in cutlass.range_constexpr(b.steps):
-        _multiply_step(tiled_mma, acc, a[None, None, k], b, k, stage)
-
-
-@cute.jit
-def _multiply_step(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, k: Constexpr, stage: Int32
-) -> None:
-    """One step along K, B read one ldmatrix ahead of the two columns of instructions that it feeds.
-
-    Reading a whole step ahead would hold twice the step in registers, which 128 columns do not leave room for.
-    """
-    acc_pieces = cute.logical_divide(acc, (None, None, 2))
-    b_pieces = cute.logical_divide(b.fragment, (None, 2, None))
-    for piece in cutlass.range_constexpr(b.pieces):
-        if cutlass.const_expr(piece + 1 < b.pieces):
-            b.load_piece(piece + 1, k, stage)
-        elif cutlass.const_expr(k + 1 < b.steps):
-            b.load_piece(0, k + 1, stage)
-        target = acc_pieces[None, None, (None, piece)]
-        cute.gemm(tiled_mma, target, a, b_pieces[None, (None, piece), k], target)
+        b.load(k, stage)
+        cute.gemm(tiled_mma, acc, a[None, None, k], b.fragment[None, None, k], acc)

@@ -95,3 +95,11 @@ def opaque(x):
         return x
     move = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
     return type(x)(cute.arch.inline_ptx(move, write_only_types=[type(x)], read_only_args=[x]))
+
+
+def anew(x: Int32) -> Int32:
+    """x, such that neither compiler hoists what follows from it out of a loop.
+
+    A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
+    """
+    return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x

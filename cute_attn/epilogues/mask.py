@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.device.block_range import Band
+from cute_attn.device.math import anew
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -39,8 +40,9 @@ class Mask(Epilogue):
 
     @cute.jit
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
+        row0 = anew(tile.row0)  # or each row's bounds would wait in registers for the blocks that need them
         for r in cutlass.range_constexpr(len(tile.rows)):
-            query = tile.row0 + tile.rows[r]
+            query = row0 + tile.rows[r]
             end = state.end_key(query) - tile.col0
             first = state.first_key(query) - tile.col0
             for c in cutlass.range_constexpr(len(tile.cols)):

@@ -23,13 +23,31 @@ class OnlineSoftmax:
     may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
 
     @staticmethod
-    def make(rows: int, scale_log2: Float32, may_be_empty: bool) -> "OnlineSoftmax":
-        """Nothing seen yet."""
-        row_max = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
-        row_sum = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+    def make(
+        rows: int, scale_log2: Float32, may_be_empty: bool, parked: cute.Tensor | None = None
+    ) -> "OnlineSoftmax":
+        """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in."""
+        if parked is None:
+            parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
+        row_max, row_sum = parked[None, 0], parked[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty)
+
+    def fetch(self) -> "OnlineSoftmax":
+        """With the statistics in registers, from wherever they are kept."""
+        if self.row_max.memspace == cute.AddressSpace.rmem:
+            return self
+        row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
+        cute.autovec_copy(self.row_max, row_max)
+        cute.autovec_copy(self.row_sum, row_sum)
+        return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty)
+
+    def park(self, fetched: "OnlineSoftmax") -> None:
+        """Put the statistics back after a step."""
+        if fetched is not self:
+            cute.autovec_copy(fetched.row_max, self.row_max)
+            cute.autovec_copy(fetched.row_sum, self.row_sum)
 
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:

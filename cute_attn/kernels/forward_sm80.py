@@ -31,10 +31,10 @@ import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
-from cute_attn.device.math import LOG2_E, exp2
+from cute_attn.device.math import LOG2_E, exp2, opaque
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.work import QueryBlock
+from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -61,14 +61,13 @@ class BlockLoad:
     g: cute.Tensor
     s: cute.Tensor  # (tile_n, padded head_dim, stage)
     seqlen_k: Int32
-    thread: Int32
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
         """Start loading ``block``; ``whole``: all its keys exist. Those that do not become zeros: 0 * NaN would be NaN."""
-        tile = block_of_rows(self.g, block, cute.size(self.s, mode=[0]), cute.size(self.s, mode=[1]))
-        rows = self.seqlen_k - block * cute.size(self.s, mode=[0])
-        self.row_copy.copy(tile, self.s[None, None, stage], self.thread, rows, whole)
+        rows = cute.size(self.s, mode=[0])
+        tile = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
+        self.row_copy.copy(tile, self.s[None, None, stage], self.seqlen_k - block * rows, whole)
 
 
 @dataclass(frozen=True)
@@ -176,19 +175,9 @@ class ForwardSm80:
         batch = seqlens.cu_seqlens_q.shape[0] - 1 if self.traits.varlen else mQ.shape[0]
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
         self.kernel(
-            mQ,
-            mK,
-            mV,
-            mO,
-            mLSE,
-            mSoftmax,
-            seqlens,
-            softmax_scale,
-            score_args,
-            m_blocks,
-            nheads,
-            nheads // nheads_kv,
+            mQ, mK, mV, mO, mLSE, mSoftmax, seqlens, softmax_scale, score_args, grid, m_blocks, nheads
         ).launch(grid=[m_blocks * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     # ---- device ----
@@ -205,35 +194,34 @@ class ForwardSm80:
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
+        grid: QueryGrid,
         m_blocks: Int32,
         nheads: Int32,
-        qheads_per_kvhead: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        place = QueryBlock.read(seqlens, m_blocks, nheads, self.tile.tile_m)
+        place = QueryBlock.read(seqlens, grid, m_blocks, self.tile.tile_m)
         row0, info = place.row0, place.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
             packed = self.traits.varlen
-            head_kv = place.head // qheads_per_kvhead
             q = sequence(mQ, place.batch, place.head, info.offset_q, packed)
-            k = sequence(mK, place.batch, head_kv, info.offset_k, packed)
-            v = sequence(mV, place.batch, head_kv, info.offset_k, packed)
             context = chain.context(score_args, seqlens, info, place.batch, place.head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             s_q, s_k, s_v, s_o = self.shared_memory()
             operands = self.operands(s_q, s_k, s_v, thread)
-            load_k = self.block_load(k, s_k, self.traits.head_dim, info.seqlen_k, thread)
-            load_v = self.block_load(v, s_v, self.traits.head_dim_v, info.seqlen_k, thread)
+            load_k = self.block_load(mK, s_k, self.traits.head_dim, place, thread)
+            load_v = self.block_load(mV, s_v, self.traits.head_dim_v, place, thread)
             work = self.work(operands, load_k, load_v, blocks, state, row0, context.unit * LOG2_E, thread)
             self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
             self.main_loop(work)
-            place = QueryBlock.read(seqlens, m_blocks, nheads, self.tile.tile_m)
+            place = QueryBlock.read(seqlens, grid, m_blocks, self.tile.tile_m)
             lse = cute.make_rmem_tensor(cute.make_layout(len(work.score_map.modes.rows)), Float32)
-            work.softmax.normalize(work.acc_o_rows, lse, chain.rescale(state))
-            self.store_lse(mLSE, lse, work.score_map, place)
+            work.softmax.fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
+            thread = opaque(thread)
+            score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
+            self.store_lse(mLSE, lse, score_map, place)
             if cutlass.const_expr(self.traits.return_softmax):
                 self.store_softmax(mSoftmax, lse, work, place)
             o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
@@ -246,7 +234,9 @@ class ForwardSm80:
         k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
         v_layout = self.smem_layout(tile.tile_n, dv, tile.num_stages)
         o_layout = self.smem_layout(tile.tile_m, dv)
-        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+        base = memory.SmemAllocator().allocate(
+            tile.smem_bytes(self.traits) - tile.parked_bytes, byte_alignment=1024
+        )
         base = cute.recast_ptr(base, dtype=self.dtype)
         k_start = 0 if tile.share_qk_smem else cute.cosize(q_layout)
         v_start = max(k_start + cute.cosize(k_layout), cute.cosize(q_layout))
@@ -256,6 +246,12 @@ class ForwardSm80:
             cute.make_tensor(base + v_start, v_layout),
             cute.make_tensor(base, o_layout),
         )
+
+    def parked_statistics(self, rows: int, thread: Int32) -> cute.Tensor:
+        """This thread's row maxima and sums in shared memory, (rows, 2), after everything else."""
+        base = memory.SmemAllocator().allocate(self.tile.parked_bytes, byte_alignment=1024)
+        layout = cute.make_layout((rows, 2, self.tile.num_threads), stride=(1, rows, 2 * rows))
+        return cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)[None, None, thread]
 
     def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
         """Both products' operands in shared memory; V is read transposed."""
@@ -270,10 +266,13 @@ class ForwardSm80:
             SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(s_v), thread),
         )
 
-    def block_load(self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen_k: Int32, thread: Int32) -> BlockLoad:
+    def block_load(
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: QueryBlock, thread: Int32
+    ) -> BlockLoad:
         """K or V of one head, to be loaded by blocks of keys."""
-        row_copy = RowCopy.make(self.gmem_load(head_dim), padded(head_dim), head_dim, thread)
-        return BlockLoad(row_copy, g, s, seqlen_k, thread)
+        row_copy = RowCopy(self.gmem_load(head_dim), thread, padded(head_dim), head_dim)
+        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
+        return BlockLoad(row_copy, g, s, place.info.seqlen_k)
 
     def work(
         self,
@@ -294,7 +293,9 @@ class ForwardSm80:
         acc_o.fill(0.0)
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         score_map = ScoreMap.make(tiled_mma, tile.tile_m, tile.tile_n, thread)
-        softmax = OnlineSoftmax.make(len(score_map.modes.rows), scale_log2, self.epilogues.may_mask_rows)
+        rows = len(score_map.modes.rows)
+        parked = self.parked_statistics(rows, thread) if tile.park_statistics else None
+        softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, parked)
         return Work(operands, load_k, load_v, blocks, state, score_map, row0, softmax, acc_o, acc_o_rows)
 
     @cute.jit
@@ -302,9 +303,7 @@ class ForwardSm80:
         """Start loading Q; when Q is kept in registers, wait for it and read it."""
         d = self.traits.head_dim
         g_q = cute.local_tile(q, (self.tile.tile_m, padded(d)), (work.row0 // self.tile.tile_m, 0))
-        RowCopy.make(self.gmem_load(d), padded(d), d, thread).copy(
-            g_q, s_q[None, None, 0], thread, rows, False
-        )
+        RowCopy(self.gmem_load(d), thread, padded(d), d).copy(g_q, s_q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.tile.keeps_q):
             cute.arch.cp_async_wait_group(0)
@@ -400,7 +399,9 @@ class ForwardSm80:
         """Scores to probabilities, and O += P V."""
         chain, op = self.epilogues, work.operands
         chain.forward(work.state, tile, loaded, masked)
-        work.softmax.step(tile.acc, work.acc_o_rows, masked)
+        softmax = work.softmax.fetch()
+        softmax.step(tile.acc, work.acc_o_rows, masked)
+        work.softmax.park(softmax)
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
         chain.drop(work.state, tile, work.score_map.view(p))
@@ -435,8 +436,8 @@ class ForwardSm80:
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         cute.arch.barrier()
         g_o = cute.local_tile(o, (tile_m, padded(dv)), (place.row0 // tile_m, 0))
-        copy_o = RowCopy.make(self.gmem_store(dv), padded(dv), dv, thread)
-        copy_o.copy(s_o, g_o, thread, place.info.seqlen_q - place.row0, False)
+        copy_o = RowCopy(self.gmem_store(dv), thread, padded(dv), dv)
+        copy_o.copy(s_o, g_o, place.info.seqlen_q - place.row0, False)
 
     @cute.jit
     def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
