@@ -32,7 +32,7 @@ _FUNCTION = re.compile(r"^  llvm\.func ", re.MULTILINE)
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # C7508: setmaxnreg was ignored. C7510 to C7518: wgmma was serialised, or waits were put in.
-_PTXAS_WARNING = re.compile(r"\(C(?:7508|751[0-8])\)[^.]*(?:\.\S[^.]*)*\.?")
+_PTXAS_WARNING = re.compile(r"\(C(?:7508|751[0-8])\).*?(?= in (?:the )?function\b| ptxas\b|$)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 
 
@@ -81,7 +81,7 @@ def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
 
 def read_warnings(remarks: str) -> tuple[str, ...]:
     """The compiler's complaints that cost speed: serialised wgmma (C7510 to C7518), dropped setmaxnreg (C7508)."""
-    return tuple(dict.fromkeys(match.strip() for match in _PTXAS_WARNING.findall(_plain(remarks))))
+    return tuple(dict.fromkeys(_PTXAS_WARNING.findall(_plain(remarks))))
 
 
 def _plain(remarks: str) -> str:

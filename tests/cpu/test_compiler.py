@@ -63,14 +63,25 @@ def test_spills_are_reported(fresh_cache):
     assert not lean.instructions.keys() & {"STL", "LDL"}
 
 
+def test_serialised_wgmma_is_reported(fresh_cache):
+    waiting, careless = compile(toy.WGMMA_NAME), compile(toy.WGMMA_NAME, "staged=false")
+    assert waiting.warnings == () and waiting.instructions["HGMMA"] == 4
+    (warning,) = careless.warnings
+    assert warning.startswith("(C7517) wgmma.wait_group is injected") and warning.endswith("defined by GMMA")
+
+
 def test_remarks_are_understood_through_colours_and_wraps():
     remarks = (
-        "\x1b[96mremark\x1b[0m ptxas info : (C7517) Potential Performance Loss: wgmma.mma_async\n"
-        "          instructions are serialized due to insufficient register\n          resources in 'f'\n"
+        "\x1b[96mremark\x1b[0m ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async\n"
+        "          instructions are serialized due to insufficient register\n          resources in function 'f'\n"
         "ptxas . 72 bytes stack frame, 148 bytes spill\n          stores, 140 bytes spill loads\n"
-        "ptxas warning : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum register\n"
+        "ptxas warning : (C7508) Potential Performance Loss: 'setmaxnreg' ignored\nptxas info : Used 9 registers\n"
     )
-    assert [warning[:7] for warning in cubin.read_warnings(remarks)] == ["(C7517)", "(C7508)"]
+    assert cubin.read_warnings(remarks) == (
+        "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register "
+        "resources",
+        "(C7508) Potential Performance Loss: 'setmaxnreg' ignored",
+    )
     assert cubin.read_warnings("(C7000) something else") == ()
     with pytest.raises(ValueError, match="no spill counts"):
         cubin.read_resources(b"", "nothing of the kind", "")
