@@ -177,3 +177,78 @@ class ForwardSm80Tile(Tile):
                         f"warps copy at once at head dim {dim}"
                     )
         return None
+
+
+@dataclass(frozen=True)
+class ForwardSm90Tile(Tile):
+    """Tile of the Hopper forward.
+
+    Attributes:
+        tile_m: queries of a block, 64 for each warpgroup that computes.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
+        num_stages: copies of K and V in shared memory.
+        take_turns: the warpgroups issue their products one after the other (ping-pong), so that the softmax of one runs
+            beside the products of another.
+        overlap: within a warpgroup, Q K^T of a step is issued before P V of the one before it, which then runs beside
+            the softmax.
+        persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's loads
+            start while the last one's output is stored. Otherwise a block a query block.
+        share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 2
+    take_turns: bool = True
+    overlap: bool = True
+    persistent: bool = True
+    share_qo_smem: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.tile_m // 64
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: what the loading warpgroup leaves of 65,536."""
+        return {1: 255, 2: 240, 3: 160}[self.warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a thread that loads."""
+        return {1: 56, 2: 24, 3: 32}[self.warpgroups]
+
+    def smem_bytes(self, traits: Traits) -> int:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        q, o = self.tile_m * d, self.tile_m * dv
+        kv = self.tile_n * (d + dv) * self.num_stages
+        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o)) + self.BARRIER_BYTES
+
+    BARRIER_BYTES: ClassVar[int] = 1024
+
+    def registers(self, traits: Traits) -> int:
+        acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
+        p = acc_s // 2 if self.overlap else 0
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return acc_o + acc_s + p + bias + 24
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.tile_m not in (64, 128, 192):
+            return f"tile_m is {self.tile_m}; accepted: 64, 128 or 192, 64 for each of one to three warpgroups"
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
+        if self.num_stages < 1:
+            return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if self.registers(traits) > self.compute_registers:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
+                f"{self.warpgroups} warpgroups there are {self.compute_registers}"
+            )
+        return None

@@ -75,13 +75,25 @@ class OnlineSoftmax:
         return factor
 
     @cute.jit
-    def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
-        """One block: acc (rows, cols) from scores to probabilities, acc_o (rows, head_dim_v) rescaled to the new maximum."""
+    def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:
+        """One block: acc (rows, cols) from scores to probabilities under the new maximum; factors (rows) for the output."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             new_max = quad_reduce(self.block_max(acc, r), fmax)
-            factor = self.exponentiate(acc, r, new_max, masked)
+            factors[r] = self.exponentiate(acc, r, new_max, masked)
+
+    @cute.jit
+    def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
+        """Bring what was accumulated, acc_o (rows, head_dim_v), under the new maximum."""
+        for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                acc_o[r, c] = acc_o[r, c] * factor
+                acc_o[r, c] = acc_o[r, c] * factors[r]
+
+    @cute.jit
+    def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
+        """One block, output included."""
+        factors = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
+        self.advance(acc, factors, masked)
+        self.rescale(acc_o, factors)
 
     @cute.jit
     def finish(self, r: Constexpr, row_sum: Float32, rescale: Float32):

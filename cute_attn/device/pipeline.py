@@ -1,0 +1,118 @@
+"""Buffers that one warp fills by TMA while others read them, and the order in which warpgroups take turns.
+
+The n-th filling of a ring goes to stage n % num_stages. Who fills and who reads count alike, so that nothing but a
+number has to be carried along.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+
+
+@dataclass(frozen=True)
+class Ring:
+    """``num_stages`` buffers in shared memory, each with an mbarrier that says it is full and one that says it is free."""
+
+    barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then free ones
+    num_stages: Constexpr
+    fill_bytes: Constexpr  # what TMA brings each time
+
+    @staticmethod
+    def barrier_bytes(num_stages: int) -> int:
+        """Shared memory for the barriers."""
+        return 16 * num_stages
+
+    @cute.jit
+    def init(self, readers: Constexpr) -> None:
+        """By one thread, before anybody waits: ``readers`` warps will release each filling."""
+        for stage in cutlass.range_constexpr(self.num_stages):
+            cute.arch.mbarrier_init(self.barriers + stage, 1)
+            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers)
+
+    def stage(self, n: Int32) -> Int32:
+        """Where filling n lies."""
+        if self.num_stages == 1:
+            return Int32(0)
+        if self.num_stages & (self.num_stages - 1) == 0:
+            return n & (self.num_stages - 1)
+        return n % self.num_stages
+
+    def parity(self, n: Int32) -> Int32:
+        """How often, modulo 2, filling n's stage had been filled before."""
+        if self.num_stages & (self.num_stages - 1) == 0:
+            return (n >> (self.num_stages.bit_length() - 1)) & 1
+        return (n // self.num_stages) & 1
+
+    def full(self, n: Int32) -> cute.Pointer:
+        """The barrier that filling n arrives at."""
+        return self.barriers + self.stage(n)
+
+    @cute.jit
+    def acquire(self, n: Int32) -> None:
+        """By the filling warp: wait until the stage is free, and announce the bytes that are about to come."""
+        cute.arch.mbarrier_wait(self.barriers + self.num_stages + self.stage(n), self.parity(n) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full(n), self.fill_bytes)
+
+    @cute.jit
+    def wait(self, n: Int32) -> None:
+        """By a reader: wait until filling n is there."""
+        cute.arch.mbarrier_wait(self.full(n), self.parity(n))
+
+    @cute.jit
+    def release(self, n: Int32) -> None:
+        """By every warp that reads: done with filling n."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n))
+
+
+WARPGROUP = 128
+FIRST_TURN_BARRIER = 1  # named barrier 0 is the whole block's
+FIRST_OWN_BARRIER = 5
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Warpgroups issue their products one after the other, so that one's softmax runs beside another's products."""
+
+    warpgroup: Int32
+    warpgroups: Constexpr
+    enabled: Constexpr
+
+    @cute.jit
+    def open(self) -> None:
+        """Once, by all: the first warpgroup's turn."""
+        if cutlass.const_expr(self.enabled):
+            if self.warpgroup == self.warpgroups - 1:
+                cute.arch.barrier_arrive(barrier_id=FIRST_TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def take(self) -> None:
+        """Wait for this warpgroup's turn."""
+        if cutlass.const_expr(self.enabled):
+            cute.arch.barrier(
+                barrier_id=FIRST_TURN_BARRIER + self.warpgroup, number_of_threads=2 * WARPGROUP
+            )
+
+    @cute.jit
+    def give(self) -> None:
+        """Pass the turn on."""
+        if cutlass.const_expr(self.enabled):
+            following = Int32(0) if self.warpgroup == self.warpgroups - 1 else self.warpgroup + 1
+            cute.arch.barrier_arrive(
+                barrier_id=FIRST_TURN_BARRIER + following, number_of_threads=2 * WARPGROUP
+            )
+
+    @cute.jit
+    def close(self) -> None:
+        """Once, by all, at the very end: take back the turn that is still open."""
+        if cutlass.const_expr(self.enabled):
+            if self.warpgroup == 0:
+                cute.arch.barrier(barrier_id=FIRST_TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def warpgroup_barrier(warpgroup: Int32) -> None:
+    """All threads of one warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_OWN_BARRIER + warpgroup, number_of_threads=WARPGROUP)
