@@ -119,8 +119,10 @@ def test_compiles_into_one_graph(function, dynamic):
 
 
 def test_one_graph_serves_other_lengths():
+    from torch._dynamo.testing import CompileCounter
+
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(
         lambda q, k: attention(q, k, k, causal=True), fullgraph=True, dynamic=True, backend=counter
     )
@@ -348,6 +350,18 @@ def test_what_no_kernel_serves(recorder):
         attention(q, k, v, kernel="sm80", tile="rows=3")
     with pytest.raises(ValueError, match="arch is 'sm70'"):
         attention(q, k, v, kernel="sm70")
+
+
+def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
+    from cute_attn import Unsupported
+
+    q = randn(1, 9, 2, 128, dtype=BF16)
+    options = {"kernel": "sm80", "tile": "tile_m=128,tile_n=128,num_warps=8,num_stages=1"}
+    attention(q, q, q, **options)
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm86")
+    with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory .*; sm86 has 101376"):
+        attention(q, q, q, **(options | {"tile": options["tile"].replace("stages=1", "stages=2")}))
 
 
 # ---- users' epilogues ----
