@@ -7,10 +7,14 @@ kernel by kernel, why each declined. Nothing falls back silently.
 from typing import Any
 
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import TARGETS, Tile
 from cute_attn.traits import Traits
 
-KERNELS: dict[tuple[str, str, str], Any] = {("forward", "sm80", ""): ForwardSm80}
+KERNELS: dict[tuple[str, str, str], Any] = {
+    ("forward", "sm80", ""): ForwardSm80,
+    ("forward", "sm90", ""): ForwardSm90,
+}
 """(op, arch, variant) -> kernel class."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}

@@ -1,0 +1,693 @@
+"""The Hopper forward: attention with TMA, wgmma and specialised warpgroups.
+
+    S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
+    P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
+    O = dropout(P) V                           (seqlen_q, head_dim_v)
+
+One warp loads: Q once a query block, then K and V block by block, last one first, into rings of ``num_stages`` buffers. One
+to three warpgroups compute, each 64 of the block's queries:
+
+    S[0] = Q K[0]; softmax                              the first key block
+    take the turn                                       then, for j = 1, 2, ...
+        start S[j] = Q K[j]
+        start O += P[j - 1] V[j - 1]
+    give the turn to the next warpgroup
+    wait for S[j]; epilogues, online softmax            beside P V of this warpgroup and all products of the next
+    wait for O; rescale it; P[j] to 16 bits
+    O += P V of the last block
+
+Within a warpgroup the tensor cores work while it exponentiates (overlap), and between warpgroups they never stand still
+(turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
+FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte aligned
+with a contiguous last dimension; the softmax matrix is not returned (the Ampere kernel does that).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+import layouts
+from cute_attn.device.block_range import BlockRange
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.math import LOG2_E
+from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
+from cute_attn.device.scheduler import TileOrder
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.work import QueryBlock
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.tiles import ForwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+L2_SECTION_BYTES = 32 << 20
+"""How many bytes of K and V the heads that are worked on together may have: what stays in a 50 MB L2."""
+
+
+@dataclass(frozen=True)
+class Tma:
+    """A tensor in global memory as TMA addresses it: (rows, head_dim, heads[, batch])."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+    @cute.jit
+    def block(
+        self, place_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
+    ) -> cute.Tensor:
+        """All (rows, cols) tiles of one head from ``place_row`` on: (rows, cols, n)."""
+        if cutlass.const_expr(packed):
+            plane = cute.domain_offset((place_row, 0), self.tensor[None, None, head])
+        else:
+            plane = cute.domain_offset((place_row, 0), self.tensor[None, None, head, batch])
+        return cute.local_tile(plane, (rows, cols), (None, 0))
+
+    @cute.jit
+    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        cute.copy(self.atom, t_g[None, n], t_s[None, ring.stage(filling)], tma_bar_ptr=ring.full(filling))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: operands with their stages last, and the rings that guard them."""
+
+    s_q: cute.Tensor
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
+    ring_q: Ring
+    ring_k: Ring
+    ring_v: Ring
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor  # P in 16 bits, laid out as the scores
+    acc_o: cute.Tensor
+    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
+    factors: cute.Tensor  # (rows): what the output has to be multiplied with
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a warpgroup works on, and everything a step needs of it."""
+
+    shared: Shared
+    fragments: Fragments
+    turns: Turns
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    row0: Int32
+    softmax: OnlineSoftmax
+    first_filling: Int32  # of the rings of K and V
+
+
+@dataclass(frozen=True)
+class ForwardSm90:
+    """Forward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: ForwardSm90Tile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("forward", "sm90"):
+            return f"it computes forward-sm90, not {traits.op}-{traits.arch}"
+        if traits.return_softmax:
+            return "it does not return the softmax matrix"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
+        """The tile that is taken when none is named."""
+        for tile in _preferred_tiles(traits):
+            if tile.reject(traits, target) is None:
+                return tile
+        return ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False)
+
+    @property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return forward_fake_args(self.traits, (Int32(0), *self.epilogues.fake_args()))
+
+    def score_args(self, inputs: ScoreInputs) -> tuple:
+        """The GPU's number of multiprocessors and the epilogues' arguments of one launch."""
+        return (_multiprocessors(), *self.epilogues.host_args(inputs))
+
+    # ---- layouts, copies and the MMAs: override one of these to experiment ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K, V and O."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    def smem_layout(self, rows: int, head_dim: int, stages: int | None = None) -> cute.ComposedLayout:
+        """(rows, padded head_dim[, stages]) in shared memory, as TMA writes and wgmma reads it."""
+        return layouts.wgmma_smem_layout(rows, padded(head_dim), self.dtype, stages=stages)
+
+    def mma_qk(self) -> cute.TiledMma:
+        """S = Q K^T, both from shared memory."""
+        tile = self.tile
+        return layouts.tiled_mma_sm90(self.dtype, tile.tile_m, tile.tile_n, warpgroups=tile.warpgroups)
+
+    def mma_pv(self) -> cute.TiledMma:
+        """O += P V, P from registers and V as it lies in memory, head_dim_v contiguous."""
+        dv = padded(self.traits.head_dim_v)
+        return layouts.tiled_mma_sm90(
+            self.dtype, self.tile.tile_m, dv, warpgroups=self.tile.warpgroups, a_source="rmem", b_major="mn"
+        )
+
+    def gmem_store(self) -> cute.TiledCopy:
+        """Shared to global memory by one warpgroup, where TMA would write rows that are not there."""
+        return layouts.gmem_tiled_copy(
+            self.dtype, WARPGROUP, padded(self.traits.head_dim_v), asynchronous=False
+        )
+
+    @property
+    def stores_by_tma(self) -> bool:
+        """Whether a query block's rows end where the tensor's do, so that TMA leaves out what does not exist."""
+        return not (self.traits.varlen or self.traits.seqused_q)
+
+    @property
+    def foreign_values(self) -> bool:
+        """Whether the rows of V behind a sequence's last belong to somebody else: they may be NaN, and 0 * NaN is NaN."""
+        return self.traits.varlen or self.traits.seqused_k
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSoftmax: None,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``; score_args starts with the number of multiprocessors."""
+        traits, tile = self.traits, self.tile
+        batch = seqlens.cu_seqlens_q.shape[0] - 1 if traits.varlen else mQ.shape[0]
+        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
+        head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
+        planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (nheads // cutlass.max(nheads_kv, 1))
+        order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, traits.causal)
+        blocks = cutlass.min(order.total, score_args[0]) if tile.persistent else order.total
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        self.kernel(
+            self.tma(load, mQ, tile.tile_m, traits.head_dim),
+            self.tma(load, mK, tile.tile_n, traits.head_dim),
+            self.tma(load, mV, tile.tile_n, traits.head_dim_v),
+            self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v),
+            mO,
+            mLSE,
+            seqlens,
+            softmax_scale,
+            score_args[1:],
+            order,
+            nheads,
+        ).launch(
+            grid=[blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int) -> Tma:
+        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles."""
+        mode = [0, 2, 1] if self.traits.varlen else [1, 3, 2, 0]
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=mode))
+        atom, coords = cpasync.make_tiled_tma_atom(
+            op, view, self.smem_layout(rows, head_dim), (rows, padded(head_dim))
+        )
+        return Tma(atom, coords)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: Tma,
+        tma_k: Tma,
+        tma_v: Tma,
+        tma_o: Tma,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        order: TileOrder,
+        nheads: Int32,
+    ) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        shared = self.shared_memory()
+        if warp == 0:
+            for tma in (tma_q, tma_k, tma_v):
+                cpasync.prefetch_descriptor(tma.atom)
+            with cute.arch.elect_one():
+                for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
+                    ring.init(4 * self.tile.warpgroups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                self.load_all(tma_q, tma_k, tma_v, shared, seqlens, score_args, order, nheads)
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            self.compute_all(
+                tma_o, mO, mLSE, shared, seqlens, softmax_scale, score_args, order, nheads, thread - WARPGROUP
+            )
+
+    def shared_memory(self) -> Shared:
+        """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share)."""
+        d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+        barriers = cute.recast_ptr(base, dtype=Int64)
+        rings, start = [], 0
+        for stages, rows, head_dim in (
+            (1, tile.tile_m, d),
+            (tile.num_stages, tile.tile_n, d),
+            (tile.num_stages, tile.tile_n, dv),
+        ):
+            rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
+            start += Ring.barrier_bytes(stages) // 8
+        tensors, offset = [], tile.BARRIER_BYTES
+        shapes = [(tile.tile_m, d, 1), (tile.tile_n, d, tile.num_stages), (tile.tile_n, dv, tile.num_stages)]
+        for rows, head_dim, stages in shapes:
+            tensors.append(self.smem_tensor(base + offset, rows, head_dim, stages))
+            size = 2 * rows * padded(head_dim) * stages
+            offset += max(size, 2 * tile.tile_m * padded(dv)) if tile.share_qo_smem and stages == 1 and not tensors[1:] else size
+        o_offset = tile.BARRIER_BYTES if tile.share_qo_smem else offset
+        s_o = self.smem_tensor(base + o_offset, 64, dv, tile.warpgroups)
+        return Shared(*tensors, s_o, *rings)
+
+    def smem_tensor(self, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+        """(rows, padded head_dim, stages) at ``pointer``."""
+        layout = self.smem_layout(rows, head_dim, stages)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+
+    def begin(
+        self, place: QueryBlock, seqlens: Seqlens, score_args: tuple, nheads: Int32, scale: Float32
+    ) -> tuple[ScoreContext, ScoreState]:
+        """The epilogues of one query block."""
+        chain = self.epilogues
+        context = chain.context(score_args, seqlens, place.info, place.batch, place.head, nheads, scale)
+        return context, chain.begin(score_args, context)
+
+    def key_blocks(self, place: QueryBlock, state: ScoreState) -> BlockRange:
+        """The key blocks that one query block visits."""
+        end_row = cutlass.min(place.row0 + self.tile.tile_m, place.info.seqlen_q)
+        return BlockRange.of_queries(state.band, place.row0, end_row, self.tile.tile_n)
+
+    # ---- the loading warp ----
+
+    @cute.jit
+    def load_all(
+        self,
+        tma_q: Tma,
+        tma_k: Tma,
+        tma_v: Tma,
+        shared: Shared,
+        seqlens: Seqlens,
+        score_args: tuple,
+        order: TileOrder,
+        nheads: Int32,
+    ) -> None:
+        """Q, K and V of every query block of this block's list."""
+        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        queries, keys = Int32(0), Int32(0)  # fillings so far
+        for index in cutlass.range(first, order.total, step, unroll=1):
+            place = order.place(index, seqlens, self.tile.tile_m)
+            _, state = self.begin(place, seqlens, score_args, nheads, Float32(1.0))
+            blocks = self.key_blocks(place, state)
+            if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
+                self.load_one(tma_q, tma_k, tma_v, shared, place, blocks, queries, keys)
+                queries += 1
+                keys += blocks.end - blocks.begin
+
+    @cute.jit
+    def load_one(
+        self,
+        tma_q: Tma,
+        tma_k: Tma,
+        tma_v: Tma,
+        shared: Shared,
+        place: QueryBlock,
+        blocks: BlockRange,
+        queries: Int32,
+        keys: Int32,
+    ) -> None:
+        """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
+        d, dv, tile, packed = padded(self.traits.head_dim), padded(self.traits.head_dim_v), self.tile, self.traits.varlen
+        info, last = place.info, blocks.end - 1
+        g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, tile.tile_m, d, packed)
+        g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
+        g_v = tma_v.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, dv, packed)
+        ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
+        ring_k.acquire(keys)
+        tma_k.load(g_k, last, shared.s_k, ring_k, keys)
+        ring_q.acquire(queries)
+        tma_q.load(g_q, 0, shared.s_q, ring_q, queries)
+        for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
+            ring_k.acquire(keys + i)
+            tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
+            ring_v.acquire(keys + i - 1)
+            tma_v.load(g_v, last - i + 1, shared.s_v, ring_v, keys + i - 1)
+        end = keys + last - blocks.begin
+        ring_v.acquire(end)
+        tma_v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
+
+    # ---- the computing warpgroups ----
+
+    @cute.jit
+    def compute_all(
+        self,
+        tma_o: Tma,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        shared: Shared,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        order: TileOrder,
+        nheads: Int32,
+        thread: Int32,
+    ) -> None:
+        """Every query block of this block's list."""
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        turns = Turns(group, self.tile.warpgroups, self.tile.take_turns and self.tile.warpgroups > 1)
+        score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
+        fragments = self.make_fragments(shared, group, len(score_map.modes.rows))
+        turns.open()
+        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        queries, keys = Int32(0), Int32(0)
+        for index in cutlass.range(first, order.total, step, unroll=1):
+            place = order.place(index, seqlens, self.tile.tile_m)
+            context, state = self.begin(place, seqlens, score_args, nheads, softmax_scale)
+            blocks = self.key_blocks(place, state)
+            if place.row0 < place.info.seqlen_q:
+                softmax = OnlineSoftmax.make(
+                    len(score_map.modes.rows), context.unit * LOG2_E, self.epilogues.may_mask_rows
+                )
+                fragments.acc_o.fill(0.0)
+                work = Work(shared, fragments, turns, blocks, state, score_map, place.row0, softmax, keys)
+                if blocks.begin < blocks.end:
+                    shared.ring_q.wait(queries)
+                    self.compute_one(work, queries)
+                lse = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
+                softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
+                self.store_lse(mLSE, lse, score_map, place)
+                self.store_output(tma_o, mO, shared, fragments, place, group, thread % WARPGROUP)
+                if blocks.begin < blocks.end:
+                    if cutlass.const_expr(self.tile.share_qo_smem):
+                        self.wait_for_stores(group, thread % WARPGROUP)
+                        shared.ring_q.release(queries)
+                    queries += 1
+                    keys += blocks.end - blocks.begin
+        turns.close()
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def make_fragments(self, shared: Shared, group: Int32, rows: int) -> Fragments:
+        """Descriptors of the warpgroup's operands, and its registers."""
+        tile, dv = self.tile, padded(self.traits.head_dim_v)
+        qk, pv = self.mma_qk(), self.mma_pv()
+        mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
+        acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
+        p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), self.dtype)
+        return Fragments(
+            qk.make_fragment_A(mine_qk.partition_A(shared.s_q)),
+            qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
+            pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
+            p,
+            acc_o,
+            layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv)),
+            cute.make_rmem_tensor(cute.make_layout(rows), Float32),
+        )
+
+    @cute.jit
+    def compute_one(self, work: Work, queries: Int32) -> None:
+        """All key blocks of one query block, last first."""
+        blocks = work.blocks
+        self.first_step(work)
+        last = blocks.end - 1
+        self.steps(work, cutlass.min(blocks.full_end, last), last, True)
+        self.steps(work, blocks.full_begin, cutlass.min(blocks.full_end, last), False)
+        if cutlass.const_expr(self.traits.windowed):
+            self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True)
+        if cutlass.const_expr(not self.tile.share_qo_smem):
+            work.shared.ring_q.release(queries)
+        if cutlass.const_expr(self.tile.overlap):
+            self.last_product(work)
+
+    @cute.jit
+    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
+        """Blocks [begin, end), from the last down."""
+        for i in cutlass.range(end - begin, unroll=1):
+            if cutlass.const_expr(self.tile.overlap):
+                self.step_overlapped(work, end - 1 - i, masked)
+            else:
+                self.step(work, end - 1 - i, masked)
+
+    @cute.jit
+    def first_step(self, work: Work) -> None:
+        """The last key block, which nothing precedes."""
+        block = work.blocks.end - 1
+        if cutlass.const_expr(self.tile.overlap):
+            shared, n = work.shared, work.first_filling
+            tile, acc_s, loaded = self.score_tile(work, block)
+            shared.ring_k.wait(n)
+            self.start_qk(work, acc_s, n)
+            warpgroup.wait_group(0)
+            shared.ring_k.release(n)
+            self.probabilities(work, tile, loaded, True)
+            self.convert(work, tile, acc_s)
+            self.clear_foreign_values(work, block, n)
+        else:
+            self.step(work, block, True)
+
+    @cute.jit
+    def step_overlapped(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """Scores of ``block`` beside the output of the block before it."""
+        shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
+        tile, acc_s, loaded = self.score_tile(work, block)
+        shared.ring_k.wait(n)
+        work.turns.take()
+        self.start_qk(work, acc_s, n)
+        shared.ring_v.wait(n - 1)
+        self.start_pv(work, n - 1)
+        work.turns.give()
+        warpgroup.wait_group(1)
+        shared.ring_k.release(n)
+        self.probabilities(work, tile, loaded, masked)
+        warpgroup.wait_group(0)
+        shared.ring_v.release(n - 1)
+        self.convert(work, tile, acc_s)
+        work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
+
+    @cute.jit
+    def last_product(self, work: Work) -> None:
+        """The output of the first key block, which is the last one visited."""
+        n = work.first_filling + (work.blocks.end - 1 - work.blocks.begin)
+        work.shared.ring_v.wait(n)
+        self.start_pv(work, n)
+        warpgroup.wait_group(0)
+        work.shared.ring_v.release(n)
+
+    @cute.jit
+    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One key block, one product after the other."""
+        shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
+        tile, acc_s, loaded = self.score_tile(work, block)
+        shared.ring_k.wait(n)
+        work.turns.take()
+        self.start_qk(work, acc_s, n)
+        warpgroup.wait_group(0)
+        work.turns.give()
+        shared.ring_k.release(n)
+        self.probabilities(work, tile, loaded, masked)
+        work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
+        self.convert(work, tile, acc_s)
+        if cutlass.const_expr(masked):
+            self.clear_foreign_values(work, block, n)
+        shared.ring_v.wait(n)
+        self.start_pv(work, n)
+        warpgroup.wait_group(0)
+        shared.ring_v.release(n)
+
+    @cute.jit
+    def score_tile(self, work: Work, block: Int32):
+        """Registers for the scores of ``block``, and what the epilogues read of global memory meanwhile."""
+        tile = self.tile
+        acc_s = cute.make_rmem_tensor(
+            self.mma_qk().get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
+        )
+        scores = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
+        return scores, acc_s, self.epilogues.load(work.state, scores)
+
+    @cute.jit
+    def start_qk(self, work: Work, acc_s: cute.Tensor, n: Int32) -> None:
+        """acc_s = Q K^T, K from filling n."""
+        op, stage = work.fragments, work.shared.ring_k.stage(n)
+        _start_gemm(self.mma_qk(), acc_s, op.q[None, None, None, 0], op.k[None, None, None, stage], False)
+
+    @cute.jit
+    def start_pv(self, work: Work, n: Int32) -> None:
+        """O += P V, V from filling n."""
+        op, stage = work.fragments, work.shared.ring_v.stage(n)
+        p = layouts.as_operand_a(op.p)
+        _start_gemm(self.mma_pv(), op.acc_o, p, op.v[None, None, None, stage], True)
+
+    @cute.jit
+    def probabilities(self, work: Work, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
+        """Scores to probabilities; ``factors`` says what the output has to be multiplied with."""
+        self.epilogues.forward(work.state, tile, loaded, masked)
+        work.softmax.advance(tile.acc, work.fragments.factors, masked)
+
+    @cute.jit
+    def convert(self, work: Work, tile: ScoreTile, acc_s: cute.Tensor) -> None:
+        """P to 16 bits, dropped elements to zero; nothing may be reading the old P."""
+        p = work.fragments.p
+        p.store(acc_s.load().to(self.dtype))
+        self.epilogues.drop(work.state, tile, work.score_map.view(p))
+
+    @cute.jit
+    def clear_foreign_values(self, work: Work, block: Int32, n: Int32) -> None:
+        """Rows of V behind the sequence's last key become zeros, where they are somebody else's."""
+        if cutlass.const_expr(self.foreign_values):
+            rows = work.state.band.seqlen_k - block * self.tile.tile_n
+            if rows < self.tile.tile_n:
+                shared = work.shared
+                shared.ring_v.wait(n)
+                tile = shared.s_v[None, None, shared.ring_v.stage(n)]
+                lane = cute.arch.thread_idx()[0] % WARPGROUP
+                vectors = padded(self.traits.head_dim_v) // 8
+                zeros = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
+                zeros.fill(0.0)
+                for i in cutlass.range(lane, (self.tile.tile_n - rows) * vectors, WARPGROUP, unroll=1):
+                    row = cute.local_tile(tile, (1, 8), (rows + i // vectors, i % vectors))
+                    cute.autovec_copy(zeros, row[0, None])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                warpgroup_barrier(work.turns.warpgroup)
+
+    # ---- output ----
+
+    @cute.jit
+    def store_lse(self, mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryBlock) -> None:
+        """One lane of the four that share a row writes its log-sum-exp."""
+        if cutlass.const_expr(self.traits.varlen):
+            start = Int64(place.head) * mLSE.stride[0] + place.info.offset_q
+        else:
+            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
+        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(place.info.seqlen_q))
+        if score_map.thr_col == 0:
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = place.row0 + score_map.thr_row + score_map.modes.rows[r]
+                if row < place.info.seqlen_q:
+                    g_lse[row] = lse[r]
+
+    @cute.jit
+    def wait_for_stores(self, group: Int32, lane: Int32) -> None:
+        """Until the warpgroup's last output has left shared memory."""
+        if cutlass.const_expr(self.stores_by_tma):
+            if lane < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        warpgroup_barrier(group)
+
+    @cute.jit
+    def store_output(
+        self,
+        tma_o: Tma,
+        mO: cute.Tensor,
+        shared: Shared,
+        fragments: Fragments,
+        place: QueryBlock,
+        group: Int32,
+        lane: Int32,
+    ) -> None:
+        """The warpgroup's 64 rows of O through shared memory, by TMA or, where rows end early, by stores."""
+        dv, packed = self.traits.head_dim_v, self.traits.varlen
+        row0 = place.row0 + group * 64
+        s_o = shared.s_o[None, None, group]
+        self.wait_for_stores(group, lane)
+        fragment = cute.make_rmem_tensor_like(fragments.acc_o, self.dtype)
+        fragment.store(fragments.acc_o.load().to(self.dtype))
+        one_group = layouts.tiled_mma_sm90(
+            self.dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn"
+        )
+        store = layouts.store_copy_c(one_group, self.dtype, "sm90")
+        mine = store.get_slice(lane)
+        cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
+        if cutlass.const_expr(self.stores_by_tma):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            warpgroup_barrier(group)
+            if lane < 32 and row0 < place.info.seqlen_q:
+                g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
+                t_s, t_g = cpasync.tma_partition(
+                    tma_o.atom, 0, cute.make_layout(1), cute.group_modes(s_o, 0, 2), cute.group_modes(g_o, 0, 2)
+                )
+                cute.copy(tma_o.atom, t_s, t_g[None, 0])
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            warpgroup_barrier(group)
+            o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
+            g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
+            copy_o = RowCopy(self.gmem_store(), lane, padded(dv), dv)
+            copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)
+
+
+@cute.jit
+def _start_gemm(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr
+) -> None:
+    """Start acc (+)= A B^T and commit it as one group; the registers in it belong to wgmma until it has been waited for."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def _multiprocessors() -> int:
+    """Of torch's current GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
+    """Best first; the first one that fits is the default."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if d <= 64:
+        return [ForwardSm90Tile(192, 128), ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
+    if d <= 128:
+        return [ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
+    return [ForwardSm90Tile(128, 80, share_qo_smem=True), ForwardSm90Tile(128, 64, share_qo_smem=True)]
