@@ -103,3 +103,15 @@ def anew(x: Int32) -> Int32:
     A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
+
+
+@cute.jit
+def finish_before(x: Float32) -> None:
+    """Everything that x >= 0 follows from is computed before what comes next.
+
+    ptxas moves a wait for wgmma ahead of arithmetic that does not depend on it, and so makes it wait beside nothing. It
+    does not move it across a branch, and it cannot know that this one is never taken.
+    """
+    if cutlass.const_expr(on_device()):
+        if cute.arch.vote_any_sync(x < 0.0):
+            cute.arch.inline_ptx("nanosleep.u32 0;")

@@ -9,58 +9,93 @@ from cute_attn.device.math import opaque
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.device.work import QueryBlock
 
+NOWHERE = 1 << 30
+"""A first row behind every sequence's end: a round in which a block has nothing to do."""
+
 
 @dataclass(frozen=True)
 class TileOrder:
-    """All (query block, head, batch) in the order in which they are started.
+    """All (query block, head, batch), dealt out to the grid's blocks in rounds.
 
-    ``longest_first``: the last query block of every head comes first, then the one before it, ...: under a causal band
-    that is from the most work to the least. Heads are taken a few at a time, as many as keep their K and V in L2.
-    Otherwise a head's query blocks follow each other. Planes are (batch, head) with heads fastest.
+    Without ``longest_first`` a head's query blocks follow each other, and each round deals the next ones.
+
+    With it, heads are taken a section at a time, as many as keep their K and V in L2, and a section's query blocks are
+    sorted from the last ones of its heads, which under a causal band have the most work, to the first ones. They are dealt
+    to and fro (0, 1, 2, 2, 1, 0, ...) in an even number of rounds, which gives every block the same work without asking a
+    counter.
+
+    Planes are (batch, head) with heads fastest.
     """
 
     m_blocks: cute.FastDivmodDivisorV2
     nheads: cute.FastDivmodDivisorV2
     qheads_per_kvhead: cute.FastDivmodDivisorV2
-    section: cute.FastDivmodDivisorV2  # m_blocks * planes of a section
-    planes: cute.FastDivmodDivisorV2  # planes of a section
-    last_planes: cute.FastDivmodDivisorV2  # planes of the last section
+    planes: cute.FastDivmodDivisorV2  # of a section
+    last_planes: cute.FastDivmodDivisorV2  # of the last section
+    section_rounds: cute.FastDivmodDivisorV2
     sections: Int32
     num_m_blocks: Int32
     total: Int32
+    blocks: Int32
+    rounds: Int32
     longest_first: Constexpr
 
     @staticmethod
     def make(
-        m_blocks: Int32, nheads: Int32, nheads_kv: Int32, batch: Int32, planes: Int32, longest_first: bool
+        m_blocks: Int32,
+        nheads: Int32,
+        nheads_kv: Int32,
+        batch: Int32,
+        planes: Int32,
+        blocks: Int32,
+        longest_first: bool,
     ) -> "TileOrder":
-        """On the host; ``planes``: how many (batch, head) share L2."""
-        max, min = cutlass.max, cutlass.min
-        m_blocks, all_planes = max(m_blocks, 1), max(nheads * batch, 1)
-        planes = max(min(planes, all_planes), 1)
-        sections = cute.ceil_div(all_planes, planes)
-        last = all_planes - (sections - 1) * planes
-        divisors = (m_blocks, max(nheads, 1), max(nheads // max(nheads_kv, 1), 1), m_blocks * planes, planes, last)
+        """On the host; ``planes``: how many (batch, head) share L2; ``blocks``: how many the grid may have."""
+        total = m_blocks * nheads * batch
+        m_blocks, all_planes = cutlass.max(m_blocks, 1), cutlass.max(nheads * batch, 1)
+        blocks = cutlass.max(cutlass.min(blocks, total), 1)
+        planes = cutlass.max(cutlass.min(planes, all_planes), 1)
+        sections = cute.ceil_div(all_planes, planes) if longest_first else Int32(1)
+        planes = planes if longest_first else all_planes
+        rounds = cute.ceil_div(m_blocks * planes, blocks)
+        if longest_first:
+            rounds = (rounds + 1) // 2 * 2
+        divisors = (
+            m_blocks,
+            cutlass.max(nheads, 1),
+            cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1),
+            planes,
+            all_planes - (sections - 1) * planes,
+            rounds,
+        )
         return TileOrder(
             *(cute.FastDivmodDivisorV2(d) for d in divisors),
             sections=sections,
             num_m_blocks=m_blocks,
-            total=m_blocks * all_planes,
+            total=total,
+            blocks=cutlass.min(blocks, total),
+            rounds=rounds * sections,
             longest_first=longest_first,
         )
 
     @cute.jit
-    def place(self, index: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryBlock:
-        """The index-th."""
-        index = opaque(index)
+    def place(self, deal: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryBlock:
+        """What the running block is dealt; its row0 is ``NOWHERE`` if nothing is."""
+        blocks = cute.arch.grid_dim()[0]
+        block = opaque(cute.arch.block_idx()[0])
         if cutlass.const_expr(self.longest_first):
-            section, within = divmod(index, self.section)
-            from_last, plane = divmod(within, self.planes)
+            section, deal = divmod(deal, self.section_rounds)
+            position = deal * blocks + (blocks - 1 - block if deal & 1 == 1 else block)
+            from_last, plane = divmod(position, self.planes)
             if section == self.sections - 1:
-                from_last, plane = divmod(within, self.last_planes)
+                from_last, plane = divmod(position, self.last_planes)
+            exists = from_last < self.num_m_blocks
             plane = plane + section * self.planes.divisor
         else:
-            plane, from_last = divmod(index, self.m_blocks)
+            position = deal * blocks + block
+            plane, from_last = divmod(position, self.m_blocks)
+            exists = position < self.total
+            plane = plane if exists else Int32(0)
         batch, head = divmod(plane, self.nheads)
-        row0 = (self.num_m_blocks - 1 - from_last) * tile_m
+        row0 = (self.num_m_blocks - 1 - from_last) * tile_m if exists else Int32(NOWHERE)
         return QueryBlock(row0, head, head // self.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))

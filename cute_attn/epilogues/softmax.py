@@ -52,10 +52,11 @@ class OnlineSoftmax:
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
         """The maximum of row r so far and of the thread's own elements of this block."""
-        largest = self.row_max[r]
-        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            largest = fmax(largest, acc[r, c])
-        return largest
+        cols = cute.size(acc, mode=[1])
+        largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]  # four chains, since each step waits for the last
+        for c in cutlass.range_constexpr(3, cols):
+            largest[c % 4] = fmax(largest[c % 4], acc[r, c])
+        return fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
 
     @cute.jit
     def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:

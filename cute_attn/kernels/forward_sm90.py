@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.math import LOG2_E
+from cute_attn.device.math import LOG2_E, finish_before, opaque
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -221,8 +221,8 @@ class ForwardSm90:
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
         head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
         planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (nheads // cutlass.max(nheads_kv, 1))
-        order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, traits.causal)
-        blocks = cutlass.min(order.total, score_args[0]) if tile.persistent else order.total
+        blocks = score_args[0] if tile.persistent else m_blocks * nheads * batch
+        order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, blocks, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         self.kernel(
             self.tma(load, mQ, tile.tile_m, traits.head_dim),
@@ -237,7 +237,7 @@ class ForwardSm90:
             order,
             nheads,
         ).launch(
-            grid=[blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[order.blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
     def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int) -> Tma:
@@ -343,10 +343,9 @@ class ForwardSm90:
         nheads: Int32,
     ) -> None:
         """Q, K and V of every query block of this block's list."""
-        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         queries, keys = Int32(0), Int32(0)  # fillings so far
-        for index in cutlass.range(first, order.total, step, unroll=1):
-            place = order.place(index, seqlens, self.tile.tile_m)
+        for deal in cutlass.range(order.rounds, unroll=1):
+            place = order.place(deal, seqlens, self.tile.tile_m)
             _, state = self.begin(place, seqlens, score_args, nheads, Float32(1.0))
             blocks = self.key_blocks(place, state)
             if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
@@ -408,10 +407,9 @@ class ForwardSm90:
         score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
         fragments = self.make_fragments(shared, group, len(score_map.modes.rows))
         turns.open()
-        first, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         queries, keys = Int32(0), Int32(0)
-        for index in cutlass.range(first, order.total, step, unroll=1):
-            place = order.place(index, seqlens, self.tile.tile_m)
+        for deal in cutlass.range(order.rounds, unroll=1):
+            place = order.place(deal, seqlens, self.tile.tile_m)
             context, state = self.begin(place, seqlens, score_args, nheads, softmax_scale)
             blocks = self.key_blocks(place, state)
             if place.row0 < place.info.seqlen_q:
@@ -471,6 +469,7 @@ class ForwardSm90:
     @cute.jit
     def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
         """Blocks [begin, end), from the last down."""
+        begin, end = opaque(begin), opaque(end)  # or their minima and maxima are found again in every step
         for i in cutlass.range(end - begin, unroll=1):
             if cutlass.const_expr(self.tile.overlap):
                 self.step_overlapped(work, end - 1 - i, masked)
@@ -508,6 +507,7 @@ class ForwardSm90:
         warpgroup.wait_group(1)
         shared.ring_k.release(n)
         self.probabilities(work, tile, loaded, masked)
+        finish_before(work.softmax.row_sum[0] + work.softmax.row_sum[1])
         warpgroup.wait_group(0)
         shared.ring_v.release(n - 1)
         self.convert(work, tile, acc_s)
