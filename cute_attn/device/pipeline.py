@@ -91,9 +91,7 @@ class Turns:
     def take(self) -> None:
         """Wait for this warpgroup's turn."""
         if cutlass.const_expr(self.enabled):
-            cute.arch.barrier(
-                barrier_id=FIRST_TURN_BARRIER + self.warpgroup, number_of_threads=2 * WARPGROUP
-            )
+            cute.arch.barrier(barrier_id=FIRST_TURN_BARRIER + self.warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def give(self) -> None:

@@ -21,7 +21,7 @@ Within a warpgroup the tensor cores work while it exponentiates (overlap), and b
 FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte aligned
-with a contiguous last dimension; the softmax matrix is not returned (the Ampere kernel does that).
+with a contiguous last dimension.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import LOG2_E, finish_before, opaque
+from cute_attn.device.output import normalized, store_lse, store_probabilities
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -93,6 +94,16 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    tma_o: Tma
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    mSoftmax: cute.Tensor | None
+
+
+@dataclass(frozen=True)
 class Fragments:
     """A warpgroup's operands as wgmma takes them, and its accumulators."""
 
@@ -134,8 +145,6 @@ class ForwardSm90:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm90"):
             return f"it computes forward-sm90, not {traits.op}-{traits.arch}"
-        if traits.return_softmax:
-            return "it does not return the softmax matrix"
         return None
 
     @classmethod
@@ -198,6 +207,16 @@ class ForwardSm90:
         """Whether the rows of V behind a sequence's last belong to somebody else: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k
 
+    @property
+    def walks(self) -> int:
+        """How often K and V are walked over: once more to write the probabilities, when LSE is known."""
+        return 2 if self.traits.return_softmax else 1
+
+    @property
+    def releases_q_late(self) -> bool:
+        """Whether Q's shared memory is needed until the output has been stored."""
+        return self.tile.share_qo_smem or self.traits.return_softmax
+
     # ---- host ----
 
     @cute.jit
@@ -208,7 +227,7 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mSoftmax: None,
+        mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
@@ -231,6 +250,7 @@ class ForwardSm90:
             self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v),
             mO,
             mLSE,
+            mSoftmax,
             seqlens,
             softmax_scale,
             score_args[1:],
@@ -260,6 +280,7 @@ class ForwardSm90:
         tma_o: Tma,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
@@ -283,8 +304,9 @@ class ForwardSm90:
                 self.load_all(tma_q, tma_k, tma_v, shared, seqlens, score_args, order, nheads)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            outputs = Outputs(tma_o, mO, mLSE, mSoftmax)
             self.compute_all(
-                tma_o, mO, mLSE, shared, seqlens, softmax_scale, score_args, order, nheads, thread - WARPGROUP
+                outputs, shared, seqlens, softmax_scale, score_args, order, nheads, thread - WARPGROUP
             )
 
     def shared_memory(self) -> Shared:
@@ -305,7 +327,11 @@ class ForwardSm90:
         for rows, head_dim, stages in shapes:
             tensors.append(self.smem_tensor(base + offset, rows, head_dim, stages))
             size = 2 * rows * padded(head_dim) * stages
-            offset += max(size, 2 * tile.tile_m * padded(dv)) if tile.share_qo_smem and stages == 1 and not tensors[1:] else size
+            offset += (
+                max(size, 2 * tile.tile_m * padded(dv))
+                if tile.share_qo_smem and stages == 1 and not tensors[1:]
+                else size
+            )
         o_offset = tile.BARRIER_BYTES if tile.share_qo_smem else offset
         s_o = self.smem_tensor(base + o_offset, 64, dv, tile.warpgroups)
         return Shared(*tensors, s_o, *rings)
@@ -351,7 +377,7 @@ class ForwardSm90:
             if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
                 self.load_one(tma_q, tma_k, tma_v, shared, place, blocks, queries, keys)
                 queries += 1
-                keys += blocks.end - blocks.begin
+                keys += (blocks.end - blocks.begin) * self.walks
 
     @cute.jit
     def load_one(
@@ -366,7 +392,12 @@ class ForwardSm90:
         keys: Int32,
     ) -> None:
         """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
-        d, dv, tile, packed = padded(self.traits.head_dim), padded(self.traits.head_dim_v), self.tile, self.traits.varlen
+        d, dv, tile, packed = (
+            padded(self.traits.head_dim),
+            padded(self.traits.head_dim_v),
+            self.tile,
+            self.traits.varlen,
+        )
         info, last = place.info, blocks.end - 1
         g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, tile.tile_m, d, packed)
         g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
@@ -384,15 +415,19 @@ class ForwardSm90:
         end = keys + last - blocks.begin
         ring_v.acquire(end)
         tma_v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
+        if cutlass.const_expr(self.walks == 2):
+            for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
+                ring_k.acquire(end + 1 + i)
+                tma_k.load(g_k, last - i, shared.s_k, ring_k, end + 1 + i)
+                ring_v.acquire(end + 1 + i)  # unread, but so the rings' fillings keep one number
+                tma_v.load(g_v, last - i, shared.s_v, ring_v, end + 1 + i)
 
     # ---- the computing warpgroups ----
 
     @cute.jit
     def compute_all(
         self,
-        tma_o: Tma,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
+        outputs: Outputs,
         shared: Shared,
         seqlens: Seqlens,
         softmax_scale: Float32,
@@ -423,14 +458,16 @@ class ForwardSm90:
                     self.compute_one(work, queries)
                 lse = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
                 softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
-                self.store_lse(mLSE, lse, score_map, place)
-                self.store_output(tma_o, mO, shared, fragments, place, group, thread % WARPGROUP)
+                store_lse(outputs.mLSE, lse, score_map, place, self.traits.varlen)
+                if cutlass.const_expr(self.traits.return_softmax):
+                    self.store_softmax(outputs.mSoftmax, lse, work, place)
+                self.store_output(outputs, shared, fragments, place, group, thread % WARPGROUP)
                 if blocks.begin < blocks.end:
-                    if cutlass.const_expr(self.tile.share_qo_smem):
+                    if cutlass.const_expr(self.releases_q_late):
                         self.wait_for_stores(group, thread % WARPGROUP)
                         shared.ring_q.release(queries)
                     queries += 1
-                    keys += blocks.end - blocks.begin
+                    keys += (blocks.end - blocks.begin) * self.walks
         turns.close()
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -461,7 +498,7 @@ class ForwardSm90:
         self.steps(work, blocks.full_begin, cutlass.min(blocks.full_end, last), False)
         if cutlass.const_expr(self.traits.windowed):
             self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True)
-        if cutlass.const_expr(not self.tile.share_qo_smem):
+        if cutlass.const_expr(not self.releases_q_late):
             work.shared.ring_q.release(queries)
         if cutlass.const_expr(self.tile.overlap):
             self.last_product(work)
@@ -601,18 +638,25 @@ class ForwardSm90:
     # ---- output ----
 
     @cute.jit
-    def store_lse(self, mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryBlock) -> None:
-        """One lane of the four that share a row writes its log-sum-exp."""
-        if cutlass.const_expr(self.traits.varlen):
-            start = Int64(place.head) * mLSE.stride[0] + place.info.offset_q
-        else:
-            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
-        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(place.info.seqlen_q))
-        if score_map.thr_col == 0:
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = place.row0 + score_map.thr_row + score_map.modes.rows[r]
-                if row < place.info.seqlen_q:
-                    g_lse[row] = lse[r]
+    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
+        """The second walk over the key blocks, which writes P with its signs. For inspection."""
+        shared, blocks = work.shared, work.blocks
+        for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
+            n = work.first_filling + (blocks.end - blocks.begin) + i
+            tile, acc_s, loaded = self.score_tile(work, blocks.end - 1 - i)
+            shared.ring_k.wait(n)
+            self.start_qk(work, acc_s, n)
+            warpgroup.wait_group(0)
+            shared.ring_k.release(n)
+            shared.ring_v.wait(n)
+            shared.ring_v.release(n)
+            self.epilogues.forward(work.state, tile, loaded, True)
+            normalized(tile, lse, work.softmax.scale_log2)
+            p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+            p.store(acc_s.load().to(self.dtype))
+            p_rows = work.score_map.view(p)
+            self.epilogues.mark_dropped(work.state, tile, p_rows)
+            store_probabilities(mSoftmax, p_rows, tile, place)
 
     @cute.jit
     def wait_for_stores(self, group: Int32, lane: Int32) -> None:
@@ -625,8 +669,7 @@ class ForwardSm90:
     @cute.jit
     def store_output(
         self,
-        tma_o: Tma,
-        mO: cute.Tensor,
+        outputs: Outputs,
         shared: Shared,
         fragments: Fragments,
         place: QueryBlock,
@@ -634,7 +677,7 @@ class ForwardSm90:
         lane: Int32,
     ) -> None:
         """The warpgroup's 64 rows of O through shared memory, by TMA or, where rows end early, by stores."""
-        dv, packed = self.traits.head_dim_v, self.traits.varlen
+        dv, packed, tma_o = self.traits.head_dim_v, self.traits.varlen, outputs.tma_o
         row0 = place.row0 + group * 64
         s_o = shared.s_o[None, None, group]
         self.wait_for_stores(group, lane)
@@ -652,13 +695,17 @@ class ForwardSm90:
             if lane < 32 and row0 < place.info.seqlen_q:
                 g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
                 t_s, t_g = cpasync.tma_partition(
-                    tma_o.atom, 0, cute.make_layout(1), cute.group_modes(s_o, 0, 2), cute.group_modes(g_o, 0, 2)
+                    tma_o.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(s_o, 0, 2),
+                    cute.group_modes(g_o, 0, 2),
                 )
                 cute.copy(tma_o.atom, t_s, t_g[None, 0])
                 cute.arch.cp_async_bulk_commit_group()
         else:
             warpgroup_barrier(group)
-            o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
+            o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q, packed)
             g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
             copy_o = RowCopy(self.gmem_store(), lane, padded(dv), dv)
             copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)
