@@ -1,26 +1,59 @@
-"""A kernel's score tiles on the CPU: its own MMA tiling, its own epilogues, every thread, compiled for the host.
+"""A kernel's score tiles on the CPU: its own MMA tiling and epilogues, every thread, compiled for the host.
 
 What a kernel does to scores between its two matrix products is ordinary code that the DSL also compiles for the host.
-Here it runs there, for every thread of every tile, on products that torch has computed.
+Here it runs there, on products that torch has computed: the lengths are read, the key blocks of each query block are
+walked as in the main loop, and each thread in turn does to its elements what it does on the GPU. Where threads exchange
+a number (a row's maximum and sum) they proceed in lock-step instead, phase by phase.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Constexpr, Float32, Int32, cute
-from cutlass.cute.runtime import from_dlpack
+from cutlass import Constexpr, Float16, Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
-from cute_attn.device.score_tile import ScoreContext, ScoreMap
+from cute_attn import reference
+from cute_attn.device.block_range import BlockRange
+from cute_attn.device.math import LOG2_E, fmax
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.softmax import OnlineSoftmax
+
+UNVISITED, UNMASKED, MASKED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What the threads made of the scores.
+
+    Attributes:
+        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), natural units; -inf where a mask hides the key,
+            and NaN where no block was visited.
+        dropped: bool, as scores; False everywhere without dropout.
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED.
+        out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
+        lse: float32 (batch, nheads, max_seqlen_q), as out.
+    """
+
+    scores: Tensor
+    dropped: Tensor
+    visits: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: ScoreInputs) -> Tensor:
     """What a kernel's epilogues and mask make of q k^T.
 
     Args:
-        kernel: a forward kernel, from ``registry.lookup``, of batches without a bias.
+        kernel: a forward kernel, from ``registry.lookup``, of batches.
         products: q k^T, float32 (batch, nheads, seqlen_q, seqlen_k), on the CPU.
         softmax_scale: as for ``attention``.
         inputs: the epilogues' arguments.
@@ -28,86 +61,317 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
     Returns:
         the scores, as ``products``, in natural units; -inf where the mask hides a key.
     """
+    values = torch.zeros(*products.shape[:2], products.shape[3], 1)
+    scores = attend_on_host(kernel, products, values, softmax_scale, inputs).scores
+    return scores.masked_fill(scores.isnan(), -torch.inf)
+
+
+def attend_on_host(
+    kernel: Any,
+    products: Tensor,
+    values: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> Emulated:
+    """A kernel's whole walk over the scores, with everything but the first product done as on the GPU.
+
+    Args:
+        kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()`` or
+            ``mma_qk()``.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v).
+        softmax_scale: as for ``attention``.
+        inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
+        lengths: of the sequences. cu_seqlens are read for lengths alone: products are not packed.
+    """
     batch, nheads, seqlen_q, seqlen_k = products.shape
     tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    rows, cols = -(-seqlen_q // tile_m) * tile_m, -(-seqlen_k // tile_n) * tile_n
-    padded = torch.zeros(batch, nheads, rows, cols)
-    padded[:, :, :seqlen_q, :seqlen_k] = products
-    out = torch.full_like(padded, float("nan"))
-    args = _as_cute(kernel.epilogues.host_args(inputs))
-    tensors = from_dlpack(padded, assumed_align=16), from_dlpack(out, assumed_align=16)
-    unit = inputs.softcap or softmax_scale
-    _every_tile(
-        *tensors, args, Int32(seqlen_q), Int32(seqlen_k), Float32(softmax_scale), Float32(unit), kernel
+    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
+    buffers = Buffers(
+        products=torch.zeros(padded),
+        values=torch.zeros(batch, nheads, n_blocks * tile_n, values.shape[3]),
+        scores=torch.full(padded, torch.nan),
+        signs=torch.zeros(padded),
+        p=torch.zeros(padded),
+        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
+        out=torch.zeros(*padded[:3], values.shape[3]),
+        lse=torch.full(padded[:3], torch.nan),
+        factors=torch.empty(padded[:3]),
+        maxima=torch.full(padded[:3], -torch.inf),
+        sums=torch.zeros(padded[:3]),
+        statistics=torch.empty(2 * tile_m * tile_n),
     )
-    return out[:, :, :seqlen_q, :seqlen_k] * unit
+    buffers.products[:, :, :seqlen_q, :seqlen_k] = products
+    buffers.values[:, :, :seqlen_k] = values
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        seqlen_q,
+        seqlen_k,
+    )
+    args = kernel.epilogues.host_args(inputs)
+    given = tuple(x is not None for x in seqlens[:4])
+    classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
+    _compiled(kernel, classes, given)(buffers, seqlens, args, float(softmax_scale))
+    unit = inputs.softcap or softmax_scale
+    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
+    return Emulated(
+        scores=buffers.scores[seen] * unit,
+        dropped=buffers.signs[seen] < 0,
+        visits=buffers.visits,
+        out=buffers.out[:, :, :seqlen_q].masked_fill(buffers.lse[:, :, :seqlen_q, None].isnan(), torch.nan),
+        lse=buffers.lse[:, :, :seqlen_q],
+    )
 
 
-def _as_cute(args: Any) -> Any:
+class Buffers(NamedTuple):
+    """The emulation's tensors: scores and outputs of all batches and heads, and what threads leave for each other."""
+
+    products: Any
+    values: Any
+    scores: Any
+    signs: Any
+    p: Any
+    visits: Any
+    out: Any
+    lse: Any
+    factors: Any
+    maxima: Any
+    sums: Any
+    statistics: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]) -> Callable[..., None]:
+    """The emulation of a kernel, for all sizes.
+
+    ``classes`` of its epilogues, which may be registered anew under their names; ``given``: which lengths are tensors.
+    """
+    ranks = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1}
+    buffers = Buffers._make(
+        _fake(Int32 if name == "visits" else Float32, ranks.get(name, 4)) for name in Buffers._fields
+    )
+    lengths = (_fake(Int32, 1) if present else None for present in given)
+    seqlens = Seqlens._make((*lengths, Int32(0), Int32(0)))
+    args = _on_cpu(kernel.epilogues.fake_args())
+    return cute.compile(
+        _every_sequence,
+        buffers,
+        seqlens,
+        args,
+        Float32(0),
+        kernel,
+        options="--enable-tvm-ffi --gpu-arch sm_90a",
+    )
+
+
+def _fake(dtype: Any, rank: int) -> cute.Tensor:
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, shape, stride, memspace=cute.AddressSpace.generic)
+
+
+def _on_cpu(args: Any) -> Any:
+    """Fakes of the same tensors in the CPU's memory."""
     if isinstance(args, tuple):
-        return tuple(_as_cute(arg) for arg in args)
-    if isinstance(args, Tensor):
-        return from_dlpack(args.contiguous(), assumed_align=4)
-    return Float32(args) if isinstance(args, float) else Int32(args)
+        return tuple(_on_cpu(arg) for arg in args)
+    if not isinstance(args, cute.Tensor):
+        return args
+    align = args._assumed_align
+    return make_fake_tensor(
+        args.element_type, args.shape, args.stride, memspace=cute.AddressSpace.generic, assumed_align=align
+    )
+
+
+# ---- compiled for the host ----
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One query block of one head, and what its threads share."""
+
+    buffers: Buffers  # of this batch and head
+    state: ScoreState
+    row0: Int32
+    seqlen_q: Int32
+    scale_log2: Float32
+    kernel: Constexpr
+
+    @property
+    def mma(self) -> cute.TiledMma:
+        """What Q K^T is computed with."""
+        return self.kernel.mma_qk() if hasattr(self.kernel, "mma_qk") else self.kernel.tiled_mma()
+
+    @property
+    def threads(self) -> int:
+        """Threads that hold scores."""
+        return self.mma.size
+
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """As kernels make it."""
+        size = self.kernel.tile
+        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread)
+
+    def fragment(self, thread: Int32, dtype: Any) -> cute.Tensor:
+        """Registers for a score tile."""
+        size = self.kernel.tile
+        mine = self.mma.get_slice(thread)
+        return cute.make_rmem_tensor(mine.partition_shape_C((size.tile_m, size.tile_n)), dtype)
+
+    def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
+        """Where the thread's elements are in a plane (query, key), by the MMA's own word."""
+        size = self.kernel.tile
+        tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (self.row0 // size.tile_m, block))
+        return self.mma.get_slice(thread).partition_C(tile)
+
+    def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
+        """A thread's (rows, 2) row maxima and sums, kept as in shared memory."""
+        layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
+        return cute.make_tensor(self.buffers.statistics.iterator, layout)[None, None, thread]
+
+    def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
+        """A thread's statistics as they stand."""
+        parked = self.statistics(thread, rows)
+        empty = self.kernel.epilogues.may_mask_rows
+        return OnlineSoftmax(parked[None, 0], parked[None, 1], self.scale_log2, empty)
 
 
 @cute.jit
-def _every_tile(
-    products: cute.Tensor,
-    out: cute.Tensor,
-    args: Any,
-    seqlen_q: Int32,
-    seqlen_k: Int32,
-    scale: Float32,
-    unit: Float32,
-    kernel: Constexpr,
-):
-    batches, nheads, rows, cols = products.shape
+def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+    batches, nheads, _, _ = buffers.products.shape
     for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
         for head in cutlass.range(nheads):
-            context = ScoreContext(
-                batch=batch,
-                head=head,
-                nheads=Int32(nheads),
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                max_seqlen_q=seqlen_q,
-                max_seqlen_k=seqlen_k,
-                shift=Int32(0) if cutlass.const_expr(kernel.traits.top_left) else seqlen_k - seqlen_q,
-                softmax_scale=scale,
-                unit=unit,
-                inv_unit=1.0 / unit,
-            )
-            for thread in cutlass.range(kernel.tile.num_threads):
-                for row0 in cutlass.range(0, rows, kernel.tile.tile_m):
-                    for col0 in cutlass.range(0, cols, kernel.tile.tile_n):
-                        _one_tile(products, out, args, context, thread, row0, col0, kernel)
+            chain = kernel.epilogues
+            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
+            state = chain.begin(args, context)
+            plane = _plane(buffers, batch, head)
+            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
+                _query_block(Walk(plane, state, row0, info.seqlen_q, context.unit * LOG2_E, kernel))
 
 
 @cute.jit
-def _one_tile(
-    products: cute.Tensor,
-    out: cute.Tensor,
-    args: Any,
-    context: ScoreContext,
-    thread: Int32,
-    row0: Int32,
-    col0: Int32,
-    kernel: Constexpr,
-):
-    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    tiled_mma = kernel.tiled_mma()
-    acc = cute.make_rmem_tensor(tiled_mma.get_slice(thread).partition_shape_C((tile_m, tile_n)), Float32)
-    score_map = ScoreMap.make(tiled_mma, tile_m, tile_n, thread)
-    tile = score_map.tile(acc, row0, col0)
-    plane = products[context.batch, context.head, None, None]
-    result = out[context.batch, context.head, None, None]
+def _plane(buffers: Buffers, batch: Int32, head: Int32) -> Buffers:
+    """The buffers of one batch and head."""
+    planes = [x[(batch, head, *[None] * (cute.rank(x) - 2))] for x in buffers[:-1]]
+    return Buffers._make((*planes, buffers.statistics))
+
+
+@cute.jit
+def _query_block(walk: Walk):
+    size, buffers = walk.kernel.tile, walk.buffers
+    end_row = cutlass.min(walk.row0 + size.tile_m, walk.seqlen_q)
+    blocks = BlockRange.of_queries(walk.state.band, walk.row0, end_row, size.tile_n)
+    for thread in cutlass.range(walk.threads):
+        rows = len(walk.score_map(thread).modes.rows)
+        OnlineSoftmax.make(rows, walk.scale_log2, False, walk.statistics(thread, rows))
+    for i in cutlass.range(blocks.end - blocks.begin):
+        block = blocks.end - 1 - i
+        if block >= blocks.full_begin and block < blocks.full_end:
+            _key_block(walk, block, False)
+        else:
+            _key_block(walk, block, True)
+        if cutlass.const_expr(walk.kernel.epilogues.dropout is not None):
+            for thread in cutlass.range(walk.threads):
+                _drop(walk, thread, block)
+        for row in cutlass.range(walk.row0, end_row):
+            for d in cutlass.range(buffers.out.shape[1]):
+                total = buffers.out[row, d] * buffers.factors[row]
+                for key in cutlass.range(block * size.tile_n, (block + 1) * size.tile_n):
+                    total = total + buffers.p[row, key] * buffers.values[key, d]
+                buffers.out[row, d] = total
+    for thread in cutlass.range(walk.threads):
+        _add_up(walk, thread)
+    for thread in cutlass.range(walk.threads):
+        _finish(walk, thread)
+    for row in cutlass.range(walk.row0, end_row):
+        for d in cutlass.range(buffers.out.shape[1]):
+            buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
+
+
+@cute.jit
+def _key_block(walk: Walk, block: Int32, masked: Constexpr):
+    """All threads in lock-step: they exchange their maxima in between."""
+    walk.buffers.visits[walk.row0 // walk.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
+    for thread in cutlass.range(walk.threads):
+        _score(walk, thread, block, masked)
+    for thread in cutlass.range(walk.threads):
+        _exponentiate(walk, thread, block, masked)
+
+
+@cute.jit
+def _score(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
+    """Products become scores."""
+    chain, acc = walk.kernel.epilogues, walk.fragment(thread, Float32)
+    tile = walk.score_map(thread).tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    loaded = chain.load(walk.state, tile)
+    _copy(walk.part(walk.buffers.products, thread, block), acc)
+    chain.forward(walk.state, tile, loaded, masked)
+    _copy(acc, walk.part(walk.buffers.scores, thread, block))
+    softmax = walk.online_softmax(thread, len(tile.rows)).fetch()
+    maxima = walk.buffers.maxima
     for r in cutlass.range_constexpr(len(tile.rows)):
-        for c in cutlass.range_constexpr(len(tile.cols)):
-            tile.acc[r, c] = plane[tile.row0 + tile.rows[r], tile.col0 + tile.cols[c]]
-    chain = kernel.epilogues
-    state = chain.begin(args, context)
-    chain.forward(state, tile, chain.load(state, tile), True)
+        row = tile.row0 + tile.rows[r]
+        maxima[row] = fmax(maxima[row], softmax.block_max(tile.acc, r))
+
+
+@cute.jit
+def _exponentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
+    """Scores become probabilities under the new maximum, in 16 bits."""
+    acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
+    tile = walk.score_map(thread).tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    _copy(walk.part(walk.buffers.scores, thread, block), acc)
+    parked = walk.online_softmax(thread, len(tile.rows))
+    softmax = parked.fetch()
     for r in cutlass.range_constexpr(len(tile.rows)):
-        for c in cutlass.range_constexpr(len(tile.cols)):
-            result[tile.row0 + tile.rows[r], tile.col0 + tile.cols[c]] = tile.acc[r, c]
+        row = tile.row0 + tile.rows[r]
+        walk.buffers.factors[row] = softmax.exponentiate(tile.acc, r, walk.buffers.maxima[row], masked)
+    parked.park(softmax)
+    _copy(acc, p)
+    _copy(p, walk.part(walk.buffers.p, thread, block))
+
+
+@cute.jit
+def _drop(walk: Walk, thread: Int32, block: Int32):
+    """Some of the probabilities are dropped; ones get the sign that says which."""
+    chain, score_map = walk.kernel.epilogues, walk.score_map(thread)
+    ones, p = walk.fragment(thread, Float16), walk.fragment(thread, Float16)
+    tile = score_map.tile(walk.fragment(thread, Float32), walk.row0, block * walk.kernel.tile.tile_n)
+    ones.fill(1.0)
+    chain.mark_dropped(walk.state, tile, score_map.view(ones))
+    _copy(ones, walk.part(walk.buffers.signs, thread, block))
+    _copy(walk.part(walk.buffers.p, thread, block), p)
+    chain.drop(walk.state, tile, score_map.view(p))
+    _copy(p, walk.part(walk.buffers.p, thread, block))
+
+
+@cute.jit
+def _copy(source: cute.Tensor, target: cute.Tensor):
+    for i in cutlass.range(cute.size(source)):
+        target[i] = target.element_type(source[i])
+
+
+@cute.jit
+def _add_up(walk: Walk, thread: Int32):
+    """A thread's part of its rows' sums."""
+    tile = walk.score_map(thread).tile(walk.fragment(thread, Float32), walk.row0, Int32(0))
+    row_sum = walk.online_softmax(thread, len(tile.rows)).fetch().row_sum
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        row = tile.row0 + tile.rows[r]
+        walk.buffers.sums[row] = walk.buffers.sums[row] + row_sum[r]
+
+
+@cute.jit
+def _finish(walk: Walk, thread: Int32):
+    """The row sums of all lanes are there: what each row's output is multiplied with, and its log-sum-exp."""
+    tile = walk.score_map(thread).tile(walk.fragment(thread, Float32), walk.row0, Int32(0))
+    rescale = walk.kernel.epilogues.rescale(walk.state)
+    softmax = walk.online_softmax(thread, len(tile.rows)).fetch()
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        row = tile.row0 + tile.rows[r]
+        factor, lse = softmax.finish(r, walk.buffers.sums[row], rescale)
+        walk.buffers.factors[row], walk.buffers.lse[row] = factor, lse
