@@ -193,6 +193,9 @@ class ForwardSm90Tile(Tile):
             the softmax.
         persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's loads
             start while the last one's output is stored. Otherwise a block a query block.
+        q_in_regs: Q is read from shared memory once: a third less of it is read for Q K^T.
+        rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many powers
+            of two; 0 rescales in every step.
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
     """
 
@@ -202,6 +205,8 @@ class ForwardSm90Tile(Tile):
     take_turns: bool = True
     overlap: bool = True
     persistent: bool = True
+    q_in_regs: bool = False
+    rescale_threshold: int = 0
     share_qo_smem: bool = False
 
     @property
@@ -236,7 +241,8 @@ class ForwardSm90Tile(Tile):
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
         p = acc_s // 2 if self.overlap else 0
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
-        return acc_o + acc_s + p + bias + 24
+        q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
+        return acc_o + acc_s + p + q + bias + 16
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.tile_m not in (64, 128, 192):

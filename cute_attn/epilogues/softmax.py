@@ -21,18 +21,27 @@ class OnlineSoftmax:
     row_sum: cute.Tensor
     scale_log2: Float32  # unit * log2(e)
     may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
+    threshold: Constexpr = 0  # powers of two by which scores may exceed the maximum in use before it is replaced
 
     @staticmethod
     def make(
-        rows: int, scale_log2: Float32, may_be_empty: bool, parked: cute.Tensor | None = None
+        rows: int,
+        scale_log2: Float32,
+        may_be_empty: bool,
+        parked: cute.Tensor | None = None,
+        threshold: int = 0,
     ) -> "OnlineSoftmax":
-        """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in."""
+        """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
+
+        ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of two, so
+        that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
+        """
         if parked is None:
             parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = parked[None, 0], parked[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
 
     def fetch(self) -> "OnlineSoftmax":
         """With the statistics in registers, from wherever they are kept."""
@@ -41,7 +50,7 @@ class OnlineSoftmax:
         row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
         cute.autovec_copy(self.row_max, row_max)
         cute.autovec_copy(self.row_sum, row_sum)
-        return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty)
+        return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty, self.threshold)
 
     def park(self, fetched: "OnlineSoftmax") -> None:
         """Put the statistics back after a step."""
@@ -53,7 +62,12 @@ class OnlineSoftmax:
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
         """The maximum of row r so far and of the thread's own elements of this block."""
         cols = cute.size(acc, mode=[1])
-        largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]  # four chains, since each step waits for the last
+        largest = [
+            self.row_max[r],
+            acc[r, 0],
+            acc[r, 1],
+            acc[r, 2],
+        ]  # four chains, since each step waits for the last
         for c in cutlass.range_constexpr(3, cols):
             largest[c % 4] = fmax(largest[c % 4], acc[r, c])
         return fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
@@ -65,7 +79,8 @@ class OnlineSoftmax:
         if cutlass.const_expr(masked or self.may_be_empty):
             finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
         max_scaled = finite_max * self.scale_log2
-        factor = exp2(self.row_max[r] * self.scale_log2 - max_scaled)
+        # The difference first: fused into one rounding less, an unchanged maximum would give a factor beside 1, block by block.
+        factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
@@ -80,11 +95,26 @@ class OnlineSoftmax:
         """One block: acc (rows, cols) from scores to probabilities under the new maximum; factors (rows) for the output."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             new_max = quad_reduce(self.block_max(acc, r), fmax)
+            if cutlass.const_expr(self.threshold > 0):
+                excess = (new_max - self.row_max[r]) * self.scale_log2
+                new_max = self.row_max[r] if excess <= Float32(self.threshold) else new_max
             factors[r] = self.exponentiate(acc, r, new_max, masked)
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
         """Bring what was accumulated, acc_o (rows, head_dim_v), under the new maximum."""
+        if cutlass.const_expr(self.threshold > 0):
+            changed = factors[0] != 1.0
+            for r in cutlass.range_constexpr(1, cute.size(acc_o, mode=[0])):
+                changed = changed | (factors[r] != 1.0)
+            if cute.arch.vote_any_sync(changed):
+                self.multiply(acc_o, factors)
+        else:
+            self.multiply(acc_o, factors)
+
+    @cute.jit
+    def multiply(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
+        """acc_o (rows, head_dim_v) times factors (rows)."""
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * factors[r]

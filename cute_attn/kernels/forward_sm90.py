@@ -35,7 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.math import LOG2_E, finish_before, opaque
+from cute_attn.device.math import LOG2_E, opaque
 from cute_attn.device.output import normalized, store_lse, store_probabilities
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
 from cute_attn.device.scheduler import TileOrder
@@ -180,9 +180,15 @@ class ForwardSm90:
         return layouts.wgmma_smem_layout(rows, padded(head_dim), self.dtype, stages=stages)
 
     def mma_qk(self) -> cute.TiledMma:
-        """S = Q K^T, both from shared memory."""
+        """S = Q K^T, K from shared memory and Q from there or from registers."""
         tile = self.tile
-        return layouts.tiled_mma_sm90(self.dtype, tile.tile_m, tile.tile_n, warpgroups=tile.warpgroups)
+        return layouts.tiled_mma_sm90(
+            self.dtype,
+            tile.tile_m,
+            tile.tile_n,
+            warpgroups=tile.warpgroups,
+            a_source="rmem" if tile.q_in_regs else "smem",
+        )
 
     def mma_pv(self) -> cute.TiledMma:
         """O += P V, P from registers and V as it lies in memory, head_dim_v contiguous."""
@@ -449,12 +455,19 @@ class ForwardSm90:
             blocks = self.key_blocks(place, state)
             if place.row0 < place.info.seqlen_q:
                 softmax = OnlineSoftmax.make(
-                    len(score_map.modes.rows), context.unit * LOG2_E, self.epilogues.may_mask_rows
+                    len(score_map.modes.rows),
+                    context.unit * LOG2_E,
+                    self.epilogues.may_mask_rows,
+                    threshold=self.tile.rescale_threshold,
                 )
                 fragments.acc_o.fill(0.0)
                 work = Work(shared, fragments, turns, blocks, state, score_map, place.row0, softmax, keys)
                 if blocks.begin < blocks.end:
                     shared.ring_q.wait(queries)
+                    if cutlass.const_expr(self.tile.q_in_regs):
+                        self.read_queries(shared, fragments, thread)
+                        if cutlass.const_expr(not self.releases_q_late):
+                            shared.ring_q.release(queries)
                     self.compute_one(work, queries)
                 lse = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
                 softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
@@ -489,6 +502,13 @@ class ForwardSm90:
         )
 
     @cute.jit
+    def read_queries(self, shared: Shared, fragments: Fragments, thread: Int32) -> None:
+        """Q from shared memory into registers, where it stays for the whole query block."""
+        copy = layouts.ldmatrix_copy_a(self.mma_qk(), self.dtype)
+        mine = copy.get_slice(thread)
+        cute.copy(copy, mine.partition_S(shared.s_q[None, None, 0]), mine.retile(fragments.q[None, None, None, 0]))
+
+    @cute.jit
     def compute_one(self, work: Work, queries: Int32) -> None:
         """All key blocks of one query block, last first."""
         blocks = work.blocks
@@ -498,7 +518,7 @@ class ForwardSm90:
         self.steps(work, blocks.full_begin, cutlass.min(blocks.full_end, last), False)
         if cutlass.const_expr(self.traits.windowed):
             self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True)
-        if cutlass.const_expr(not self.releases_q_late):
+        if cutlass.const_expr(not (self.releases_q_late or self.tile.q_in_regs)):
             work.shared.ring_q.release(queries)
         if cutlass.const_expr(self.tile.overlap):
             self.last_product(work)
@@ -544,7 +564,6 @@ class ForwardSm90:
         warpgroup.wait_group(1)
         shared.ring_k.release(n)
         self.probabilities(work, tile, loaded, masked)
-        finish_before(work.softmax.row_sum[0] + work.softmax.row_sum[1])
         warpgroup.wait_group(0)
         shared.ring_v.release(n - 1)
         self.convert(work, tile, acc_s)
