@@ -70,6 +70,22 @@ class Workload:
         ]
         return "-".join(["fwd", self.dtype, dims, *sizes, heads, *filter(None, features)])
 
+    def traits(self, arch: str) -> Traits:
+        """What a kernel of ``arch`` has to compute for it."""
+        return Traits(
+            "forward",
+            arch,
+            self.dtype,
+            self.head_dim,
+            self.head_dim_v,
+            mask="window" if self.window else "causal" if self.causal else "",
+            softcap=self.softcap,
+            alibi=self.alibi,
+            bias=self.bias,
+            dropout=self.dropout,
+            varlen=bool(self.lengths),
+        )
+
     @property
     def flops(self) -> int:
         """Useful floating-point operations: two a multiply-add, of the (query, key) pairs that see each other."""

@@ -506,7 +506,9 @@ class ForwardSm90:
         """Q from shared memory into registers, where it stays for the whole query block."""
         copy = layouts.ldmatrix_copy_a(self.mma_qk(), self.dtype)
         mine = copy.get_slice(thread)
-        cute.copy(copy, mine.partition_S(shared.s_q[None, None, 0]), mine.retile(fragments.q[None, None, None, 0]))
+        cute.copy(
+            copy, mine.partition_S(shared.s_q[None, None, 0]), mine.retile(fragments.q[None, None, None, 0])
+        )
 
     @cute.jit
     def compute_one(self, work: Work, queries: Int32) -> None:
@@ -755,5 +757,13 @@ def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     if d <= 64:
         return [ForwardSm90Tile(192, 128), ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
     if d <= 128:
-        return [ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
-    return [ForwardSm90Tile(128, 80, share_qo_smem=True), ForwardSm90Tile(128, 64, share_qo_smem=True)]
+        return [
+            ForwardSm90Tile(128, 128, q_in_regs=True, rescale_threshold=8),
+            ForwardSm90Tile(128, 128, rescale_threshold=8),
+            ForwardSm90Tile(128, 64, rescale_threshold=8),
+        ]
+    return [
+        ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True),
+        ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True),
+        ForwardSm90Tile(128, 32, rescale_threshold=8, share_qo_smem=True),
+    ]
