@@ -105,6 +105,8 @@ class ForwardSm80Tile(Tile):
         share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
         park_statistics: row maxima and sums wait in shared memory while the scores are computed: eight registers less,
             which is what lets 64 keys beside 128 rows of output do without spills.
+        qk_unroll: steps of 16 along head_dim that Q K^T takes at a time; 0 for all of them. No operand is read before
+            an earlier group's products, so that few steps bound the registers that wait for them.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
     """
 
@@ -116,6 +118,7 @@ class ForwardSm80Tile(Tile):
     share_qk_smem: bool = False
     swizzle_bits: int = -1
     park_statistics: bool = False
+    qk_unroll: int = 0
 
     MAX_WARPS: ClassVar[int] = 16
 
@@ -128,6 +131,11 @@ class ForwardSm80Tile(Tile):
     def parked_bytes(self) -> int:
         """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
         return 2 * 4 * 4 * self.tile_m if self.park_statistics else 0
+
+    def steps_at_once(self, traits: Traits) -> int:
+        """Steps of 16 along head_dim that Q K^T takes at a time: at most ``qk_unroll``, and a divisor of all."""
+        steps = padded(traits.head_dim) // 16
+        return next(n for n in range(min(self.qk_unroll or steps, steps), 0, -1) if steps % n == 0)
 
     @property
     def keeps_q(self) -> bool:
@@ -161,6 +169,8 @@ class ForwardSm80Tile(Tile):
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
         if self.num_stages < 1:
             return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if self.qk_unroll < 0:
+            return f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or how many at a time"
         if not -1 <= self.swizzle_bits <= 3:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
@@ -246,7 +256,9 @@ class ForwardSm90Tile(Tile):
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.tile_m not in (64, 128, 192):
-            return f"tile_m is {self.tile_m}; accepted: 64, 128 or 192, 64 for each of one to three warpgroups"
+            return (
+                f"tile_m is {self.tile_m}; accepted: 64, 128 or 192, 64 for each of one to three warpgroups"
+            )
         step = 32 if traits.dropout == "flash" else 16
         if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"

@@ -1,7 +1,8 @@
 """The two matrix products of an mma.sync kernel.
 
-Operands are read where they are used: ptxas spreads the ldmatrix among the mma by itself, and reading a step ahead by hand
-left its code as it was.
+ptxas reads operands as early as it has registers for them, and then has none left for what lives longer, which it
+spills. It never moves a read into another iteration of a loop: a loop over the steps, rather than all of them in a row,
+is what bounds the registers of Q K^T. P V needs none: the scores' registers are free by then.
 """
 
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from cute_attn.device.math import anew
 class SmemOperand:
     """A thread's part of an MMA operand in shared memory, and the registers it is read into.
 
-    tile: (rows, cols, stage); source: (copy, rows, k, stage); fragment: (mma, rows, k); view: the fragment as the copy
-    sees it.
+    tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment as the copy sees it, (copy, piece, k), where
+    a piece is what one ldmatrix reads.
     """
 
     tiled_copy: cute.TiledCopy
     tile: cute.Tensor
-    source: cute.Tensor
     fragment: cute.Tensor
     view: cute.Tensor
     thread: Int32
@@ -33,9 +33,8 @@ class SmemOperand:
     ) -> "SmemOperand":
         """The A operand (M, K) in ``tile`` (rows, cols, stage)."""
         mma = tiled_mma.get_slice(thread)
-        return SmemOperand._of(
-            tiled_copy, tile, mma.make_fragment_A(mma.partition_A(tile[None, None, 0])), thread
-        )
+        fragment = mma.make_fragment_A(mma.partition_A(tile[None, None, 0]))
+        return SmemOperand(tiled_copy, tile, fragment, tiled_copy.get_slice(thread).retile(fragment), thread)
 
     @staticmethod
     def b(
@@ -43,34 +42,80 @@ class SmemOperand:
     ) -> "SmemOperand":
         """The B operand (N, K) in ``tile`` (rows, cols, stage)."""
         mma = tiled_mma.get_slice(thread)
-        return SmemOperand._of(
-            tiled_copy, tile, mma.make_fragment_B(mma.partition_B(tile[None, None, 0])), thread
-        )
+        fragment = mma.make_fragment_B(mma.partition_B(tile[None, None, 0]))
+        return SmemOperand(tiled_copy, tile, fragment, tiled_copy.get_slice(thread).retile(fragment), thread)
 
-    @staticmethod
-    def _of(
-        tiled_copy: cute.TiledCopy, tile: cute.Tensor, fragment: cute.Tensor, thread: Int32
-    ) -> "SmemOperand":
-        mine = tiled_copy.get_slice(thread)
-        return SmemOperand(tiled_copy, tile, mine.partition_S(tile), fragment, mine.retile(fragment), thread)
-
-    def anew(self) -> "SmemOperand":
-        """The same, its addresses computed here rather than kept in registers through a loop."""
-        return SmemOperand._of(self.tiled_copy, self.tile, self.fragment, anew(self.thread))
-
-    def load(self, k: int, stage: Int32) -> None:
-        """Read step k of ``stage`` into the fragment."""
-        cute.copy(self.tiled_copy, self.source[None, None, k, stage], self.view[None, None, k])
-
-    def load_all(self) -> None:
-        """Read every step of the first stage: the operand stays in registers from here on."""
-        for k in range(self.steps):
-            self.load(k, 0)
+    @property
+    def pieces(self) -> int:
+        """ldmatrix instructions of a step."""
+        return cute.size(self.view, mode=[1])
 
     @property
     def steps(self) -> int:
         """Steps of the MMA along K."""
         return cute.size(self.fragment, mode=[2])
+
+    def start(self, stage: Int32) -> Int32:
+        """The address of the thread's first vector in ``stage``, computed here rather than kept through a loop."""
+        rows, cols, _ = self.tile.layout.shape
+        coords = self.tiled_copy.get_slice(anew(self.thread)).partition_S(
+            cute.make_identity_tensor((cute.size(rows), cute.size(cols)))
+        )
+        row, col = coords[0]
+        return (self.tile.iterator + cute.crd2idx((row, col, stage), self.tile.layout)).toint()
+
+    def at_step(self, start: Int32, k: Int32) -> Int32:
+        """``start`` moved to step k, which is a run-time number."""
+        step = self._distance(0, 1) if self.steps > 1 else 0
+        # As many steps as lie in a row of the layout's atom are equally far apart, and so are the atoms.
+        row = next((k for k in range(1, self.steps) if self._distance(0, k) != k * step), self.steps)
+        atom = self._distance(0, row) if row < self.steps else 0
+        in_row, size = k % row * step, self.tile.element_type.width // 8
+        swizzled = in_row & self._swizzled_bits
+        return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
+
+    def address(self, start: Int32, piece: int, k: int) -> cute.Pointer:
+        """Where the thread's vector of a piece lies, k steps on from ``start``.
+
+        Vectors lie at static distances from the first one, but for the swizzle. That is linear under exclusive or, so
+        one operation on the first address does for the swizzled bits, and one register holds all addresses.
+        """
+        distance = self._distance(piece, k)
+        swizzled = distance & self._swizzled_bits
+        element = self.tile.element_type
+        moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
+        return cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16) + (distance - swizzled)
+
+    def load(self, start: Int32, piece: int, k: int) -> None:
+        """Read a piece into the fragment, k steps on from ``start``."""
+        source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(8))
+        cute.copy(self.tiled_copy, source, self.view[None, piece, k])
+
+    @property
+    def _swizzled_bits(self) -> int:
+        """The bits of an element's offset that the swizzle changes."""
+        if not isinstance(self.tile.layout, cute.ComposedLayout):
+            return 0
+        swizzle = self.tile.layout.inner
+        return ((1 << swizzle.num_bits) - 1) << swizzle.num_base
+
+    def _distance(self, piece: int, k: int) -> int:
+        """Elements from a thread's first vector to another one, were there no swizzle."""
+        layout = self.tile.layout
+        unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
+        vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
+        return cute.crd2idx((0, piece, k, 0), vectors.layout)
+
+    def load_step(self, start: Int32, k: int) -> None:
+        """Read the whole of step k, counted from the step of ``start``."""
+        for piece in range(self.pieces):
+            self.load(start, piece, k)
+
+    def load_all(self) -> None:
+        """Read every step of the first stage: the operand stays in registers from here on."""
+        start = self.start(Int32(0))
+        for k in range(self.steps):
+            self.load_step(start, k)
 
 
 @cute.jit
@@ -80,21 +125,33 @@ def gemm(
     a: SmemOperand,
     b: SmemOperand,
     stage: Int32,
-    a_in_regs: Constexpr = False,
+    unroll: Constexpr,
 ) -> None:
-    """acc += A B^T with both operands in shared memory, or A already in its fragment."""
-    a, b = a.anew(), b.anew()
-    for k in cutlass.range_constexpr(b.steps):
-        if cutlass.const_expr(not a_in_regs):
-            a.load(k, 0)
-        b.load(k, stage)
-        cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b.fragment[None, None, k], acc)
+    """acc += A B^T with both operands in shared memory, ``unroll`` steps along K at a time."""
+    a_start, b_start = a.start(Int32(0)), b.start(stage)
+    for first in cutlass.range(0, b.steps, unroll, unroll=1):
+        a_here, b_here = a.at_step(a_start, first), b.at_step(b_start, first)
+        for k in cutlass.range_constexpr(unroll):
+            a.load_step(a_here, k)
+            _step(tiled_mma, acc, a.fragment, b, b_here, k)
 
 
 @cute.jit
 def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, stage: Int32) -> None:
-    """acc += A B^T with A in registers, as ``layouts.as_operand_a`` gives it."""
-    b = b.anew()
+    """acc += A B^T with A in registers."""
+    b_start = b.start(stage)
     for k in cutlass.range_constexpr(b.steps):
-        b.load(k, stage)
-        cute.gemm(tiled_mma, acc, a[None, None, k], b.fragment[None, None, k], acc)
+        _step(tiled_mma, acc, a, b, b_start, k)
+
+
+@cute.jit
+def _step(
+    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, b_start: Int32, k: Constexpr
+) -> None:
+    """One step along K: a piece of B and the instructions that it feeds at a time."""
+    acc_pieces = cute.logical_divide(acc, (None, None, 2))
+    b_pieces = cute.logical_divide(b.fragment, (None, 2, None))
+    for piece in cutlass.range_constexpr(b.pieces):
+        b.load(b_start, piece, k)
+        target = acc_pieces[None, None, (None, piece)]
+        cute.gemm(tiled_mma, target, a[None, None, k], b_pieces[None, (None, piece), k], target)

@@ -13,8 +13,8 @@ A block owns tile_m queries of one head and walks over the key blocks they see, 
     epilogues, online softmax, P to 16 bits        epilogues, online softmax, P to 16 bits
     O = rescaled O + P V[j]                        O = rescaled O + P V[j]
 
-Blocks that the band's edge crosses are walked by loops with masks, those inside by a loop without. Follows FlashAttention-2
-(Dao 2023, https://arxiv.org/abs/2307.08691).
+Blocks that the band's edge crosses are walked by loops with masks, those inside by a loop without. Follows
+FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
 rows 16-byte aligned with a contiguous last dimension.
@@ -64,7 +64,7 @@ class BlockLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``; ``whole``: all its keys exist. Those that do not become zeros: 0 * NaN would be NaN."""
+        """Start loading ``block``; ``whole``: all its keys exist. Others become zeros, since 0 * NaN would be NaN."""
         rows = cute.size(self.s, mode=[0])
         tile = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
         self.row_copy.copy(tile, self.s[None, None, stage], self.seqlen_k - block * rows, whole)
@@ -314,7 +314,7 @@ class ForwardSm80:
 
     @cute.jit
     def main_loop(self, work: Work) -> None:
-        """All key blocks, last first: masked ones at the band's right edge, inner ones, masked ones at its left edge."""
+        """All key blocks, last first: masked ones at the band's right edge, inner ones, masked ones at its left."""
         blocks = work.blocks
         self.start_loads(work)
         self.steps(work, blocks.full_end, blocks.end, True)
@@ -389,7 +389,10 @@ class ForwardSm80:
         acc_s.fill(0.0)
         score_tile = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
         loaded = self.epilogues.load(work.state, score_tile)
-        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, tile.keeps_q)
+        if cutlass.const_expr(tile.keeps_q):
+            gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
+        else:
+            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, tile.steps_at_once(self.traits))
         return score_tile, acc_s, loaded
 
     @cute.jit

@@ -1,0 +1,61 @@
+"""The operands of the two products: where a thread reads them in shared memory, against the layout's own answer."""
+
+import cutlass
+import numpy as np
+import pytest
+from cutlass import Float16, Int32, cute
+
+import layouts
+from cute_attn.device.gemm import SmemOperand
+from layouts.host import run_on_host
+
+# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
+
+
+def make_operand(which, rows, cols, stages, bits, warps, thread):
+    """An operand of a tile at address 0 of shared memory: Q or K as (rows, cols), V transposed."""
+    tiled_mma = layouts.tiled_mma_sm80(Float16, warps)
+    pointer = cute.make_ptr(Float16, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
+    tile = cute.make_tensor(
+        pointer, layouts.smem_layout(rows, cols, Float16, stages=stages, swizzle_bits=bits)
+    )
+    if which == "q":
+        return SmemOperand.a(tiled_mma, layouts.ldmatrix_copy_a(tiled_mma, Float16), tile, thread)
+    copy = layouts.ldmatrix_copy_b(tiled_mma, Float16, transpose=which == "v")
+    return SmemOperand.b(tiled_mma, copy, layouts.transposed(tile) if which == "v" else tile, thread)
+
+
+@cute.jit
+def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
+    """out[thread, stage, k, piece] = addresses: read unrolled, read in a loop, and where the layout has the vector."""
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        operand = make_operand(*case, thread)
+        reference = operand.tiled_copy.get_slice(thread).partition_S(
+            cute.make_identity_tensor(operand.tile.layout.shape)
+        )
+        for stage in cutlass.range(cute.size(out.shape[1])):
+            start = operand.start(stage)
+            for k in cutlass.range_constexpr(operand.steps):
+                here = operand.at_step(start, Int32(k))
+                for piece in cutlass.range_constexpr(operand.pieces):
+                    row, col, _ = reference[0, piece, k, 0]
+                    out[thread, stage, k, piece, 0] = operand.address(start, piece, k).toint()
+                    out[thread, stage, k, piece, 1] = operand.address(here, piece, 0).toint()
+                    out[thread, stage, k, piece, 2] = 2 * cute.crd2idx((row, col, stage), operand.tile.layout)
+
+
+@pytest.mark.parametrize("bits", [None, 0, 1])
+@pytest.mark.parametrize("cols", [32, 64, 96, 128])
+@pytest.mark.parametrize("which, rows, stages, warps", [("q", 128, 1, 4), ("k", 64, 2, 4), ("v", 48, 3, 2)])
+def test_addresses_are_the_layouts(which, rows, stages, warps, cols, bits):
+    steps, pieces = {
+        "q": (cols // 16, rows // 16 // warps),
+        "k": (cols // 16, rows // 16),
+        "v": (rows // 16, cols // 16),
+    }[which]
+    case = (which, rows, cols, stages, bits, warps)
+    found = run_on_host(lambda out: write_addresses(case, out), 32 * warps, stages, steps, pieces, 3)
+    unrolled, looped, wanted = np.moveaxis(found, -1, 0)
+    np.testing.assert_array_equal(unrolled, wanted)
+    np.testing.assert_array_equal(looped, wanted)
