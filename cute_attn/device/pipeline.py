@@ -12,7 +12,7 @@ from cutlass import Constexpr, Int32, cute
 
 @dataclass(frozen=True)
 class Ring:
-    """``num_stages`` buffers in shared memory, each with an mbarrier that says it is full and one that says it is free."""
+    """``num_stages`` buffers in shared memory, each with an mbarrier that says it is full and one that it is free."""
 
     barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then free ones
     num_stages: Constexpr

@@ -20,9 +20,9 @@ class TileOrder:
     Without ``longest_first`` a head's query blocks follow each other, and each round deals the next ones.
 
     With it, heads are taken a section at a time, as many as keep their K and V in L2, and a section's query blocks are
-    sorted from the last ones of its heads, which under a causal band have the most work, to the first ones. They are dealt
-    to and fro (0, 1, 2, 2, 1, 0, ...) in an even number of rounds, which gives every block the same work without asking a
-    counter.
+    sorted from the last ones of its heads, which under a causal band have the most work, to the first ones. They are
+    dealt to and fro (0, 1, 2, 2, 1, 0, ...) in an even number of rounds, which gives every block the same work without
+    asking a counter.
 
     Planes are (batch, head) with heads fastest.
     """

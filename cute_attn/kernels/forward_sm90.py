@@ -4,8 +4,8 @@
     P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
-One warp loads: Q once a query block, then K and V block by block, last one first, into rings of ``num_stages`` buffers. One
-to three warpgroups compute, each 64 of the block's queries:
+One warp loads: Q once a query block, then K and V block by block, last one first, into rings of ``num_stages`` buffers.
+One to three warpgroups compute, each 64 of the block's queries:
 
     S[0] = Q K[0]; softmax                              the first key block
     take the turn                                       then, for j = 1, 2, ...
@@ -20,8 +20,8 @@ Within a warpgroup the tensor cores work while it exponentiates (overlap), and b
 (turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
 FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte aligned
-with a contiguous last dimension.
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
+aligned with a contiguous last dimension.
 """
 
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.tma import Tma
+from cute_attn.device.wgmma import start_gemm
 from cute_attn.device.work import QueryBlock
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -54,33 +56,6 @@ L2_SECTION_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Tma:
-    """A tensor in global memory as TMA addresses it: (rows, head_dim, heads[, batch])."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-    @cute.jit
-    def block(
-        self, place_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
-    ) -> cute.Tensor:
-        """All (rows, cols) tiles of one head from ``place_row`` on: (rows, cols, n)."""
-        if cutlass.const_expr(packed):
-            plane = cute.domain_offset((place_row, 0), self.tensor[None, None, head])
-        else:
-            plane = cute.domain_offset((place_row, 0), self.tensor[None, None, head, batch])
-        return cute.local_tile(plane, (rows, cols), (None, 0))
-
-    @cute.jit
-    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
-        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
-        t_s, t_g = cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        cute.copy(self.atom, t_g[None, n], t_s[None, ring.stage(filling)], tma_bar_ptr=ring.full(filling))
-
-
-@dataclass(frozen=True)
 class Shared:
     """Shared memory: operands with their stages last, and the rings that guard them."""
 
@@ -91,6 +66,26 @@ class Shared:
     ring_q: Ring
     ring_k: Ring
     ring_v: Ring
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, and in which order."""
+
+    seqlens: Seqlens
+    softmax_scale: Float32
+    score_args: tuple
+    order: TileOrder
+    nheads: Int32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where operands come from."""
+
+    q: Tma
+    k: Tma
+    v: Tma
 
 
 @dataclass(frozen=True)
@@ -210,7 +205,7 @@ class ForwardSm90:
 
     @property
     def foreign_values(self) -> bool:
-        """Whether the rows of V behind a sequence's last belong to somebody else: they may be NaN, and 0 * NaN is NaN."""
+        """Whether rows of V behind a sequence's last are somebody else's: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k
 
     @property
@@ -249,20 +244,14 @@ class ForwardSm90:
         blocks = score_args[0] if tile.persistent else m_blocks * nheads * batch
         order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, blocks, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        self.kernel(
+        inputs = Inputs(
             self.tma(load, mQ, tile.tile_m, traits.head_dim),
             self.tma(load, mK, tile.tile_n, traits.head_dim),
             self.tma(load, mV, tile.tile_n, traits.head_dim_v),
-            self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v),
-            mO,
-            mLSE,
-            mSoftmax,
-            seqlens,
-            softmax_scale,
-            score_args[1:],
-            order,
-            nheads,
-        ).launch(
+        )
+        tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v)
+        problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
+        self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
             grid=[order.blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
         )
 
@@ -278,26 +267,12 @@ class ForwardSm90:
     # ---- device ----
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_q: Tma,
-        tma_k: Tma,
-        tma_v: Tma,
-        tma_o: Tma,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSoftmax: cute.Tensor | None,
-        seqlens: Seqlens,
-        softmax_scale: Float32,
-        score_args: tuple,
-        order: TileOrder,
-        nheads: Int32,
-    ) -> None:
+    def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         shared = self.shared_memory()
         if warp == 0:
-            for tma in (tma_q, tma_k, tma_v):
+            for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
                 for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
@@ -307,13 +282,10 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                self.load_all(tma_q, tma_k, tma_v, shared, seqlens, score_args, order, nheads)
+                self.load_all(problem, inputs, shared)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            outputs = Outputs(tma_o, mO, mLSE, mSoftmax)
-            self.compute_all(
-                outputs, shared, seqlens, softmax_scale, score_args, order, nheads, thread - WARPGROUP
-            )
+            self.compute_all(problem, outputs, shared, thread - WARPGROUP)
 
     def shared_memory(self) -> Shared:
         """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share)."""
@@ -347,13 +319,13 @@ class ForwardSm90:
         layout = self.smem_layout(rows, head_dim, stages)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
 
-    def begin(
-        self, place: QueryBlock, seqlens: Seqlens, score_args: tuple, nheads: Int32, scale: Float32
-    ) -> tuple[ScoreContext, ScoreState]:
+    def begin(self, problem: Problem, place: QueryBlock) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query block."""
-        chain = self.epilogues
-        context = chain.context(score_args, seqlens, place.info, place.batch, place.head, nheads, scale)
-        return context, chain.begin(score_args, context)
+        chain, args = self.epilogues, problem.score_args
+        context = chain.context(
+            args, problem.seqlens, place.info, place.batch, place.head, problem.nheads, problem.softmax_scale
+        )
+        return context, chain.begin(args, context)
 
     def key_blocks(self, place: QueryBlock, state: ScoreState) -> BlockRange:
         """The key blocks that one query block visits."""
@@ -363,34 +335,22 @@ class ForwardSm90:
     # ---- the loading warp ----
 
     @cute.jit
-    def load_all(
-        self,
-        tma_q: Tma,
-        tma_k: Tma,
-        tma_v: Tma,
-        shared: Shared,
-        seqlens: Seqlens,
-        score_args: tuple,
-        order: TileOrder,
-        nheads: Int32,
-    ) -> None:
-        """Q, K and V of every query block of this block's list."""
+    def load_all(self, problem: Problem, inputs: Inputs, shared: Shared) -> None:
+        """Q, K and V of every query block that this block is dealt."""
         queries, keys = Int32(0), Int32(0)  # fillings so far
-        for deal in cutlass.range(order.rounds, unroll=1):
-            place = order.place(deal, seqlens, self.tile.tile_m)
-            _, state = self.begin(place, seqlens, score_args, nheads, Float32(1.0))
+        for deal in cutlass.range(problem.order.rounds, unroll=1):
+            place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
+            _, state = self.begin(problem, place)
             blocks = self.key_blocks(place, state)
             if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
-                self.load_one(tma_q, tma_k, tma_v, shared, place, blocks, queries, keys)
+                self.load_one(inputs, shared, place, blocks, queries, keys)
                 queries += 1
                 keys += (blocks.end - blocks.begin) * self.walks
 
     @cute.jit
     def load_one(
         self,
-        tma_q: Tma,
-        tma_k: Tma,
-        tma_v: Tma,
+        inputs: Inputs,
         shared: Shared,
         place: QueryBlock,
         blocks: BlockRange,
@@ -398,12 +358,9 @@ class ForwardSm90:
         keys: Int32,
     ) -> None:
         """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
-        d, dv, tile, packed = (
-            padded(self.traits.head_dim),
-            padded(self.traits.head_dim_v),
-            self.tile,
-            self.traits.varlen,
-        )
+        d, dv = padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        tile, packed = self.tile, self.traits.varlen
+        tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
         info, last = place.info, blocks.end - 1
         g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, tile.tile_m, d, packed)
         g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
@@ -431,27 +388,17 @@ class ForwardSm90:
     # ---- the computing warpgroups ----
 
     @cute.jit
-    def compute_all(
-        self,
-        outputs: Outputs,
-        shared: Shared,
-        seqlens: Seqlens,
-        softmax_scale: Float32,
-        score_args: tuple,
-        order: TileOrder,
-        nheads: Int32,
-        thread: Int32,
-    ) -> None:
-        """Every query block of this block's list."""
+    def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
+        """Every query block that this block is dealt."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         turns = Turns(group, self.tile.warpgroups, self.tile.take_turns and self.tile.warpgroups > 1)
         score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
         fragments = self.make_fragments(shared, group, len(score_map.modes.rows))
         turns.open()
         queries, keys = Int32(0), Int32(0)
-        for deal in cutlass.range(order.rounds, unroll=1):
-            place = order.place(deal, seqlens, self.tile.tile_m)
-            context, state = self.begin(place, seqlens, score_args, nheads, softmax_scale)
+        for deal in cutlass.range(problem.order.rounds, unroll=1):
+            place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
+            context, state = self.begin(problem, place)
             blocks = self.key_blocks(place, state)
             if place.row0 < place.info.seqlen_q:
                 softmax = OnlineSoftmax.make(
@@ -615,14 +562,14 @@ class ForwardSm90:
     def start_qk(self, work: Work, acc_s: cute.Tensor, n: Int32) -> None:
         """acc_s = Q K^T, K from filling n."""
         op, stage = work.fragments, work.shared.ring_k.stage(n)
-        _start_gemm(self.mma_qk(), acc_s, op.q[None, None, None, 0], op.k[None, None, None, stage], False)
+        start_gemm(self.mma_qk(), acc_s, op.q[None, None, None, 0], op.k[None, None, None, stage], False)
 
     @cute.jit
     def start_pv(self, work: Work, n: Int32) -> None:
         """O += P V, V from filling n."""
         op, stage = work.fragments, work.shared.ring_v.stage(n)
         p = layouts.as_operand_a(op.p)
-        _start_gemm(self.mma_pv(), op.acc_o, p, op.v[None, None, None, stage], True)
+        start_gemm(self.mma_pv(), op.acc_o, p, op.v[None, None, None, stage], True)
 
     @cute.jit
     def probabilities(self, work: Work, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
@@ -715,33 +662,13 @@ class ForwardSm90:
             warpgroup_barrier(group)
             if lane < 32 and row0 < place.info.seqlen_q:
                 g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
-                t_s, t_g = cpasync.tma_partition(
-                    tma_o.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(s_o, 0, 2),
-                    cute.group_modes(g_o, 0, 2),
-                )
-                cute.copy(tma_o.atom, t_s, t_g[None, 0])
-                cute.arch.cp_async_bulk_commit_group()
+                tma_o.store(s_o, g_o, 0)
         else:
             warpgroup_barrier(group)
             o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q, packed)
             g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
             copy_o = RowCopy(self.gmem_store(), lane, padded(dv), dv)
             copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)
-
-
-@cute.jit
-def _start_gemm(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr
-) -> None:
-    """Start acc (+)= A B^T and commit it as one group; the registers in it belong to wgmma until it has been waited for."""
-    warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-        cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
-    warpgroup.commit_group()
 
 
 def _multiprocessors() -> int:

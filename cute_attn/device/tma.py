@@ -1,0 +1,45 @@
+"""Tensors as the tensor memory accelerator addresses them."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cute_attn.device.pipeline import Ring
+
+
+@dataclass(frozen=True)
+class Tma:
+    """A tensor in global memory as TMA addresses it: (rows, head_dim, heads[, batch])."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+    @cute.jit
+    def block(
+        self, first_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
+    ) -> cute.Tensor:
+        """All (rows, cols) tiles of one head from ``first_row`` on: (rows, cols, n)."""
+        if cutlass.const_expr(packed):
+            plane = cute.domain_offset((first_row, 0), self.tensor[None, None, head])
+        else:
+            plane = cute.domain_offset((first_row, 0), self.tensor[None, None, head, batch])
+        return cute.local_tile(plane, (rows, cols), (None, 0))
+
+    @cute.jit
+    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        cute.copy(self.atom, t_g[None, n], t_s[None, ring.stage(filling)], tma_bar_ptr=ring.full(filling))
+
+    @cute.jit
+    def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:
+        """Start storing ``source`` (rows, cols) to tile n of ``tiles``, as a bulk group of its own."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        cute.copy(self.atom, t_s, t_g[None, n])
+        cute.arch.cp_async_bulk_commit_group()
