@@ -237,7 +237,8 @@ class Walk:
         """A thread's statistics as they stand."""
         parked = self.statistics(thread, rows)
         empty = self.kernel.epilogues.may_mask_rows
-        return OnlineSoftmax(parked[None, 0], parked[None, 1], self.scale_log2, empty)
+        threshold = getattr(self.kernel.tile, "rescale_threshold", 0)
+        return OnlineSoftmax(parked[None, 0], parked[None, 1], self.scale_log2, empty, threshold)
 
 
 @cute.jit
@@ -329,7 +330,8 @@ def _exponentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     softmax = parked.fetch()
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
-        walk.buffers.factors[row] = softmax.exponentiate(tile.acc, r, walk.buffers.maxima[row], masked)
+        row_max = softmax.max_to_use(r, walk.buffers.maxima[row])
+        walk.buffers.factors[row] = softmax.exponentiate(tile.acc, r, row_max, masked)
     parked.park(softmax)
     _copy(acc, p)
     _copy(p, walk.part(walk.buffers.p, thread, block))

@@ -46,8 +46,10 @@ class BlockRange:
     def of_queries(band: Band, first_query: Int32, end_query: Int32, tile_n: Constexpr) -> "BlockRange":
         """The blocks that queries [first_query, end_query) visit between them."""
         last_query = end_query - 1
-        end = cutlass.max(cute.ceil_div(cutlass.max(band.end_key(last_query), 0), tile_n), 0)
-        begin = cutlass.min(band.first_key(first_query) // tile_n, end)
+        first_key, end_key = band.first_key(first_query), cutlass.max(band.end_key(last_query), 0)
+        end = cute.ceil_div(end_key, tile_n)
+        begin = cutlass.min(first_key // tile_n, end)
+        end = end if first_key < end_key else begin  # a window may begin after the last key
         # Unmasked: below the first query's end, and from the last query's first key on.
         full_end = cutlass.max(band.end_key(first_query), 0) // tile_n
         full_begin = cute.ceil_div(band.first_key(last_query), tile_n)

@@ -1,8 +1,10 @@
 """Arithmetic that runs in kernels and in host ``cute.jit`` functions alike, so that CPU tests run the real code."""
 
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 
@@ -37,13 +39,17 @@ def log(x: Float32) -> Float32:
     return cute.math.log(x, fastmath=True)
 
 
-def tanh(x: Float32) -> Float32:
-    """Hyperbolic tangent to 2e-7 absolute: 1 - 2 / (1 + e^2x).
+TANH_UNIT = 2.0 * LOG2_E
+"""What a hyperbolic tangent's argument is multiplied with for :func:`tanh_base2`."""
+
+
+def tanh_base2(x: Float32) -> Float32:
+    """tanh(x / TANH_UNIT) to 2e-7 absolute: 1 - 1 / (1/2 + 2^x / 2). The unit folds into a factor that x has anyway.
 
     Two special-function instructions. tanh.approx takes one, but its 5e-4 relative error times a cap of 50 is an error
     of 2% in a probability.
     """
-    return 1.0 - 2.0 * reciprocal(1.0 + exp2(x * (2.0 * LOG2_E)))
+    return 1.0 - reciprocal(0.5 * exp2(x) + 0.5)
 
 
 def reciprocal(x: Float32) -> Float32:
@@ -68,15 +74,33 @@ def mul_wide(a: Uint32, b: Uint32) -> tuple[Uint32, Uint32]:
     return Uint32(product >> cutlass.Uint64(32)), Uint32(product)
 
 
-def byte_permute(x: Int32, selector: int) -> Int32:
-    """prmt with x in both operands: nibble i of ``selector`` picks the byte that goes to byte i of the result, and
-    with 8 added that byte's sign bit eight times over."""
+def quad_or(compute: Callable[[Int32], Int32], lane: Int32) -> Int32:
+    """compute(0) | compute(1) | compute(2) | compute(3), each done by one lane of a quad, and every lane gets it.
+
+    ``lane`` is the thread's own number in its quad. On the host, where no threads run side by side, each does all four.
+    """
     if on_device():
-        return Int32(cute.arch.prmt(x, x, Int32(selector)))
+        return quad_reduce(compute(lane), lambda a, b: a | b)
+    return _or_of_four(compute)
+
+
+@cute.jit
+def _or_of_four(compute: Constexpr) -> Int32:
+    result = Int32(0)
+    for lane in cutlass.range(4):
+        result = result | compute(lane)
+    return result
+
+
+def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
+    """prmt: nibble i of ``selector`` picks the byte that goes to byte i of the result, 0 to 3 from ``low`` and 4 to 7
+    from ``high``, and with 8 added that byte's sign bit eight times over."""
+    if on_device():
+        return Int32(cute.arch.prmt(low, high, Int32(selector)))
     result = Int32(0)
     for i in range(4):
         nibble = selector >> (4 * i) & 0xF
-        byte = (x >> Int32(8 * (nibble & 3))) & Int32(0xFF)
+        byte = ((high if nibble & 4 else low) >> Int32(8 * (nibble & 3))) & Int32(0xFF)
         if nibble & 8:
             byte = (Int32(0) - (byte >> Int32(7))) & Int32(0xFF)
         result = result | (byte << Int32(8 * i))
@@ -86,6 +110,11 @@ def byte_permute(x: Int32, selector: int) -> Int32:
 def fabs(x: Float32) -> Float32:
     """|x|; folds into the instruction that uses it."""
     return cute.math.absf(x)
+
+
+def uniform(x: Uint32) -> Uint32:
+    """x, which is the same in all lanes of a warp, as the compiler is told: it may then live in a uniform register."""
+    return Uint32(cute.arch.make_warp_uniform(Int32(x))) if on_device() else x
 
 
 def opaque(x):
@@ -103,15 +132,3 @@ def anew(x: Int32) -> Int32:
     A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
-
-
-@cute.jit
-def finish_before(x: Float32) -> None:
-    """Everything that x >= 0 follows from is computed before what comes next.
-
-    ptxas moves a wait for wgmma ahead of arithmetic that does not depend on it, and so makes it wait beside nothing. It
-    does not move it across a branch, and it cannot know that this one is never taken.
-    """
-    if cutlass.const_expr(on_device()):
-        if cute.arch.vote_any_sync(x < 0.0):
-            cute.arch.inline_ptx("nanosleep.u32 0;")

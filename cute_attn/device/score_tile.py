@@ -39,6 +39,7 @@ class ScoreMap:
     """Which rows and columns of a score tile a thread holds; made once before the loops."""
 
     modes: Constexpr  # layouts.mma.RowColModes
+    tile_n: Constexpr
     thr_row: Int32
     thr_col: Int32
 
@@ -47,12 +48,13 @@ class ScoreMap:
         """The map of ``thread`` in the accumulator of a (tile_m, tile_n) product."""
         modes = row_col_modes(tiled_mma, tile_m, tile_n)
         thr_row, thr_col = thread_row_col(tiled_mma, tile_m, tile_n, thread)
-        return ScoreMap(modes, Int32(thr_row), Int32(thr_col))
+        return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col))
 
     def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
         """The score tile whose first element is (query row0, key col0)."""
         rows, cols = self.modes.rows, self.modes.cols
-        return ScoreTile(row_col_view(acc, self.modes), rows, cols, row0 + self.thr_row, col0 + self.thr_col)
+        view = row_col_view(acc, self.modes)
+        return ScoreTile(view, rows, cols, self.tile_n, row0 + self.thr_row, col0 + self.thr_col)
 
     def view(self, fragment: cute.Tensor) -> cute.Tensor:
         """Any fragment laid out as the accumulator, such as P, as (rows, cols)."""
@@ -66,5 +68,6 @@ class ScoreTile:
     acc: cute.Tensor
     rows: Constexpr  # tuple[int, ...]: offset of each row from row0
     cols: Constexpr  # tuple[int, ...]: offset of each column from col0
+    tile_n: Constexpr  # columns of the whole tile
     row0: Int32  # the query index of the thread's first row
     col0: Int32  # the key index of the thread's first column

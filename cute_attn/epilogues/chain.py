@@ -114,14 +114,14 @@ class EpilogueChain:
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, P in 16 bits as (rows, cols)."""
-        if self.dropout:
+        if self.dropout and state.dropout:
             self.dropout.forward(state.dropout, tile, p)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""
-        if self.dropout:
+        if self.dropout and state.dropout:
             self.dropout.signs(state.dropout, tile, p)
 
     def rescale(self, state: ScoreState) -> Any:
         """What the output is multiplied with: 1 / (1 - p), or 1."""
-        return state.dropout.rescale if self.dropout else Float32(1.0)
+        return state.dropout.rescale if state.dropout else Float32(1.0)

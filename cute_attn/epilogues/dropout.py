@@ -1,13 +1,14 @@
-"""PyTorch's two dropout masks, bit for bit, from Philox (Salmon et al., SC 2011, https://doi.org/10.1145/2063384.2063405).
+"""PyTorch's two dropout masks, bit for bit, from Philox (Salmon et al., SC 2011, doi:10.1145/2063384.2063405).
 
-**flash** (FlashAttention-2): Philox4x32-7, one call for each lane of a 16 x 32 block of scores gives 16 bytes, and a lane
-of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <= floor(255 (1 - p)).
+**flash** (FlashAttention-2): Philox4x32-7, one call for each lane of a 16 x 32 block of scores gives 16 bytes, and a
+lane of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <=
+floor(255 (1 - p)).
 
-**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered row-major over all scores; kept iff the
-word as a uniform in (0, 1] is > p.
+**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered row-major over all scores; kept iff
+the word as a uniform in (0, 1] is > p.
 
-Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from the
-undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
+Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from
+the undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
 """
 
 import functools
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.math import byte_permute, mul_wide
+from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
 
@@ -82,6 +83,7 @@ class DropoutState:
     base: Uint64  # flash: offset + (batch * nheads + head) * 32; mem_efficient: number of the head's first score
     row_stride: Int64  # mem_efficient: scores in a row
     threshold: Int32
+    unaligned: Boolean  # mem_efficient: rows do not start at the first word of a Philox call
     rescale: Float32
 
 
@@ -111,7 +113,10 @@ class Dropout:
         else:
             row_stride = Int64(context.max_seqlen_k)
             base = offset + plane * Uint64(context.max_seqlen_q) * Uint64(context.max_seqlen_k)
-        return DropoutState(words(seed), base, row_stride, threshold, scale)
+        unaligned = (base | Uint64(row_stride)) & Uint64(3) != Uint64(0)
+        return DropoutState(
+            tuple(uniform(word) for word in words(seed)), base, row_stride, threshold, unaligned, scale
+        )
 
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, a (rows, cols) view of 16-bit registers."""
@@ -133,30 +138,78 @@ class Dropout:
 
     def _flash_masks(self, state: DropoutState, tile: ScoreTile):
         """(row, column, 16 ones for each dropped element of the pair (column, column + 1)) of every pair."""
-        block_rows, block_cols = FLASH_BLOCK
+        block_rows = FLASH_BLOCK[0]
         lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
-        x, y = words(state.base + Uint64(lane))
-        add, either = _byte_limits(state.threshold)
+        starts, start = _starts(tile), (tile.col0 >> 3) & 3
         for row_block in sorted({row // block_rows for row in tile.rows}):
             z = Uint32((tile.row0 + row_block * block_rows) >> 4)
-            for col_block in sorted({col // block_cols for col in tile.cols}):
-                w = Uint32((tile.col0 + col_block * block_cols) >> 5)
-                above = [
-                    _bytes_above(Int32(word), add, either) for word in philox((x, y, z, w), state.key, 7)
-                ]
+            counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
+            above: dict[int, Int32] = {}
+            for c in range(0, len(tile.cols), 2):
+                eighth = tile.cols[c] // 8
+                word = _flash_word(above, starts[0] + eighth, counter, state)
+                for other in starts[1:]:
+                    alternative = _flash_word(above, other + eighth, counter, state)
+                    word = cutlass.select_(start == other, alternative, word)
                 for r, row in enumerate(tile.rows):
-                    for c in range(0, len(tile.cols), 2):
-                        if (row // block_rows, tile.cols[c] // block_cols) == (row_block, col_block):
-                            # The two bytes of this row, each twice over, as sign bits.
-                            selector = 0xBBAA if row >> 3 & 1 else 0x9988
-                            yield r, c, byte_permute(above[tile.cols[c] >> 3 & 3], selector)
+                    if row // block_rows == row_block:
+                        # The two bytes of this row, each twice over, as sign bits.
+                        yield r, c, byte_permute(word, word, 0xBBAA if row >> 3 & 1 else 0x9988)
 
     def _mem_efficient_masks(self, state: DropoutState, tile: ScoreTile):
-        """As _flash_masks."""
+        """As _flash_masks.
+
+        Four neighbouring scores of a row share a Philox call and lie in two lanes of a quad. So a quad divides the
+        calls of its columns among its lanes, which exchange what comes out: a bit a score, 32 columns a word.
+        """
+        lane = (tile.col0 & 7) >> 1
+        groups: dict[int, int] = {}  # of 8 columns, in each word
+        for column in tile.cols:
+            groups[column // 32] = column % 32 // 8 + 1
+        # Anew, or each row's first number would wait in registers for the next tile.
+        corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane))
         for r, row in enumerate(tile.rows):
-            start = state.base + Uint64(Int64(tile.row0 + row) * state.row_stride + Int64(tile.col0))
-            for c in range(0, len(tile.cols), 2):
-                yield r, c, _curand_pair(start + Uint64(tile.cols[c]), state.key, state.threshold)
+            first = corner + Uint64(Int64(row) * state.row_stride)
+            # A lane's first score is so many after the first of the quad's first call.
+            skip = (first & Uint64(3)) + Uint64(lane * 2)
+            bits = {word: _curand_bits(state, first, 8 * word, 2 * n, lane) for word, n in groups.items()}
+            for word, n in groups.items():
+                both = Uint64(Uint32(bits[word]))
+                if n == 4 and word + 1 in bits:
+                    both = both | (Uint64(Uint32(bits[word + 1])) << Uint64(32))
+                elif n % 2 == 0:
+                    tail = _curand_tail(state, first, 8 * word + 2 * n)
+                    both = both | (Uint64(Uint32(tail)) << Uint64(8 * n))
+                own = Int32(Uint32(both >> skip))
+                even, odd = own << Int32(7), own << Int32(6)
+                for c in range(0, len(tile.cols), 2):
+                    if tile.cols[c] // 32 == word:
+                        byte = tile.cols[c] % 32 // 8
+                        yield r, c, byte_permute(even, odd, 0xCC88 + 0x1111 * byte)
+
+
+def _starts(tile: ScoreTile) -> tuple[int, ...]:
+    """In which eighths (8 columns) of a 32-column block a thread's first column may be."""
+    held = {column // 8 for column in tile.cols}
+    free, firsts = set(range(tile.tile_n // 8)), set()
+    while free:
+        firsts.add(first := min(free))
+        free -= {first + eighth for eighth in held}
+    return tuple(sorted({(block * tile.tile_n // 8 + first) % 4 for block in range(4) for first in firsts}))
+
+
+def _flash_word(above: dict[int, Int32], eighth: int, counter: tuple, state: DropoutState) -> Int32:
+    """The bytes of 8 columns: their top bits say which drop. ``above`` keeps what a call has given.
+
+    eighth: counted from the block of ``counter``.
+    """
+    if eighth not in above:
+        x, y, z, w = counter
+        call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, 7)
+        add, either = _byte_limits(state.threshold)
+        for i, word in enumerate(call):
+            above[eighth // 4 * 4 + i] = _bytes_above(Int32(word), add, either)
+    return above[eighth]
 
 
 def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
@@ -176,35 +229,35 @@ def _bytes_above(word: Int32, add: Int32, either: Int32) -> Int32:
     return (total & word) | ((total | word) & either)
 
 
-@cute.jit
-def _curand_pair(number: Uint64, key: tuple, threshold: Int32) -> Int32:
-    """16 ones for each of the scores ``number`` and ``number + 1`` that is dropped."""
-    lower, upper = _curand_words(number, key)
-    dropped = Int32(0)
-    if lower < Uint32(threshold):
-        dropped = Int32(0x0000FFFF)
-    if upper < Uint32(threshold):
-        dropped = dropped | Int32(0xFFFF0000 - (1 << 32))
-    return dropped
+def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane: Int32) -> Int32:
+    """A bit for each word of ``calls`` calls from ``first`` / 4 + call on: whether it drops.
+
+    At most 8 calls, rounded up to 4; each lane of the quad does every fourth.
+    """
+
+    def compute(lane: Int32) -> Int32:
+        bits = Int32(0)
+        for i in range(0, calls, 4):
+            number = (first >> Uint64(2)) + Uint64(Uint32(lane + (call + i)))
+            bits = bits | (_curand_call(state, number) << Int32(4 * i))
+        return bits << (lane * 4)
+
+    return quad_or(compute, lane)
 
 
 @cute.jit
-def _curand_words(number: Uint64, key: tuple):
-    """Words ``number`` and ``number + 1`` of curand's stream: four to a Philox call."""
-    low, high = words(number >> Uint64(2))
-    zero = Uint32(0)
-    w0, w1, w2, w3 = philox((low, high, zero, zero), key, 10)
-    at = Uint32(number) & Uint32(3)
-    lower = w0
-    upper = w1
-    if at == Uint32(1):
-        lower = w1
-        upper = w2
-    if at == Uint32(2):
-        lower = w2
-        upper = w3
-    if at == Uint32(3):
-        lower = w3
-        low, high = words((number >> Uint64(2)) + Uint64(1))
-        upper = philox((low, high, zero, zero), key, 10)[0]
-    return lower, upper
+def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
+    """The bits of one call more, by each lane for itself, where numbers are not aligned to calls."""
+    bits = Int32(0)
+    if state.unaligned:
+        bits = _curand_call(state, (first >> Uint64(2)) + Uint64(call))
+    return bits
+
+
+def _curand_call(state: DropoutState, number: Uint64) -> Int32:
+    """Four bits, one for each word of a Philox call: whether it drops."""
+    low, high = words(number)
+    bits = Int32(0)
+    for i, word in enumerate(philox((low, high, Uint32(0), Uint32(0)), state.key, 10)):
+        bits = bits | cutlass.select_(word < Uint32(state.threshold), Int32(1 << i), Int32(0))
+    return bits

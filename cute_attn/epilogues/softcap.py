@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_attn.device.math import tanh
+from cute_attn.device.math import TANH_UNIT, tanh_base2
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 
@@ -18,10 +18,10 @@ class Softcap(Epilogue):
     name = "softcap"
 
     def begin(self, args: tuple, context: ScoreContext) -> Float32:
-        return context.softmax_scale * context.inv_unit
+        return context.softmax_scale * context.inv_unit * TANH_UNIT
 
     @cute.jit
     def forward(self, state: Float32, tile: ScoreTile, loaded=()) -> None:
         for r in cutlass.range_constexpr(len(tile.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
-                tile.acc[r, c] = tanh(tile.acc[r, c] * state)
+                tile.acc[r, c] = tanh_base2(tile.acc[r, c] * state)

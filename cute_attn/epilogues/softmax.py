@@ -21,7 +21,9 @@ class OnlineSoftmax:
     row_sum: cute.Tensor
     scale_log2: Float32  # unit * log2(e)
     may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
-    threshold: Constexpr = 0  # powers of two by which scores may exceed the maximum in use before it is replaced
+    threshold: Constexpr = (
+        0  # powers of two by which scores may exceed the maximum in use before it is replaced
+    )
 
     @staticmethod
     def make(
@@ -33,8 +35,8 @@ class OnlineSoftmax:
     ) -> "OnlineSoftmax":
         """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
 
-        ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of two, so
-        that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
+        ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of
+        two, so that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
         """
         if parked is None:
             parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
@@ -62,24 +64,32 @@ class OnlineSoftmax:
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
         """The maximum of row r so far and of the thread's own elements of this block."""
         cols = cute.size(acc, mode=[1])
-        largest = [
-            self.row_max[r],
-            acc[r, 0],
-            acc[r, 1],
-            acc[r, 2],
-        ]  # four chains, since each step waits for the last
+        # Four chains, since each step waits for the last.
+        largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]
         for c in cutlass.range_constexpr(3, cols):
             largest[c % 4] = fmax(largest[c % 4], acc[r, c])
         return fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
 
     @cute.jit
+    def max_to_use(self, r: Constexpr, largest: Float32) -> Float32:
+        """What row r is to be taken relative to, now that ``largest`` is its maximum."""
+        new_max = largest
+        if cutlass.const_expr(self.threshold > 0):
+            excess = (largest - self.row_max[r]) * self.scale_log2
+            new_max = self.row_max[r] if excess <= Float32(self.threshold) else largest
+        return new_max
+
+    @cute.jit
     def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
         """Scores of row r become probabilities under new_max; returns the factor for what was accumulated before."""
         finite_max = new_max
+        max_scaled = new_max * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
-            finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
-        max_scaled = finite_max * self.scale_log2
-        # The difference first: fused into one rounding less, an unchanged maximum would give a factor beside 1, block by block.
+            # Nothing to see. The scaled maximum says so too of a bias of -3e38, of which scaling makes -inf.
+            nothing = max_scaled == -Float32.inf
+            finite_max = Float32(0.0) if nothing else finite_max
+            max_scaled = Float32(0.0) if nothing else max_scaled
+        # The difference first: with one rounding less, an unchanged maximum would give a factor beside 1, each block.
         factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
@@ -92,13 +102,10 @@ class OnlineSoftmax:
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:
-        """One block: acc (rows, cols) from scores to probabilities under the new maximum; factors (rows) for the output."""
+        """One block: acc (rows, cols) from scores to probabilities; factors (rows) for the output."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
-            new_max = quad_reduce(self.block_max(acc, r), fmax)
-            if cutlass.const_expr(self.threshold > 0):
-                excess = (new_max - self.row_max[r]) * self.scale_log2
-                new_max = self.row_max[r] if excess <= Float32(self.threshold) else new_max
-            factors[r] = self.exponentiate(acc, r, new_max, masked)
+            largest = quad_reduce(self.block_max(acc, r), fmax)
+            factors[r] = self.exponentiate(acc, r, self.max_to_use(r, largest), masked)
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:

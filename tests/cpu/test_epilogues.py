@@ -1,0 +1,356 @@
+"""The epilogues themselves, run on the CPU for every thread of real MMA tilings, against their definition in torch.
+
+``cute_attn.emulate`` compiles for the host what kernels do between their two matrix products: the code is tested as it
+runs on the GPU, but for approximate instructions and for lanes exchanging numbers.
+"""
+
+import mmap
+from dataclasses import replace
+
+import cutlass
+import pytest
+import torch
+from cutlass import Float32, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn import reference
+from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
+from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.inputs import UNBOUNDED
+from tests.tilings import SMALL, TILINGS, Scores
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# The loops over one thread's registers are unrolled on purpose: fragments take static indices.
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Problems are so small that torch's threads would spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@register_epilogue("skewed")
+class Skewed(Epilogue):
+    """Not symmetric in anything: score * (1 + query / 64) + table[head, key % 8] - batch."""
+
+    def fake_args(self):
+        return (make_fake_tensor(Float32, (cute.sym_int(), 8), stride=(cute.sym_int64(), 1)),)
+
+    def host_args(self, inputs):
+        return inputs.extra["skewed"]
+
+    def begin(self, args, context):
+        return (args[0][context.head, None], Float32(context.batch), context.unit, context.inv_unit)
+
+    @cute.jit
+    def forward(self, state, tile, loaded=()):
+        table, batch, unit, inv_unit = state
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            factor = 1.0 + Float32(tile.row0 + tile.rows[r]) * (1 / 64)
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                shift = table[(tile.col0 + tile.cols[c]) % 8] - batch
+                tile.acc[r, c] = (tile.acc[r, c] * unit * factor + shift) * inv_unit
+
+    @staticmethod
+    def reference(scores, coords, inputs):
+        (table,) = inputs.extra["skewed"]
+        return scores * (1 + coords.query / 64) + table[coords.head, coords.key % 8] - coords.batch
+
+
+def compare(tiling, problem, *, scores=True):
+    """The emulation of a problem, after comparing everything it yields with the definition."""
+    got = problem.emulate(tiling)
+    if scores:
+        expected = problem.expected_scores(tiling.traits)
+        visited = ~got.scores.isnan()
+        assert (expected[~visited] == -torch.inf).all(), "a block that a query sees was not visited"
+        torch.testing.assert_close(got.scores[visited], expected[visited], atol=2e-5, rtol=2e-6)
+    out, lse = problem.expected(tiling.traits)
+    largest = problem.v.abs().max() * (1 / (1 - problem.inputs.dropout_p))
+    torch.testing.assert_close(got.lse, lse, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(got.out, out, atol=float(largest) * 2**-10, rtol=0.0)
+    return got
+
+
+def keep_mask(tiling, problem):
+    mask = reference.DROPOUT_KEEP[tiling.traits.dropout]
+    return mask(problem.coords(tiling.traits), problem.inputs.dropout_p, problem.inputs.rng_state)
+
+
+# ---- everything together, on every tiling ----
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [
+        (SMALL, "dropout"),
+        ("warps8x1-128x96", "dropout_mem_efficient"),
+        ("warps2x2-64x64", "dropout"),
+        ("wgmma1-64x80", "dropout_mem_efficient"),
+        ("wgmma2-128x176", "dropout"),
+    ],
+)
+def test_the_whole_chain(name, dropout):
+    """Softcap, ALiBi, a bias, a user's epilogue, a window and dropout, in this order and over several blocks."""
+    tiling = TILINGS[name].of(f"window-softcap-alibi-bias_fp16-skewed-{dropout}")
+    for seed, (seqlen_q, seqlen_k) in enumerate([(130, 259), (70, 40)]):
+        torch.manual_seed(seed)
+        problem = Scores.random(
+            *(2, 2, seqlen_q, seqlen_k, seed),
+            softcap=2.5,
+            alibi_slopes=torch.rand(2, 2),
+            bias=torch.randn(2, 2, seqlen_q, seqlen_k).half(),
+            window_left=100,
+            window_right=3,
+            dropout_p=0.3,
+            rng_state=torch.tensor([2**40 + 7, 2**33 - 4]),
+            extra={"skewed": (torch.randn(2, 8),)},
+        )
+        got = compare(tiling, problem)
+        visited = ~got.scores.isnan()
+        assert visited.any() and (got.dropped[visited] == ~keep_mask(tiling, problem)[visited]).all()
+
+
+# ---- masks ----
+
+LENGTHS = [(64, 64), (1, 1), (130, 200), (200, 130), (65, 321), (321, 63), (5, 128), (128, 7)]
+WINDOWS = [(0, 0), (5, 2), (64, 0), (0, 300), (1000, 1000), (70, UNBOUNDED), (UNBOUNDED, 1), (127, 64)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        *[(mask, SMALL) for mask in ("", "causal", "causal_top_left", "window", "window_top_left")],
+        ("causal", "wgmma2-128x176"),
+        ("window", "wgmma2-128x176"),
+        ("window_top_left", "warps2x4-32x128"),
+    ],
+)
+def test_masks(mask, name):
+    tiling = TILINGS[name].of(mask)
+    for seqlen_q, seqlen_k in LENGTHS:
+        for left, right in WINDOWS if mask.startswith("window") else [(0, 0)]:
+            problem = Scores.random(1, 1, seqlen_q, seqlen_k, window_left=left, window_right=right)
+            got = compare(tiling, problem)
+            hidden = problem.expected_scores(tiling.traits) == -torch.inf
+            check_visits(tiling.tile, got.visits[0, 0], hidden[0, 0])
+
+
+def check_visits(tile, visits, hidden):
+    """Blocks that hide nothing are visited without a mask, blocks that hide some with one, others not at all."""
+    seqlen_q, seqlen_k = hidden.shape
+    for m, row in enumerate(visits.tolist()):
+        rows = slice(m * tile.tile_m, min((m + 1) * tile.tile_m, seqlen_q))
+        for n, visit in enumerate(row):
+            columns = slice(n * tile.tile_n, (n + 1) * tile.tile_n)
+            block = hidden[rows, columns]
+            whole = columns.stop <= seqlen_k
+            # A block between two that are seen is visited even if it hides all: with a band of one, between its steps.
+            between = (~hidden[rows, : columns.start]).any() and (~hidden[rows, columns.stop :]).any()
+            if block.all() and not between:
+                assert visit == UNVISITED
+            elif visit != MASKED:
+                assert visit == UNMASKED and whole and not block.any()
+            else:
+                assert block.any() or not whole
+
+
+# ---- softcap and ALiBi ----
+
+
+@pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
+def test_softcap(name):
+    tiling = TILINGS[name].of("softcap")
+    for cap in (0.5, 30.0):
+        problem = Scores.random(1, 2, 70, 140, softcap=cap, head_dim=64)
+        compare(tiling, problem)
+        # So far out that tanh is 1 to the last bit, either way.
+        compare(tiling, replace(problem, q=problem.q * 1000), scores=False)
+
+
+@pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
+def test_alibi(name):
+    tiling = TILINGS[name].of("causal-alibi")
+    slopes = torch.rand(3, 2)
+    compare(tiling, Scores.random(3, 2, 130, 210, alibi_slopes=slopes))
+    compare(tiling, Scores.random(3, 2, 210, 130, alibi_slopes=slopes))
+    per_head = slopes[:1].expand(3, 2)
+    assert per_head.stride() == (0, 1)
+    compare(TILINGS[name].of("alibi"), Scores.random(3, 2, 70, 90, alibi_slopes=per_head))
+
+
+# ---- bias ----
+
+
+def in_nan(bias, pad_rows=1, pad_cols=1, offset=0):
+    """The same bias in the midst of NaN: what lies around it in memory must not be read."""
+    batch, nheads, rows, cols = bias.shape
+    storage = torch.full((batch, nheads, rows + pad_rows, cols + pad_cols), torch.nan, dtype=bias.dtype)
+    flat = torch.cat([torch.full((offset + 16,), torch.nan, dtype=bias.dtype), storage.flatten()])
+    around = flat[offset + 16 :].view(storage.shape)[:, :, :rows, :cols]
+    return around.copy_(bias)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("fp16", SMALL), ("bf16", "warps2x2-64x64"), ("fp32", SMALL), ("bf16", "wgmma1-64x80")],
+)
+def test_bias(dtype, name):
+    """Any broadcast, aligned and odd row strides, unaligned starts, lengths at and across the tile's edge."""
+    tiling = TILINGS[name].of(f"bias_{dtype}")
+    for seqlen_q, seqlen_k in [(64, 160), (70, 83), (1, 1), (33, 2)]:
+        for broadcast in [(), (0,), (1,), (2,), (0, 1, 2)]:
+            sizes = [1 if axis in broadcast else n for axis, n in enumerate((2, 2, seqlen_q))]
+            values = torch.randn(*sizes, seqlen_k).to(DTYPES[dtype])
+            for pad_cols, offset in [(0, 0), (1, 0), (2, 1), (16 - seqlen_k % 16, 0)]:
+                bias = in_nan(values, 1, pad_cols, offset).expand(2, 2, seqlen_q, seqlen_k)
+                assert all(bias.stride(axis) == 0 for axis in broadcast if bias.shape[axis] > 1)
+                compare(tiling, Scores.random(2, 2, seqlen_q, seqlen_k, bias=bias))
+
+
+def test_bias_hides_rows_and_blocks():
+    """Rows and whole key blocks of -inf, in blocks that no mask touches: no NaN, lse -inf and out 0."""
+    tiling = TILINGS[SMALL].of("bias_fp32")
+    bias = torch.randn(1, 1, 70, 192)
+    bias[:, :, :3] = -torch.inf
+    bias[:, :, 5:9, 128:] = -torch.inf  # the block that is visited first
+    bias[:, :, 9:12, :128] = -torch.inf
+    got = compare(tiling, Scores.random(1, 1, 70, 192, bias=bias))
+    assert (got.visits == UNMASKED).all()
+    assert (got.lse[..., :3] == -torch.inf).all() and (got.out[..., :3, :] == 0).all()
+
+
+@pytest.mark.parametrize("features", ["bias_fp32", "softcap-bias_fp32"])
+def test_rows_of_the_smallest_number_count_as_hidden(features):
+    """finfo.min in a whole row, which a change of unit or base makes -inf, early, late or not at all: never NaN."""
+    bias = torch.randn(1, 1, 70, 192)
+    bias[:, :, 3:5] = torch.finfo(torch.float32).min
+    problem = Scores.random(1, 1, 70, 192, bias=bias, softcap=30.0 if "softcap" in features else 0.0)
+    got = problem.emulate(TILINGS[SMALL].of(features))
+    assert (got.lse[..., 3:5] == -torch.inf).all() and (got.out[..., 3:5, :] == 0).all()
+    problem.inputs.bias[:, :, 3:5] = -torch.inf
+    out, lse = problem.expected(TILINGS[SMALL].of(features).traits)
+    torch.testing.assert_close(got.lse, lse, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(got.out, out, atol=4e-3, rtol=0.0)
+
+
+def test_bias_far_apart(tmp_path):
+    """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
+    with open(tmp_path / "sparse", "wb+") as file:
+        file.truncate(2 * (2**32 + 8 * 64))
+        memory = mmap.mmap(file.fileno(), 0)
+    bias = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
+    bias.copy_(torch.randn(2, 1, 8, 64))
+    compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[("dropout", name) for name in TILINGS],
+        *[
+            ("dropout_mem_efficient", name)
+            for name in TILINGS
+            if name not in ("warps8x1-128x96", "wgmma1-64x80")
+        ],
+    ],
+)
+def test_dropout_draws_pytorchs_masks(kind, name):
+    """Bit for bit, whatever the tiling, with numbers of scores that are aligned to Philox calls and that are not."""
+    tiling = TILINGS[name].of(kind)
+    for seqlen_q, seqlen_k, dropout_p, rng_state in [
+        (70, 200, 0.1, (2**40 + 12345, 8)),
+        (65, 131, 0.5, (-5, 7)),
+        (130, 97, 0.9, (1, 2**33 + 6)),
+        (33, 66, 0.001, (3, 2**62 + 1)),
+    ]:
+        problem = Scores.random(
+            2, 3, seqlen_q, seqlen_k, dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
+        )
+        got = compare(tiling, problem)
+        keep = keep_mask(tiling, problem)
+        assert torch.equal(got.dropped, ~keep)
+        assert abs(float((~keep).double().mean()) - dropout_p) < 0.02
+
+
+def test_flash_dropout_keeps_all_bytes_up_to_its_threshold():
+    """Every threshold a byte can have, on both sides of its top bit."""
+    tiling = TILINGS[SMALL].of("dropout")
+    for byte in (0, 1, 63, 126, 127, 128, 129, 200, 254, 255):
+        dropout_p = 1 - (byte + 0.5) / 255 if byte < 255 else 0.0
+        assert reference.flash_keep_threshold(dropout_p) == byte
+        problem = Scores.random(1, 1, 64, 256, dropout_p=dropout_p, rng_state=torch.tensor([11, 4]))
+        assert torch.equal(problem.emulate(tiling).dropped, ~keep_mask(tiling, problem)), byte
+
+
+# ---- softmax ----
+
+
+@pytest.mark.parametrize("threshold", [0, 8])
+@pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
+def test_softmax_over_many_blocks(name, threshold):
+    """Maxima that rise and fall from block to block, and scores far beyond the range of exp."""
+    tiling = TILINGS[name].of("")
+    tiling = replace(tiling, tile=replace(tiling.tile, rescale_threshold=threshold))
+    problem = Scores.random(1, 2, 130, 700, head_dim=16)
+    ramp = torch.linspace(-6, 6, 700).view(1, -1, 1, 1)
+    for k in (problem.k * ramp, problem.k * ramp.flip(1), problem.k * 30):
+        compare(tiling, replace(problem, k=k), scores=False)
+    low = replace(problem, q=torch.full_like(problem.q, -2.5), k=torch.full_like(problem.k, 5.0))
+    assert float(low.expected_scores(tiling.traits).max()) == pytest.approx(-120)
+    compare(tiling, low)
+
+
+def test_rows_that_see_nothing():
+    """More queries than keys under a causal mask: the first rows are empty, whole blocks of them and part of one."""
+    for features in ("causal", "window"):
+        got = compare(
+            TILINGS[SMALL].of(features), Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
+        )
+        assert (got.lse[..., :140] == -torch.inf).all() and (got.out[..., :140, :] == 0).all()
+        assert got.lse[..., 140:].isfinite().all()
+        assert got.visits[0, 0, :2].eq(UNVISITED).all()
+
+
+# ---- lengths ----
+
+
+@pytest.mark.parametrize("features", ["causal", "window_top_left-alibi-bias_bf16-dropout"])
+def test_lengths_of_each_batch(features):
+    """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
+    tiling = TILINGS[SMALL].of(f"{features}-seqused_q-seqused_k")
+    used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
+    torch.manual_seed(3)
+    problem = Scores.random(
+        *(5, 2, 130, 200),
+        alibi_slopes=torch.rand(5, 2),
+        bias=torch.randn(5, 1, 130, 200).bfloat16().expand(5, 2, 130, 200),
+        window_left=90,
+        window_right=20,
+        dropout_p=0.25,
+        rng_state=torch.tensor([5, 12]),
+    )
+    if "bias" not in features:
+        problem = Scores.random(5, 2, 130, 200)
+    lengths = reference.Lengths(seqused_q=as_int32(used_q), seqused_k=as_int32(used_k))
+    problem = replace(problem, lengths=lengths)
+    for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
+        problem.k[batch, n_k:] = torch.nan
+        problem.q[batch, n_q:] = torch.nan
+    got = problem.emulate(tiling)
+    clean = replace(problem, q=problem.q.nan_to_num(), k=problem.k.nan_to_num())
+    out, lse = clean.expected(tiling.traits)
+    for batch, n_q in enumerate(used_q):
+        torch.testing.assert_close(got.lse[batch, :, :n_q], lse[batch, :, :n_q], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(got.out[batch, :, :n_q], out[batch, :, :n_q], atol=8e-3, rtol=0.0)
+
+
+def as_int32(values):
+    return torch.tensor(values, dtype=torch.int32)
