@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
-from cute_attn.device.math import opaque, anew
+from cute_attn.device.math import anew, opaque
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class RowCopy:
 def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr) -> cute.Tensor:
     """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
 
-    The row stride is opaque: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two registers
-    for each row that a thread copies.
+    The row stride is opaque: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two
+    registers for each row that a thread copies.
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)

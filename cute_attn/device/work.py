@@ -17,6 +17,7 @@ class QueryGrid:
     and with it everything that follows from head and batch, such as the pointers.
     """
 
+    last_m_block: Int32
     m_blocks: cute.FastDivmodDivisorV2
     nheads: cute.FastDivmodDivisorV2
     qheads_per_kvhead: cute.FastDivmodDivisorV2
@@ -25,7 +26,7 @@ class QueryGrid:
     def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32) -> "QueryGrid":
         """On the host. A grid of nothing may have divisors of 0, which are not launched."""
         divisors = (m_blocks, nheads, nheads // cutlass.max(nheads_kv, 1))
-        return QueryGrid(*(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
+        return QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class QueryBlock:
 
     @staticmethod
     @cute.jit
-    def read(seqlens: Seqlens, grid: QueryGrid, m_blocks: Int32, tile_m: cutlass.Constexpr) -> "QueryBlock":
+    def read(seqlens: Seqlens, grid: QueryGrid, tile_m: cutlass.Constexpr) -> "QueryBlock":
         """Of the running block.
 
         Each call computes it anew: after a main loop that is cheaper than to have kept it in registers, which the
@@ -52,5 +53,5 @@ class QueryBlock:
         block = opaque(cute.arch.block_idx()[0])
         plane, from_last = divmod(block, grid.m_blocks)
         batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, grid.nheads))
-        row0 = (m_blocks - 1 - from_last) * tile_m
+        row0 = (grid.last_m_block - from_last) * tile_m
         return QueryBlock(row0, head, head // grid.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))

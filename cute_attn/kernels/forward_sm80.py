@@ -20,18 +20,19 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 rows 16-byte aligned with a contiguous last dimension.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
-from cute_attn.device.math import LOG2_E, exp2, opaque
+from cute_attn.device.math import LOG2_E, anew, exp2, opaque
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.device.work import QueryBlock, QueryGrid
@@ -79,9 +80,10 @@ class Work:
     load_v: BlockLoad
     blocks: BlockRange
     state: ScoreState
-    score_map: ScoreMap
+    thread: Int32
     row0: Int32
     softmax: OnlineSoftmax
+    parked: cute.Pointer
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
 
@@ -176,8 +178,10 @@ class ForwardSm80:
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
+        # As an argument it takes no register. The cap is the first of the epilogues' arguments.
+        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mSoftmax, seqlens, softmax_scale, score_args, grid, m_blocks, nheads
+            mQ, mK, mV, mO, mLSE, mSoftmax, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
         ).launch(grid=[m_blocks * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     # ---- device ----
@@ -194,12 +198,12 @@ class ForwardSm80:
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
+        scale_log2: Float32,
         grid: QueryGrid,
-        m_blocks: Int32,
         nheads: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        place = QueryBlock.read(seqlens, grid, m_blocks, self.tile.tile_m)
+        place = QueryBlock.read(seqlens, grid, self.tile.tile_m)
         row0, info = place.row0, place.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
@@ -209,16 +213,16 @@ class ForwardSm80:
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
-            s_q, s_k, s_v, s_o = self.shared_memory()
+            s_q, s_k, s_v, s_o, parked = self.shared_memory()
             operands = self.operands(s_q, s_k, s_v, thread)
             load_k = self.block_load(mK, s_k, self.traits.head_dim, place, thread)
             load_v = self.block_load(mV, s_v, self.traits.head_dim_v, place, thread)
-            work = self.work(operands, load_k, load_v, blocks, state, row0, context.unit * LOG2_E, thread)
+            work = self.work(operands, load_k, load_v, blocks, state, row0, scale_log2, parked, thread)
             self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
             self.main_loop(work)
-            place = QueryBlock.read(seqlens, grid, m_blocks, self.tile.tile_m)
-            lse = cute.make_rmem_tensor(cute.make_layout(len(work.score_map.modes.rows)), Float32)
-            work.softmax.fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
+            place = QueryBlock.read(seqlens, grid, self.tile.tile_m)
+            lse = cute.make_rmem_tensor(cute.make_layout(cute.size(work.acc_o_rows, mode=[0])), Float32)
+            self.statistics(work, thread).fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
             thread = opaque(thread)
             score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
             self.store_lse(mLSE, lse, score_map, place)
@@ -234,10 +238,9 @@ class ForwardSm80:
         k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
         v_layout = self.smem_layout(tile.tile_n, dv, tile.num_stages)
         o_layout = self.smem_layout(tile.tile_m, dv)
-        base = memory.SmemAllocator().allocate(
-            tile.smem_bytes(self.traits) - tile.parked_bytes, byte_alignment=1024
-        )
-        base = cute.recast_ptr(base, dtype=self.dtype)
+        total = tile.smem_bytes(self.traits)
+        start = memory.SmemAllocator().allocate(total, byte_alignment=1024)
+        base = cute.recast_ptr(start, dtype=self.dtype)
         k_start = 0 if tile.share_qk_smem else cute.cosize(q_layout)
         v_start = max(k_start + cute.cosize(k_layout), cute.cosize(q_layout))
         return (
@@ -245,13 +248,13 @@ class ForwardSm80:
             cute.make_tensor(base + k_start, k_layout),
             cute.make_tensor(base + v_start, v_layout),
             cute.make_tensor(base, o_layout),
+            cute.recast_ptr(start + (total - tile.parked_bytes), dtype=Float32),
         )
 
-    def parked_statistics(self, rows: int, thread: Int32) -> cute.Tensor:
-        """This thread's row maxima and sums in shared memory, (rows, 2), after everything else."""
-        base = memory.SmemAllocator().allocate(self.tile.parked_bytes, byte_alignment=1024)
+    def parked_statistics(self, place: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
+        """This thread's row maxima and sums in shared memory, (rows, 2)."""
         layout = cute.make_layout((rows, 2, self.tile.num_threads), stride=(1, rows, 2 * rows))
-        return cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)[None, None, thread]
+        return cute.make_tensor(place, layout)[None, None, thread]
 
     def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
         """Both products' operands in shared memory; V is read transposed."""
@@ -283,6 +286,7 @@ class ForwardSm80:
         state: ScoreState,
         row0: Int32,
         scale_log2: Float32,
+        place: cute.Pointer,
         thread: Int32,
     ) -> Work:
         """Nothing seen yet: an output of zeros and an empty softmax."""
@@ -292,11 +296,10 @@ class ForwardSm80:
         )
         acc_o.fill(0.0)
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
-        score_map = ScoreMap.make(tiled_mma, tile.tile_m, tile.tile_n, thread)
-        rows = len(score_map.modes.rows)
-        parked = self.parked_statistics(rows, thread) if tile.park_statistics else None
+        rows = cute.size(acc_o_rows, mode=[0])
+        parked = self.parked_statistics(place, rows, thread) if tile.park_statistics else None
         softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, parked)
-        return Work(operands, load_k, load_v, blocks, state, score_map, row0, softmax, acc_o, acc_o_rows)
+        return Work(operands, load_k, load_v, blocks, state, thread, row0, softmax, place, acc_o, acc_o_rows)
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, work: Work, thread: Int32) -> None:
@@ -317,10 +320,10 @@ class ForwardSm80:
         """All key blocks, last first: masked ones at the band's right edge, inner ones, masked ones at its left."""
         blocks = work.blocks
         self.start_loads(work)
-        self.steps(work, blocks.full_end, blocks.end, True)
-        self.steps(work, blocks.full_begin, blocks.full_end, False)
+        block = self.steps(work, blocks.end - 1, blocks.full_end, True)
+        block = self.steps(work, block, blocks.full_begin, False)
         if cutlass.const_expr(self.traits.windowed):
-            self.steps(work, blocks.begin, blocks.full_begin, True)
+            self.steps(work, block, blocks.begin, True)
         # Nothing may be on its way to shared memory when O takes it over.
         cute.arch.cp_async_wait_group(0)
 
@@ -335,18 +338,21 @@ class ForwardSm80:
         else:
             for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
                 if last - ahead >= work.blocks.begin:
-                    work.load_k.start(last - ahead, ahead, False)
-                    work.load_v.start(last - ahead, ahead, False)
+                    stage = self.stage(last - ahead)
+                    work.load_k.start(last - ahead, stage, False)
+                    work.load_v.start(last - ahead, stage, False)
                 cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
-        """Blocks [begin, end), from the last down."""
-        for i in cutlass.range(end - begin, unroll=1):
+    def steps(self, work: Work, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
+        """``block`` and those before it down to ``begin``; returns the next one."""
+        while block >= begin:
             if cutlass.const_expr(self.tile.num_stages == 1):
-                self.step_one_stage(work, end - 1 - i, masked)
+                self.step_one_stage(work, block, masked)
             else:
-                self.step_staged(work, end - 1 - i, masked)
+                self.step_staged(work, block, masked)
+            block -= 1
+        return block
 
     @cute.jit
     def step_one_stage(self, work: Work, block: Int32, masked: Constexpr) -> None:
@@ -355,29 +361,34 @@ class ForwardSm80:
         cute.arch.barrier()
         work.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
-        tile, acc_s, loaded = self.scores(work, block, Int32(0))
+        acc_s, loaded = self.scores(work, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         if block > work.blocks.begin:
             work.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
-        self.accumulate(work, tile, acc_s, loaded, Int32(0), masked)
+        self.accumulate(work, block, acc_s, loaded, Int32(0), masked)
 
     @cute.jit
     def step_staged(self, work: Work, block: Int32, masked: Constexpr) -> None:
         """One key block, with later ones on their way."""
         stages: Constexpr = self.tile.num_stages
-        stage = (work.blocks.end - 1 - block) % stages
+        stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.barrier()
         ahead = block - (stages - 1)
         if ahead >= work.blocks.begin:
-            free = (work.blocks.end - 1 - ahead) % stages
-            work.load_k.start(ahead, free, True)
-            work.load_v.start(ahead, free, True)
+            work.load_k.start(ahead, self.stage(ahead), True)
+            work.load_v.start(ahead, self.stage(ahead), True)
         cute.arch.cp_async_commit_group()
-        tile, acc_s, loaded = self.scores(work, block, stage)
-        self.accumulate(work, tile, acc_s, loaded, stage, masked)
+        acc_s, loaded = self.scores(work, block, stage)
+        # The same number again, disguised: known to be the same, it would be kept in a register through the softmax.
+        stage = self.stage(opaque(block) + stages)
+        self.accumulate(work, block, acc_s, loaded, stage, masked)
+
+    def stage(self, block: Int32) -> Int32:
+        """Which stage a block of keys goes through."""
+        return Int32(Uint32(block) % Uint32(self.tile.num_stages))
 
     @cute.jit
     def scores(self, work: Work, block: Int32, stage: Int32):
@@ -387,27 +398,51 @@ class ForwardSm80:
             op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
         acc_s.fill(0.0)
-        score_tile = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
-        loaded = self.epilogues.load(work.state, score_tile)
+        loaded = ()
+        if cutlass.const_expr(self.epilogues.modifiers):
+            loaded = self.epilogues.load(work.state, self.score_tile(work, block, acc_s, anew(work.thread)))
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
         else:
             gemm(op.tiled_mma, acc_s, op.q, op.k, stage, tile.steps_at_once(self.traits))
-        return score_tile, acc_s, loaded
+        return acc_s, loaded
+
+    def score_tile(self, work: Work, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
+        """acc_s in terms of queries and keys."""
+        tile = self.tile
+        score_map = ScoreMap.make(work.operands.tiled_mma, tile.tile_m, tile.tile_n, thread)
+        return score_map.tile(acc_s, work.row0, block * tile.tile_n)
+
+    def by_rows(self, work: Work, p: cute.Tensor) -> cute.Tensor:
+        """P, laid out as the scores' accumulator, as (rows, cols)."""
+        modes = layouts.row_col_modes(work.operands.tiled_mma, self.tile.tile_m, self.tile.tile_n)
+        return layouts.row_col_view(p, modes)
+
+    def statistics(self, work: Work, thread: Int32) -> OnlineSoftmax:
+        """The online softmax, with its statistics where they are kept between steps."""
+        if not self.tile.park_statistics:
+            return work.softmax
+        parked = self.parked_statistics(work.parked, cute.size(work.acc_o_rows, mode=[0]), thread)
+        return dataclasses.replace(work.softmax, row_max=parked[None, 0], row_sum=parked[None, 1])
 
     @cute.jit
     def accumulate(
-        self, work: Work, tile: ScoreTile, acc_s: cute.Tensor, loaded: tuple, stage: Int32, masked: Constexpr
+        self, work: Work, block: Int32, acc_s: cute.Tensor, loaded: tuple, stage: Int32, masked: Constexpr
     ) -> None:
         """Scores to probabilities, and O += P V."""
         chain, op = self.epilogues, work.operands
+        thread = anew(
+            work.thread
+        )  # or coordinates and addresses would wait in registers from the step before
+        tile = self.score_tile(work, block, acc_s, thread)
         chain.forward(work.state, tile, loaded, masked)
-        softmax = work.softmax.fetch()
+        statistics = self.statistics(work, thread)
+        softmax = statistics.fetch()
         softmax.step(tile.acc, work.acc_o_rows, masked)
-        work.softmax.park(softmax)
+        statistics.park(softmax)
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
-        chain.drop(work.state, tile, work.score_map.view(p))
+        chain.drop(work.state, tile, self.by_rows(work, p))
         gemm_rs(op.tiled_mma, work.acc_o, layouts.as_operand_a(p), op.v, stage)
 
     @cute.jit
@@ -454,7 +489,8 @@ class ForwardSm80:
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-            tile, acc_s, loaded = self.scores(work, block, Int32(0))
+            acc_s, loaded = self.scores(work, block, Int32(0))
+            tile = self.score_tile(work, block, acc_s, work.thread)
             self.epilogues.forward(work.state, tile, loaded, True)
             for r in cutlass.range_constexpr(len(tile.rows)):
                 lse_log2 = Float32(0.0) if lse[r] == -Float32.inf else lse[r] * LOG2_E
@@ -462,7 +498,7 @@ class ForwardSm80:
                     tile.acc[r, c] = exp2(tile.acc[r, c] * work.softmax.scale_log2 - lse_log2)
             p = cute.make_rmem_tensor_like(acc_s, self.dtype)
             p.store(acc_s.load().to(self.dtype))
-            p_rows = work.score_map.view(p)
+            p_rows = self.by_rows(work, p)
             self.epilogues.mark_dropped(work.state, tile, p_rows)
             for r in cutlass.range_constexpr(len(tile.rows)):
                 row = tile.row0 + tile.rows[r]
