@@ -1,7 +1,7 @@
 """Registry: which kernel computes some traits, with which tile.
 
-``KERNELS`` is a plain dict. A kernel of your own goes in with :func:`register`; a lookup either returns a kernel or says,
-kernel by kernel, why each declined. Nothing falls back silently.
+``KERNELS`` is a plain dict. A kernel of your own goes in with :func:`register`; a lookup either returns a kernel or
+says, kernel by kernel, why each declined. Nothing falls back silently.
 """
 
 from typing import Any
@@ -84,20 +84,32 @@ def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> 
 
 
 def defaults() -> list[tuple[Traits, str]]:
-    """(traits, target) pairs that stand for everything a user gets without naming a tile; the tests compile them all."""
+    """(traits, target) pairs that stand for all that a user gets without naming a tile; the tests compile every one.
+
+    Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head dims;
+    and on the targets with the least shared memory what has the most to keep in it.
+    """
     features: list[dict[str, Any]] = [
-        {},
-        {"mask": "causal"},
         {"mask": "window"},
         {"mask": "causal", "dropout": "flash"},
+        {"mask": "causal", "dropout": "mem_efficient"},
         {"bias": "bf16"},
+        {"mask": "causal", "bias": "fp32"},
+        {"alibi": True, "mask": "causal"},
+        {"softcap": True},
+        {"varlen": True, "mask": "causal", "seqused_k": True},
     ]
-    pairs = []
+    pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
         if variant:
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
-            for extra in features:
-                for target in RUNS_ON[arch]:
-                    pairs.append((Traits(op, arch, "bf16", head_dim, **extra), target))
+            for mask in ("", "causal"):
+                targets = sorted({RUNS_ON[arch][0], RUNS_ON[arch][-1]})
+                pairs += [(Traits(op, arch, "bf16", head_dim, mask=mask), target) for target in targets]
+        for head_dim in (64, 128):
+            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), RUNS_ON[arch][-1]) for extra in features]
+        if "sm86" in RUNS_ON[arch]:
+            pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
+            pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
     return pairs

@@ -201,11 +201,11 @@ class ForwardSm90Tile(Tile):
             beside the products of another.
         overlap: within a warpgroup, Q K^T of a step is issued before P V of the one before it, which then runs beside
             the softmax.
-        persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's loads
-            start while the last one's output is stored. Otherwise a block a query block.
+        persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's
+            loads start while the last one's output is stored. Otherwise a block a query block.
         q_in_regs: Q is read from shared memory once: a third less of it is read for Q K^T.
-        rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many powers
-            of two; 0 rescales in every step.
+        rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many
+            powers of two; 0 rescales in every step.
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
     """
 

@@ -2,8 +2,8 @@
 
 A kernel's error may be twice that of the same computation in plain torch at the kernel's own precision, plus the
 rounding of the result itself (gradients: three times). Errors are taken against the definition in float64, both as the
-largest and as the root mean square, so that neither one bad element nor many slightly bad ones pass. NaN never passes, and
-infinities have to stand where the definition has them.
+largest and as the root mean square, so that neither one bad element nor many slightly bad ones pass. NaN never passes,
+and infinities have to stand where the definition has them.
 """
 
 from collections.abc import Mapping

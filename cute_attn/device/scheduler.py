@@ -60,16 +60,14 @@ class TileOrder:
         rounds = cute.ceil_div(m_blocks * planes, blocks)
         if longest_first:
             rounds = (rounds + 1) // 2 * 2
-        divisors = (
-            m_blocks,
-            cutlass.max(nheads, 1),
-            cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1),
-            planes,
-            all_planes - (sections - 1) * planes,
-            rounds,
-        )
+        divisor = cute.FastDivmodDivisorV2
         return TileOrder(
-            *(cute.FastDivmodDivisorV2(d) for d in divisors),
+            m_blocks=divisor(m_blocks),
+            nheads=divisor(cutlass.max(nheads, 1)),
+            qheads_per_kvhead=divisor(cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1)),
+            planes=divisor(planes),
+            last_planes=divisor(all_planes - (sections - 1) * planes),
+            section_rounds=divisor(rounds),
             sections=sections,
             num_m_blocks=m_blocks,
             total=total,

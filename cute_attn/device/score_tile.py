@@ -17,8 +17,8 @@ class ScoreContext:
     """What is the same for all score tiles of one work tile.
 
     A raw score times ``unit`` is a score in natural units, as the reference has it. Epilogues that add to a score add
-    ``value * inv_unit`` instead, which costs one multiply-add and no multiply. ``unit`` is the softmax scale, or the cap
-    once a softcap has brought scores into [-1, 1].
+    ``value * inv_unit`` instead, which costs one multiply-add and no multiply. ``unit`` is the softmax scale, or the
+    cap once a softcap has brought scores into [-1, 1].
     """
 
     batch: Int32

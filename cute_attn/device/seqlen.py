@@ -18,6 +18,10 @@ class Seqlens(NamedTuple):
     max_seqlen_q: Int32
     max_seqlen_k: Int32
 
+    def batch(self, tensor: cute.Tensor) -> Int32:
+        """Number of sequences: of ``tensor`` (batch, ...), or packed ones."""
+        return tensor.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
 
 @dataclass(frozen=True)
 class SeqlenInfo:
@@ -53,7 +57,7 @@ def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32):
 def sequence(
     tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, packed: cutlass.Constexpr
 ) -> cute.Tensor:
-    """One head of one batch as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
+    """One head as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
 
     The offset is 64 bit, whatever the strides. Lengths are the caller's business: the shape is not a bound.
     """

@@ -11,6 +11,8 @@
 Sizes and strides are symbolic, 64 bit; q, k, v and o are 16-byte aligned with strides of whole 16 bytes.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
@@ -22,7 +24,7 @@ CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlas
 ALIGN_BYTES = 16
 
 
-def rows_fake(dtype: type, ndim: int) -> cute.Tensor:
+def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
     """A tensor of head-dim rows: last dimension contiguous, everything else by 16-byte strides."""
     divisibility = ALIGN_BYTES * 8 // dtype.width
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=8))
@@ -30,7 +32,7 @@ def rows_fake(dtype: type, ndim: int) -> cute.Tensor:
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=ALIGN_BYTES)
 
 
-def plain_fake(dtype: type, ndim: int) -> cute.Tensor:
+def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
     """A tensor of elements: last dimension contiguous, nothing assumed of the others."""
     shape = tuple(cute.sym_int() for _ in range(ndim))
     stride = (*(cute.sym_int64() for _ in range(ndim - 1)), 1)

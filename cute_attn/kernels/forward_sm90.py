@@ -236,7 +236,7 @@ class ForwardSm90:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; score_args starts with the number of multiprocessors."""
         traits, tile = self.traits, self.tile
-        batch = seqlens.cu_seqlens_q.shape[0] - 1 if traits.varlen else mQ.shape[0]
+        batch = seqlens.batch(mQ)
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
         head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
@@ -292,7 +292,8 @@ class ForwardSm90:
         d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
         barriers = cute.recast_ptr(base, dtype=Int64)
-        rings, start = [], 0
+        rings: list[Ring] = []
+        start = 0
         for stages, rows, head_dim in (
             (1, tile.tile_m, d),
             (tile.num_stages, tile.tile_n, d),
@@ -300,19 +301,19 @@ class ForwardSm90:
         ):
             rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
             start += Ring.barrier_bytes(stages) // 8
-        tensors, offset = [], tile.BARRIER_BYTES
-        shapes = [(tile.tile_m, d, 1), (tile.tile_n, d, tile.num_stages), (tile.tile_n, dv, tile.num_stages)]
-        for rows, head_dim, stages in shapes:
-            tensors.append(self.smem_tensor(base + offset, rows, head_dim, stages))
-            size = 2 * rows * padded(head_dim) * stages
-            offset += (
-                max(size, 2 * tile.tile_m * padded(dv))
-                if tile.share_qo_smem and stages == 1 and not tensors[1:]
-                else size
-            )
-        o_offset = tile.BARRIER_BYTES if tile.share_qo_smem else offset
-        s_o = self.smem_tensor(base + o_offset, 64, dv, tile.warpgroups)
-        return Shared(*tensors, s_o, *rings)
+        q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
+        k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
+        v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
+        o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
+        if tile.share_qo_smem:
+            o_start = tile.BARRIER_BYTES
+        return Shared(
+            self.smem_tensor(base + tile.BARRIER_BYTES, tile.tile_m, d, 1),
+            self.smem_tensor(base + k_start, tile.tile_n, d, tile.num_stages),
+            self.smem_tensor(base + v_start, tile.tile_n, dv, tile.num_stages),
+            self.smem_tensor(base + o_start, 64, dv, tile.warpgroups),
+            *rings,
+        )
 
     def smem_tensor(self, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
         """(rows, padded head_dim, stages) at ``pointer``."""
