@@ -107,7 +107,7 @@ class ForwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
         """The tile that is taken when none is named."""
-        for tile in _preferred_tiles(traits, target):
+        for tile in _preferred_tiles(traits):
             if tile.reject(traits, target) is None:
                 return tile
         return ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
@@ -509,11 +509,30 @@ class ForwardSm80:
                         cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
 
 
-def _preferred_tiles(traits: Traits, target: str) -> list[ForwardSm80Tile]:
-    """Best first; the first one that fits is the default."""
+def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
+    """Best first; the first one that fits is the default.
+
+    A warp has 32 rows where registers allow it: with 16, reading K and V from shared memory takes longer than their
+    products. Within that, the widest step that spills nothing: what an epilogue holds beside the scores narrows it.
+    """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    wide, mem_efficient = traits.bias == "fp32", traits.dropout == "mem_efficient"
     if d <= 64:
-        return [ForwardSm80Tile(128, 128, 4), ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(64, 64, 4)]
+        if wide or mem_efficient:
+            return [ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(64, 64, 4)]
+        if traits.bias or traits.dropout or traits.epilogues:
+            return [ForwardSm80Tile(128, 64, 4, num_stages=2), ForwardSm80Tile(64, 64, 4)]
+        return [ForwardSm80Tile(128, 96, 4, num_stages=2), ForwardSm80Tile(128, 64, 4, num_stages=2)]
     if d <= 128:
-        return [ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(128, 32, 4), ForwardSm80Tile(64, 64, 4)]
-    return [ForwardSm80Tile(128, 64, 8), ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
+        if mem_efficient:
+            return [ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
+        if wide:
+            return [ForwardSm80Tile(128, 32, 4, num_stages=2), ForwardSm80Tile(64, 32, 4)]
+        return [
+            ForwardSm80Tile(128, 64, 4, num_stages=2, park_statistics=True, qk_unroll=4),
+            ForwardSm80Tile(128, 64, 4, park_statistics=True, qk_unroll=2),
+            ForwardSm80Tile(64, 64, 4),
+        ]
+    if d <= 192:
+        return [ForwardSm80Tile(128, 64, 8), ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
+    return [ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
