@@ -683,7 +683,7 @@ def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     """Best first; the first one that fits is the default."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d <= 64:
-        return [ForwardSm90Tile(192, 128), ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
+        return [ForwardSm90Tile(192, 128, num_stages=3), ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
     if d <= 128:
         return [
             ForwardSm90Tile(128, 128, q_in_regs=True, rescale_threshold=8),
