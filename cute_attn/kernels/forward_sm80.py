@@ -509,30 +509,55 @@ class ForwardSm80:
                         cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
 
 
-def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    """Best first; the first one that fits is the default.
+def _burden(traits: Traits) -> str:
+    """What the epilogues ask of a thread beside its scores, as the names of the columns of ``_TILES``."""
+    if traits.dropout == "mem_efficient" or traits.bias == "fp32" or (traits.bias and traits.dropout):
+        return "much"
+    if traits.bias or traits.epilogues:
+        return "bias"
+    return "dropout" if traits.dropout else ""
 
-    A warp has 32 rows where registers allow it: with 16, reading K and V from shared memory takes longer than their
-    products. Within that, the widest step that spills nothing: what an epilogue holds beside the scores narrows it.
-    """
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    wide, mem_efficient = traits.bias == "fp32", traits.dropout == "mem_efficient"
-    if d <= 64:
-        if wide or mem_efficient:
-            return [ForwardSm80Tile(128, 64, 4), ForwardSm80Tile(64, 64, 4)]
-        if traits.bias or traits.dropout or traits.epilogues:
-            return [ForwardSm80Tile(128, 64, 4, num_stages=2), ForwardSm80Tile(64, 64, 4)]
-        return [ForwardSm80Tile(128, 96, 4, num_stages=2), ForwardSm80Tile(128, 64, 4, num_stages=2)]
-    if d <= 128:
-        if mem_efficient:
-            return [ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
-        if wide:
-            return [ForwardSm80Tile(128, 32, 4, num_stages=2), ForwardSm80Tile(64, 32, 4)]
-        return [
-            ForwardSm80Tile(128, 64, 4, num_stages=2, park_statistics=True, qk_unroll=4),
-            ForwardSm80Tile(128, 64, 4, park_statistics=True, qk_unroll=2),
-            ForwardSm80Tile(64, 64, 4),
-        ]
-    if d <= 192:
-        return [ForwardSm80Tile(128, 64, 8), ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
-    return [ForwardSm80Tile(64, 64, 4), ForwardSm80Tile(64, 32, 4)]
+
+def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, **more: Any) -> ForwardSm80Tile:
+    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, **more)
+
+
+_BOUNDED = {"park_statistics": True, "qk_unroll": 4}
+# The largest head_dim_v -> what the epilogues ask for -> tiles, best first; the first that fits the traits and the
+# target is the default. Chosen by time on an H200 among those that spill nothing on any target: 32 queries a warp read
+# keys and values from shared memory half as often as 16, and two stages save a barrier. bench/notes.md has the others.
+_TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
+    32: {
+        "": [_tile(128, 128, 4, 2)],
+        "dropout": [_tile(128, 64, 4, 2)],
+        "bias": [_tile(128, 64, 4, 2)],
+    },
+    64: {
+        "": [_tile(128, 96, 4, 2)],
+        "dropout": [_tile(128, 96, 4, 2, park_statistics=True, qk_unroll=2), _tile(128, 64, 4, 1)],
+        "bias": [_tile(128, 96, 4, 2, qk_unroll=2), _tile(128, 64, 4, 1)],
+    },
+    96: {
+        "": [_tile(128, 64, 4, 2)],
+        "dropout": [_tile(128, 64, 4, 2)],
+        "bias": [_tile(128, 64, 4, 2)],
+    },
+    128: {
+        "": [_tile(128, 64, 4, 2, **_BOUNDED), _tile(128, 64, 4, 1, **_BOUNDED)],
+        "dropout": [_tile(128, 64, 4, 2, **_BOUNDED), _tile(128, 32, 4, 2)],
+        "bias": [
+            _tile(128, 64, 4, 2, park_statistics=True, qk_unroll=1),
+            _tile(128, 32, 4, 2),
+        ],
+    },
+    192: {"": [_tile(128, 64, 8, 1)], "bias": [_tile(128, 64, 8, 1)]},
+    256: {"": [_tile(64, 64, 4, 1)], "bias": [_tile(64, 64, 4, 1)]},
+}
+_SMALL = [_tile(64, 64, 4, 1), _tile(64, 32, 4, 1)]
+
+
+def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
+    """Best first."""
+    columns = next(columns for dim, columns in _TILES.items() if traits.head_dim_v <= dim)
+    burden = _burden(traits)
+    return columns.get(burden, [] if burden == "much" else columns[""]) + _SMALL
