@@ -511,7 +511,8 @@ class ForwardSm80:
 
 def _burden(traits: Traits) -> str:
     """What the epilogues ask of a thread beside its scores, as the names of the columns of ``_TILES``."""
-    if traits.dropout == "mem_efficient" or traits.bias == "fp32" or (traits.bias and traits.dropout):
+    heavy = traits.dropout == "mem_efficient" or traits.bias == "fp32" or traits.return_softmax
+    if heavy or (traits.bias and traits.dropout):
         return "much"
     if traits.bias or traits.epilogues:
         return "bias"
