@@ -7,7 +7,7 @@ a number (a row's maximum and sum) they proceed in lock-step instead, phase by p
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.traits import Traits
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -64,6 +66,26 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
     values = torch.zeros(*products.shape[:2], products.shape[3], 1)
     scores = attend_on_host(kernel, products, values, softmax_scale, inputs).scores
     return scores.masked_fill(scores.isnan(), -torch.inf)
+
+
+def scores_by_definition(
+    traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
+) -> Tensor:
+    """What :func:`scores_on_host` has to give, from :mod:`cute_attn.reference`, in the products' dtype."""
+    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
+    features = reference.Features(traits.mask, traits.dropout, users)
+    coords = all_coords(traits, products.shape)
+    return reference.modify_scores(products * softmax_scale, coords, features, inputs)
+
+
+def all_coords(traits: Traits, shape: Sequence[int]) -> reference.ScoreCoords:
+    """Every index of scores (batch, nheads, seqlen_q, seqlen_k), all sequences having full length."""
+    index = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(shape))
+    batch, head, query, key = index
+    _, nheads, seqlen_q, seqlen_k = shape
+    return reference.ScoreCoords(
+        *(batch, head, query, key, nheads, seqlen_q, seqlen_k, seqlen_q, seqlen_k, traits.top_left)
+    )
 
 
 def attend_on_host(

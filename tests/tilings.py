@@ -121,20 +121,11 @@ class Scores:
 
     def coords(self, traits: Traits) -> reference.ScoreCoords:
         """Every index of the problem, all sequences having full length."""
-        _, nheads, seqlen_q, seqlen_k = self.shape
-        index = [
-            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate(self.shape)
-        ]
-        top_left = traits.mask.endswith("top_left")
-        return reference.ScoreCoords(*index, nheads, seqlen_q, seqlen_k, seqlen_q, seqlen_k, top_left)
+        return emulate.all_coords(traits, self.shape)
 
     def expected_scores(self, traits: Traits) -> Tensor:
         """Scores by definition, float64 rounded to float32."""
-        scores = reference.modify_scores(
-            self.products.double() * self.scale, self.coords(traits), self.features(traits), self.inputs
-        )
-        return scores.float()
+        return emulate.scores_by_definition(traits, self.products.double(), self.scale, self.inputs).float()
 
     def expected(self, traits: Traits) -> tuple[Tensor, Tensor]:
         """out (batch, nheads, seqlen_q, head_dim) and lse by definition, from full or seqused lengths."""

@@ -4,7 +4,9 @@
 runs on the GPU, but for approximate instructions and for lanes exchanging numbers.
 """
 
+import ctypes
 import mmap
+import os
 from dataclasses import replace
 
 import cutlass
@@ -174,13 +176,13 @@ def test_softcap(name):
 
 @pytest.mark.parametrize("name", [SMALL, "wgmma1-64x80"])
 def test_alibi(name):
-    tiling = TILINGS[name].of("causal-alibi")
+    tiling = TILINGS[name].of("causal_top_left-alibi" if name == SMALL else "window-alibi")
     slopes = torch.rand(3, 2)
     compare(tiling, Scores.random(3, 2, 130, 210, alibi_slopes=slopes))
     compare(tiling, Scores.random(3, 2, 210, 130, alibi_slopes=slopes))
     per_head = slopes[:1].expand(3, 2)
     assert per_head.stride() == (0, 1)
-    compare(TILINGS[name].of("alibi"), Scores.random(3, 2, 70, 90, alibi_slopes=per_head))
+    compare(tiling, Scores.random(3, 2, 70, 90, alibi_slopes=per_head))
 
 
 # ---- bias ----
@@ -248,6 +250,32 @@ def test_bias_far_apart(tmp_path):
     compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_is_not_read_beyond_its_end(dtype):
+    """Its last element is the last of a page, and the next page cannot be read: in a process of its own, it lives."""
+    tiling = TILINGS[SMALL].of(f"bias_{dtype}")
+    values = torch.randn(1, 1, 33, 83).to(DTYPES[dtype])
+    compare(tiling, Scores.random(1, 1, 33, 83, bias=values))  # compiled here, for the child to find
+    pages = mmap.mmap(-1, 16 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    end = start + 15 * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    for cols in (83, 82):
+        offset = 15 * mmap.PAGESIZE - 33 * cols * values.element_size()
+        bias = torch.frombuffer(pages, dtype=values.dtype, offset=offset, count=33 * cols).view(
+            1, 1, 33, cols
+        )
+        assert bias.data_ptr() + bias.numel() * bias.element_size() == end
+        bias.copy_(values[..., :cols])
+        problem = Scores.random(1, 1, 33, cols, bias=bias)
+        child = os.fork()
+        if child == 0:
+            problem.emulate(tiling)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, f"{cols} columns: read beyond the last element"
+
+
 # ---- dropout ----
 
 
@@ -288,6 +316,18 @@ def test_flash_dropout_keeps_all_bytes_up_to_its_threshold():
         assert reference.flash_keep_threshold(dropout_p) == byte
         problem = Scores.random(1, 1, 64, 256, dropout_p=dropout_p, rng_state=torch.tensor([11, 4]))
         assert torch.equal(problem.emulate(tiling).dropped, ~keep_mask(tiling, problem)), byte
+
+
+def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
+    """No p of PyTorch's gives a word that is drawn here; so the threshold is set to one."""
+    tiling = TILINGS[SMALL].of("dropout_mem_efficient")
+    problem = Scores.random(1, 1, 8, 64, dropout_p=0.5, rng_state=torch.tensor([3, 0]))
+    zero = torch.zeros(128, dtype=torch.int64)
+    words = reference.philox4x32((torch.arange(128), zero, zero, zero), (zero + 3, zero), rounds=10)
+    words = torch.stack(words, 1).view(1, 1, 8, 64)
+    for threshold in words[0, 0, 5, [7, 20, 33, 62]].tolist():
+        monkeypatch.setattr("cute_attn.epilogues.dropout.mem_efficient_threshold", lambda p, t=threshold: t)
+        assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
 
 
 # ---- softmax ----

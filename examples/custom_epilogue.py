@@ -1,0 +1,115 @@
+"""An epilogue of your own: a learned bias for each relative position, as in T5 (https://arxiv.org/abs/1910.10683).
+
+    score[query, key] += table[head, clamp(key - query, -reach, reach) + reach]
+
+Added from a (nheads, 2 * reach + 1) table inside the kernel, it needs no (seqlen_q, seqlen_k) bias in memory. The class
+below is all there is to it. Once registered, its name goes into a kernel's name and into ``attention``; kernels of
+both generations take it.
+
+    python examples/custom_epilogue.py
+    cute-attn --load examples/custom_epilogue.py compile forward-sm80-bf16-d64-causal-relative_position
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn import Epilogue, Traits, attention, compile, emulate, lookup, register_epilogue
+from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.epilogues.inputs import ScoreInputs
+
+NAME = "forward-sm80-bf16-d64-causal-relative_position"
+NARROW = "tile_m=128,tile_n=64,num_warps=4,num_stages=1"  # leaves an epilogue the registers it takes
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """One head's row of the table, and what turns indices into distances and natural units into the tile's."""
+
+    row: cute.Tensor
+    reach: Int32
+    shift: Int32  # a query's own key is at query + shift
+    inv_unit: Float32
+
+
+@register_epilogue("relative_position")
+class RelativePosition(Epilogue):
+    """Takes one argument: the table, float32 (nheads, 2 * reach + 1), on the same device as q."""
+
+    def fake_args(self) -> tuple:
+        return (make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1)),)
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        (table,) = inputs.extra["relative_position"]
+        return (table,)
+
+    def begin(self, args: tuple, context: ScoreContext) -> HeadTable:
+        (table,) = args
+        reach = Int32(table.shape[1]) // 2
+        return HeadTable(table[context.head, None], reach, context.shift, context.inv_unit)
+
+    @cute.jit
+    def forward(self, state: HeadTable, tile: ScoreTile, loaded: tuple = ()) -> None:
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            first = tile.col0 - (tile.row0 + tile.rows[r] + state.shift)
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                distance = cutlass.min(cutlass.max(first + tile.cols[c], -state.reach), state.reach)
+                tile.acc[r, c] = tile.acc[r, c] + state.row[distance + state.reach] * state.inv_unit
+
+    @staticmethod
+    def reference(scores: torch.Tensor, coords: Any, inputs: ScoreInputs) -> torch.Tensor:
+        (table,) = inputs.extra["relative_position"]
+        reach = table.shape[1] // 2
+        distance = (coords.key - coords.diagonal).clamp(-reach, reach)
+        return scores + table[coords.head, distance + reach].to(scores.dtype)
+
+
+def compare_costs() -> None:
+    """What it costs in the Ampere kernel, on two GPUs, and in the Hopper kernel. No GPU is needed to know."""
+    hopper = NAME.replace("sm80", "sm90")
+    for name, tile, target in ((NAME, NARROW, "sm80"), (NAME, NARROW, "sm90"), (hopper, None, "sm90")):
+        compiled = compile(name, tile, target)
+        used, count = compiled.resources, sum(compiled.instructions.values())
+        print(f"{name} for {target}, {compiled.tile}")
+        print(f"  {count} instructions, {used.registers} registers, {used.spill_store_bytes} bytes spilled")
+
+
+def largest_difference_on_cpu() -> float:
+    """The device code above, compiled for the CPU and run for every thread of a tile, against ``reference``."""
+    kernel = lookup(Traits.parse(NAME))
+    seqlen_q, seqlen_k, scale = 150, 200, 0.1
+    products, table = torch.randn(2, 4, seqlen_q, seqlen_k), torch.randn(4, 65)
+    inputs = ScoreInputs(extra={"relative_position": (table,)})
+    scores = emulate.scores_on_host(kernel, products, scale, inputs)
+    expected = emulate.scores_by_definition(kernel.traits, products, scale, inputs)
+    assert torch.equal(scores.isinf(), expected.isinf())
+    return float((scores - expected)[expected.isfinite()].abs().max())
+
+
+def largest_difference_on_gpu() -> float:
+    """The kernel on this GPU against the reference, which computes CPU tensors."""
+    q, k, v = (torch.randn(2, 777, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    table = torch.randn(8, 257)
+    on_cpu = attention(q, k, v, causal=True, epilogues={"relative_position": table})
+    on_gpu = attention(
+        q.cuda(), k.cuda(), v.cuda(), causal=True, epilogues={"relative_position": table.cuda()}
+    )
+    return float((on_gpu.cpu().float() - on_cpu.float()).abs().max())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    compare_costs()
+    print(f"Its code on this CPU against torch: largest difference {largest_difference_on_cpu():.1e}")
+    if torch.cuda.is_available():
+        print(f"The kernel on this GPU against torch: largest difference {largest_difference_on_gpu():.1e}")
+    else:
+        print("No GPU here: with one, the kernel would now be compared with torch.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The examples run as they are, and what they teach holds: a layout or an epilogue from outside the package."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_attn import attention, emulate, launch, lookup, registry
+from cute_attn.call import Call
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.traits import Traits
+from tests.tilings import TILINGS, Scores
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name):
+    """An example as a module; what it registers stays registered."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["custom_layout", "custom_epilogue"])
+def test_runs_as_a_script(name):
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "CUDA_VISIBLE_DEVICES": ""}
+    script = EXAMPLES / f"{name}.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" 0 bytes spilled") == 3, done.stdout
+    assert "No GPU here" in done.stdout
+
+
+# ---- a layout ----
+
+
+def test_layouts_have_the_conflicts_they_are_said_to_have():
+    example = load("custom_layout")
+    ways = {}
+    for name in example.KERNELS:
+        traits = Traits.parse(name)
+        conflicts = dict(example.count_conflicts(lookup(traits)))
+        ways[traits.variant] = [conflicts[f"ldmatrix of {operand}"].ways for operand in "KV"]
+        assert conflicts["cp.async of K"].extra == 0
+    assert ways == {"": [1, 1], "plain": [8, 8], "padded": [1, 1]}
+
+
+def test_a_padded_tile_counts_its_padding_and_is_refused_where_it_does_not_fit():
+    load("custom_layout")
+    traits = Traits.parse("forward-sm80:padded-bf16-d64")
+    plain, padded = lookup(Traits.parse("forward-sm80-bf16-d64")), lookup(traits)
+    rows = padded.tile.tile_m + 2 * padded.tile.tile_n * padded.tile.num_stages
+    assert padded.tile.smem_bytes(traits) == plain.tile.smem_bytes(plain.traits) + 16 * rows
+    stages = "tile_m=128,tile_n=64,num_stages=5"  # 98,304 of 101,376 bytes, and 12,288 of padding
+    assert lookup(Traits.parse("forward-sm80-bf16-d64"), stages, "sm86").tile.num_stages == 5
+    with pytest.raises(registry.Unsupported, match="needs 110592 bytes"):
+        lookup(traits, stages, "sm86")
+
+
+def test_a_variant_is_what_a_call_names():
+    """attention(..., kernel="sm80:padded") becomes a call whose kernel is the subclass."""
+    example = load("custom_layout")
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+    plain = dict.fromkeys(Call._fields) | {
+        "q": q,
+        "k": q,
+        "v": q,
+        "max_seqlen_q": 8,
+        "max_seqlen_k": 8,
+    }
+    plain |= {"mask": "", "softcap": 0.0, "dropout": "", "epilogues": (), "return_softmax": False, "tile": ""}
+    chosen = {
+        kernel: type(launch.choose_kernel(Call(**plain | {"kernel": kernel}), "sm90"))
+        for kernel in ("sm80", "sm80:plain", "sm80:padded")
+    }
+    assert chosen["sm80:plain"] is example.PlainForward and chosen["sm80:padded"] is example.PaddedForward
+    assert chosen["sm80"] is ForwardSm80
+
+
+# ---- an epilogue ----
+
+
+@pytest.mark.parametrize("name", ["warps4x1-64x64", "wgmma1-64x80"])
+def test_an_epilogue_on_both_generations_tilings(name):
+    load("custom_epilogue")
+    tiling = TILINGS[name].of("causal-relative_position")
+    problem = Scores.random(2, 3, 90, 130, extra={"relative_position": (torch.randn(3, 41),)})
+    got, expected = problem.emulate(tiling).scores, problem.expected_scores(tiling.traits)
+    seen = ~got.isnan()
+    torch.testing.assert_close(got[seen], expected[seen], atol=1e-5, rtol=1e-6)
+    assert (expected[~seen] == -torch.inf).all()
+
+
+def test_an_epilogues_own_comparison_can_fail(monkeypatch):
+    example = load("custom_epilogue")
+    assert example.largest_difference_on_cpu() < 1e-5
+    monkeypatch.setattr(
+        user_epilogue("relative_position"), "reference", staticmethod(lambda scores, coords, inputs: scores)
+    )
+    assert example.largest_difference_on_cpu() > 0.1
+
+
+def test_an_epilogue_is_used_by_attention():
+    """On CPU tensors by its reference: a table that grows with distance lets each query see its own key alone."""
+    load("custom_epilogue")
+    q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
+    table = (torch.arange(-4, 5).abs() * -1e4).expand(2, 9).contiguous()
+    out = attention(q, k, v, epilogues={"relative_position": table})
+    torch.testing.assert_close(out, v)
+    scores = emulate.scores_by_definition(
+        Traits.parse("forward-sm80-fp16-d8-relative_position"),
+        torch.zeros(1, 2, 6, 6),
+        1.0,
+        ScoreInputs(extra={"relative_position": (table,)}),
+    )
+    assert float(scores.diagonal(dim1=-2, dim2=-1).abs().max()) == 0.0 and float(scores.min()) == -4e4
