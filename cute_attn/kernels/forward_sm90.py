@@ -680,14 +680,24 @@ def _multiprocessors() -> int:
 
 
 def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
-    """Best first; the first one that fits is the default."""
+    """Best first; the first one that fits is the default. bench/notes.md has what others did.
+
+    What an epilogue holds beside the scores (a bias, the words of the mem_efficient mask) narrows the step or takes the
+    registers that Q would have.
+    """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     if d <= 64:
-        return [ForwardSm90Tile(192, 128, num_stages=3), ForwardSm90Tile(128, 128), ForwardSm90Tile(128, 64)]
-    if d <= 128:
+        tile_n = 64 if traits.dropout == "mem_efficient" else 128
         return [
-            ForwardSm90Tile(128, 128, q_in_regs=True, rescale_threshold=8),
-            ForwardSm90Tile(128, 128, rescale_threshold=8),
+            ForwardSm90Tile(192, tile_n, num_stages=3),
+            ForwardSm90Tile(128, 128),
+            ForwardSm90Tile(128, 64),
+        ]
+    if d <= 128:
+        tile_n = 96 if traits.bias == "fp32" else 128
+        return [
+            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8),
             ForwardSm90Tile(128, 64, rescale_threshold=8),
         ]
     return [
