@@ -1,10 +1,11 @@
 """Regenerate the README's table of speeds from a file under bench/results.
 
-python -m bench.table bench/results/2026-11-21-h200-forward.json            print it
-python -m bench.table --write bench/results/2026-11-21-h200-forward.json    and put it into the README
+python -m bench.table bench/results/FILE.json            print all of it
+python -m bench.table --write bench/results/FILE.json    put the README's rows into the README
 """
 
 import argparse
+import fnmatch
 import json
 import sys
 from pathlib import Path
@@ -13,12 +14,16 @@ from typing import Any
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- speed table -->", "<!-- end of speed table -->"
 PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa4": "FA4"}
+README_ROWS = ("fwd-bf16-*-s2048-*", "fwd-bf16-*-s8192-*", "fwd-bf16-*varlen*")
+"""What the README has room for."""
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
     """A Markdown table: TFLOP/s of our kernels and their peers, a row a workload; a dash where one failed."""
     speeds: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
+        if not any(fnmatch.fnmatch(row["workload"], pattern) for pattern in patterns):
+            continue
         speeds.setdefault(row["workload"], {})
         if "value" in row:
             speeds[row["workload"]][row["impl"]] = row["value"]
@@ -27,23 +32,27 @@ def table(result: dict[str, Any]) -> str:
         "workload",
         *(f"**{name.removeprefix('cute_attn/')}**" for name in own),
         *PEERS.values(),
-        "to FA2",
+        "**sm80** / FA2",
+        "best / best peer",
     ]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for workload, values in speeds.items():
+        ampere, fa2 = values.get("cute_attn/forward-sm80"), values.get("fa2")
+        ratio = f"{ampere / fa2:.2f}" if ampere and fa2 else "-"
         best = max((values[name] for name in own if name in values), default=None)
-        ratio = f"{best / values['fa2']:.2f}" if best is not None and "fa2" in values else "-"
+        peer = max((values[name] for name in PEERS if name in values), default=None)
+        to_peer = f"{best / peer:.2f}" if best and peer else "-"
         cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *PEERS)]
-        lines.append("| " + " | ".join([workload.removeprefix("fwd-"), *cells, ratio]) + " |")
+        lines.append("| " + " | ".join([workload.removeprefix("fwd-"), *cells, ratio, to_peer]) + " |")
     return "\n".join(lines)
 
 
-def section(result: dict[str, Any], source: str) -> str:
+def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*",)) -> str:
     """The table with where it comes from."""
     machine = f"{result['gpu']}, {result['clock_mhz']} MHz under load, driver {result['driver']}"
     versions = f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}, FA4 {result['peers']['fa4']}"
     caption = f"TFLOP/s, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
-    return f"{BEGIN}\n{caption}\n\n{table(result)}\n{END}"
+    return f"{BEGIN}\n{caption}\n\n{table(result, patterns)}\n{END}"
 
 
 def main() -> None:
@@ -52,7 +61,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="replace the table in the README")
     options = parser.parse_args()
     source = options.result.resolve().relative_to(README.parent).as_posix()
-    text = section(json.loads(options.result.read_text()), source)
+    text = section(json.loads(options.result.read_text()), source, README_ROWS if options.write else ("*",))
     if not options.write:
         print(text)
         return

@@ -112,14 +112,15 @@ def test_a_result_reads_back(result, tmp_path):
 
 def test_the_table(result, tmp_path, monkeypatch, capsys):
     lines = table.table(result).splitlines()
-    assert lines[0] == "| workload | **forward-sm80** | FA2 | mem-eff. | cuDNN | FA4 | to FA2 |"
-    assert (
-        lines[2] == "| a | 300 | 250 | - | - | - | 1.20 |" and lines[3] == "| b | - | 200 | - | - | - | - |"
-    )
+    peers = "FA2 | mem-eff. | cuDNN | FA4"
+    assert lines[0] == f"| workload | **forward-sm80** | {peers} | **sm80** / FA2 | best / best peer |"
+    assert lines[2:] == ["| a | 300 | 250 | - | - | - | 1.20 | 1.20 |", "| b | - | 200 | - | - | - | - | - |"]
+    assert len(table.table(result, ("*a",)).splitlines()) == 3
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     source = results.write(result, tmp_path / "bench" / "results" / "x.json")
     monkeypatch.setattr(table, "README", readme)
+    monkeypatch.setattr(table, "README_ROWS", ("*",))
     monkeypatch.setattr("sys.argv", ["table", "--write", str(source)])
     table.main()
     text = readme.read_text()
