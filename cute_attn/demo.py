@@ -1,7 +1,8 @@
 """``make demo``: what this project does, on this machine, in a few minutes; all but the last part without a GPU.
 
-The kernels, and what one costs on two targets; that kernel's layouts and epilogues, run on the CPU for every thread and
-compared with torch; attention on CPU tensors; a picture. With a GPU: the kernel against torch at Llama-3-8B's shapes.
+The kernels, and what the Ampere and the Hopper one cost; the Ampere kernel's layouts and epilogues, run on the CPU for
+every thread and compared with torch; attention on CPU tensors; pictures. With a GPU: both kernels against torch at
+Llama-3-8B's shapes.
 """
 
 import sys
@@ -19,6 +20,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
 FLAGSHIP = "forward-sm80-bf16-d128-causal"
+HOPPER = "forward-sm90-bf16-d128-causal"
 PICTURES = Path("build/pictures")
 LLAMA_3_8B = {"nheads": 32, "nheads_kv": 8, "head_dim": 128, "causal": True}
 
@@ -34,12 +36,13 @@ def main() -> None:
     torch.manual_seed(0)
     heading("The kernels, and the tile each takes by default")
     cli.list_kernels()
-    heading("What one costs on the GPU it was written for, and on a newer one")
-    console.print(
-        cli.cost_table(*(cute_attn.compile(FLAGSHIP, target=target) for target in ("sm80", "sm90")))
+    heading("What the same attention costs as an Ampere and as a Hopper kernel, each on its own GPU")
+    built = (
+        cute_attn.compile(name, target=target) for name, target in ((FLAGSHIP, "sm80"), (HOPPER, "sm90"))
     )
+    console.print(cli.cost_table(*built))
     wrong = epilogues_on_the_cpu() + attention_on_the_cpu()
-    heading("Its layouts")
+    heading("The Ampere kernel's layouts")
     for path in pictures.pictures(registry.lookup(Traits.parse(FLAGSHIP)), PICTURES):
         console.print(f"  {path}")
     if torch.cuda.is_available():
@@ -47,7 +50,7 @@ def main() -> None:
         speed_against_torch()
     else:
         console.print(
-            "\nNo GPU here: with one, the kernel would now run against torch at Llama-3-8B's shapes."
+            "\nNo GPU here: with one, the kernels would now run against torch at Llama-3-8B's shapes."
         )
     console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
     if wrong:
@@ -56,7 +59,9 @@ def main() -> None:
 
 def epilogues_on_the_cpu() -> str:
     """The kernels' own MMA tiling and epilogues, for every thread, against the same formulas in torch."""
-    heading("Its score tile on this CPU: the real tiling and epilogues for every thread, against torch")
+    heading(
+        "The Ampere kernel's score tile on this CPU: the real tiling and epilogues for every thread, against torch"
+    )
     seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
     shape = (2, 4, seqlen_q, seqlen_k)
     products = torch.randn(2, 4, seqlen_q, 128) @ torch.randn(2, 4, 128, seqlen_k)
@@ -102,18 +107,23 @@ def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
 
 
 def kernel_against_torch() -> str:
-    """The kernel on the GPU against the reference in float64."""
+    """The kernels that this GPU runs, against the reference in float64."""
     from cute_attn import check
+    from cute_attn.compiler import default_target
 
-    heading("The kernel on this GPU, against the reference in float64")
+    heading("The kernels on this GPU, against the reference in float64")
     wrong = ""
     shape = Workload(1, 2048, **LLAMA_3_8B)  # type: ignore[arg-type]
-    for workload, accuracy in check.check_workloads(Traits.parse(FLAGSHIP), [shape]):
-        verdict = "ok" if accuracy.passed else "[red]wrong"
-        console.print(
-            f"  {workload.name:40} error {accuracy.error:.1e}, plain torch's {accuracy.plain:.1e}  {verdict}"
-        )
-        wrong += "" if accuracy.passed else f"{workload.name} is wrong. "
+    for traits in map(Traits.parse, (FLAGSHIP, HOPPER)):
+        if default_target(traits.arch) not in registry.RUNS_ON[traits.arch]:
+            continue
+        for workload, accuracy in check.check_workloads(traits, [shape]):
+            verdict = "ok" if accuracy.passed else "[red]wrong"
+            console.print(
+                f"  {traits.arch} {workload.name:40} error {accuracy.error:.1e}, "
+                f"plain torch's {accuracy.plain:.1e}  {verdict}"
+            )
+            wrong += "" if accuracy.passed else f"{traits.arch} {workload.name} is wrong. "
     return wrong
 
 
