@@ -86,8 +86,8 @@ def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> 
 def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that stand for all that a user gets without naming a tile; the tests compile every one.
 
-    Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head dims;
-    and on the targets with the least shared memory what has the most to keep in it.
+    Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
+    dims; and on the targets with the least shared memory what has the most to keep in it.
     """
     features: list[dict[str, Any]] = [
         {"mask": "window"},
