@@ -174,7 +174,7 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        batch = seqlens.cu_seqlens_q.shape[0] - 1 if self.traits.varlen else mQ.shape[0]
+        batch = seqlens.batch(mQ)
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
