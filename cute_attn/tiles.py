@@ -143,11 +143,23 @@ class ForwardSm80Tile(Tile):
         return self.q_in_regs or self.share_qk_smem
 
     def smem_bytes(self, traits: Traits) -> int:
+        return max(end for _, end in self.smem_areas(traits).values())
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of Q, K and V of all stages, O and the parked statistics; O takes over what is loaded."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        q, k, v = self.tile_m * d, self.tile_n * d * self.num_stages, self.tile_n * dv * self.num_stages
-        o = self.tile_m * dv
-        inputs = max(q, k) + v if self.share_qk_smem else q + k + v
-        return 2 * max(inputs, o) + self.parked_bytes  # O takes over everything once the last step is done
+        q, o = 2 * self.tile_m * d, 2 * self.tile_m * dv
+        k_start = 0 if self.share_qk_smem else q
+        v_start = max(q, k_start + 2 * self.tile_n * d * self.num_stages)
+        v_end = v_start + 2 * self.tile_n * dv * self.num_stages
+        parked = max(v_end, o)
+        return {
+            "q": (0, q),
+            "k": (k_start, k_start + 2 * self.tile_n * d * self.num_stages),
+            "v": (v_start, v_end),
+            "o": (0, o),
+            "parked": (parked, parked + self.parked_bytes),
+        }
 
     def registers(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)

@@ -232,28 +232,30 @@ class ForwardSm80:
             self.store_output(o, s_o, work, place, thread)
 
     def shared_memory(self):
-        """sQ, sK, sV as (rows, cols, stage), and sO over the same bytes once they are done with."""
+        """sQ, sK, sV and sO as (rows, cols, stage), and where the parked statistics begin."""
         d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
         q_layout = self.smem_layout(tile.tile_m, d)
         k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
         v_layout = self.smem_layout(tile.tile_n, dv, tile.num_stages)
         o_layout = self.smem_layout(tile.tile_m, dv)
-        total = tile.smem_bytes(self.traits)
-        start = memory.SmemAllocator().allocate(total, byte_alignment=1024)
-        base = cute.recast_ptr(start, dtype=self.dtype)
-        k_start = 0 if tile.share_qk_smem else cute.cosize(q_layout)
-        v_start = max(k_start + cute.cosize(k_layout), cute.cosize(q_layout))
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+        areas = tile.smem_areas(self.traits)
+
+        def area(name: str, dtype: Any) -> cute.Pointer:
+            return cute.recast_ptr(base + areas[name][0], dtype=dtype)
+
         return (
-            cute.make_tensor(base, q_layout),
-            cute.make_tensor(base + k_start, k_layout),
-            cute.make_tensor(base + v_start, v_layout),
-            cute.make_tensor(base, o_layout),
-            cute.recast_ptr(start + (total - tile.parked_bytes), dtype=Float32),
+            cute.make_tensor(area("q", self.dtype), q_layout),
+            cute.make_tensor(area("k", self.dtype), k_layout),
+            cute.make_tensor(area("v", self.dtype), v_layout),
+            cute.make_tensor(area("o", self.dtype), o_layout),
+            area("parked", Float32),
         )
 
     def parked_statistics(self, place: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
         """This thread's row maxima and sums in shared memory, (rows, 2)."""
-        layout = cute.make_layout((rows, 2, self.tile.num_threads), stride=(1, rows, 2 * rows))
+        threads = self.tile.num_threads
+        layout = cute.make_layout((rows, 2, threads), stride=(1, rows * threads, rows))
         return cute.make_tensor(place, layout)[None, None, thread]
 
     def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
@@ -510,55 +512,67 @@ class ForwardSm80:
 
 
 def _burden(traits: Traits) -> str:
-    """What the epilogues ask of a thread beside its scores, as the names of the columns of ``_TILES``."""
-    heavy = traits.dropout == "mem_efficient" or traits.bias == "fp32" or traits.return_softmax
-    if heavy or (traits.bias and traits.dropout):
+    """What the epilogues ask of a thread beside its scores: a key of the tables in ``_TILES``."""
+    if traits.dropout == "mem_efficient" or (traits.bias and (traits.dropout or traits.return_softmax)):
+        return "most"
+    if traits.bias == "fp32" or traits.return_softmax:
         return "much"
-    if traits.bias or traits.epilogues:
-        return "bias"
-    return "dropout" if traits.dropout else ""
+    return "bias" if traits.bias or traits.epilogues else traits.dropout
 
 
-def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, **more: Any) -> ForwardSm80Tile:
-    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, **more)
+def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
+    """With Q K^T a few steps at a time, its statistics are worth parking too."""
+    return ForwardSm80Tile(
+        tile_m, tile_n, num_warps, num_stages, park_statistics=qk_unroll > 0, qk_unroll=qk_unroll
+    )
 
 
-_BOUNDED = {"park_statistics": True, "qk_unroll": 4}
 # The largest head_dim_v -> what the epilogues ask for -> tiles, best first; the first that fits the traits and the
-# target is the default. Chosen by time on an H200 among those that spill nothing on any target: 32 queries a warp read
-# keys and values from shared memory half as often as 16, and two stages save a barrier. bench/notes.md has the others.
+# target is the default, and what is not listed is as without epilogues. Chosen by time on an H200 among those that
+# spill nothing on any target: 32 queries a warp read keys and values from shared memory half as often as 16, and two
+# stages save a barrier. bench/notes.md has the others.
 _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     32: {
         "": [_tile(128, 128, 4, 2)],
-        "dropout": [_tile(128, 64, 4, 2)],
+        "flash": [_tile(128, 64, 4, 2)],
         "bias": [_tile(128, 64, 4, 2)],
+        "much": [_tile(128, 64, 4, 1)],
+        "most": [_tile(64, 64, 4, 1)],
     },
     64: {
         "": [_tile(128, 96, 4, 2)],
-        "dropout": [_tile(128, 96, 4, 2, park_statistics=True, qk_unroll=2), _tile(128, 64, 4, 1)],
-        "bias": [_tile(128, 96, 4, 2, qk_unroll=2), _tile(128, 64, 4, 1)],
+        "flash": [_tile(128, 96, 4, 2, qk_unroll=2)],
+        "bias": [_tile(128, 96, 4, 2, qk_unroll=1)],
+        "much": [_tile(128, 64, 4, 1)],
+        "most": [_tile(64, 64, 4, 1)],
     },
     96: {
         "": [_tile(128, 64, 4, 2)],
-        "dropout": [_tile(128, 64, 4, 2)],
-        "bias": [_tile(128, 64, 4, 2)],
+        "flash": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "bias": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "much": [_tile(128, 32, 4, 2, qk_unroll=2)],
+        "most": [_tile(64, 64, 4, 1)],
     },
     128: {
-        "": [_tile(128, 64, 4, 2, **_BOUNDED), _tile(128, 64, 4, 1, **_BOUNDED)],
-        "dropout": [_tile(128, 64, 4, 2, **_BOUNDED), _tile(128, 32, 4, 2)],
-        "bias": [
-            _tile(128, 64, 4, 2, park_statistics=True, qk_unroll=1),
-            _tile(128, 32, 4, 2),
-        ],
+        "": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
+        "bias": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
+        "much": [_tile(128, 32, 4, 2, qk_unroll=4)],
+        "most": [_tile(64, 64, 4, 1)],
     },
-    192: {"": [_tile(128, 64, 8, 1)], "bias": [_tile(128, 64, 8, 1)]},
-    256: {"": [_tile(64, 64, 4, 1)], "bias": [_tile(64, 64, 4, 1)]},
+    192: {
+        "": [_tile(128, 64, 8, 1)],
+        "much": [_tile(64, 64, 4, 1)],
+        "most": [_tile(64, 32, 4, 1)],
+    },
+    256: {
+        "": [_tile(64, 64, 4, 1)],
+        "most": [_tile(64, 32, 4, 1, qk_unroll=4)],
+    },
 }
-_SMALL = [_tile(64, 64, 4, 1), _tile(64, 32, 4, 1)]
+_FITS_ALWAYS = _tile(64, 32, 4, 1)
 
 
 def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     """Best first."""
-    columns = next(columns for dim, columns in _TILES.items() if traits.head_dim_v <= dim)
-    burden = _burden(traits)
-    return columns.get(burden, [] if burden == "much" else columns[""]) + _SMALL
+    table = next(table for dim, table in _TILES.items() if traits.head_dim_v <= dim)
+    return [*table.get(_burden(traits), table[""]), *table["most"], _FITS_ALWAYS]

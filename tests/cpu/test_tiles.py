@@ -1,0 +1,197 @@
+"""Traits and tiles: they print and parse back, refuse with one sentence, and know what a kernel will ask for."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+from cutlass import Float16, cute
+from hypothesis import given
+from hypothesis import strategies as st
+
+import layouts
+from cute_attn import registry
+from cute_attn.compiler import compile
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, ForwardSm80Tile, padded
+from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, Traits
+from layouts import model
+
+D64 = Traits("forward", "sm80", "bf16", 64)
+D128 = Traits("forward", "sm80", "bf16", 128)
+
+dims = st.integers(1, 32).map(lambda n: 8 * n)
+flags = st.booleans()
+traits = st.builds(
+    Traits,
+    op=st.just("forward"),
+    arch=st.sampled_from(ARCHS),
+    dtype=st.sampled_from(DTYPES),
+    head_dim=dims,
+    head_dim_v=dims,
+    mask=st.sampled_from(("", *MASKS)),
+    softcap=flags,
+    alibi=flags,
+    bias=st.sampled_from(("", *BIAS_DTYPES)),
+    epilogues=st.sampled_from(((), ("mine",), ("mine", "yours_2"))),
+    dropout=st.sampled_from(("", *DROPOUTS)),
+    varlen=flags,
+    seqused_q=flags,
+    seqused_k=flags,
+    return_softmax=flags,
+    variant=st.sampled_from(("", "padded")),
+)
+tiles = st.builds(
+    ForwardSm80Tile,
+    tile_m=st.sampled_from((16, 32, 64, 128)),
+    tile_n=st.sampled_from((16, 32, 48, 64, 96, 128)),
+    num_warps=st.sampled_from((1, 2, 4, 8)),
+    num_stages=st.integers(1, 4),
+    q_in_regs=flags,
+    share_qk_smem=flags,
+    swizzle_bits=st.integers(-1, 3),
+    park_statistics=flags,
+    qk_unroll=st.integers(0, 4),
+)
+
+
+@given(traits)
+def test_a_traits_name_parses_back(value):
+    assert Traits.parse(value.name) == value
+    assert str(value) == value.name
+
+
+@given(tiles)
+def test_a_tiles_text_parses_back(tile):
+    assert ForwardSm80Tile().override(str(tile)) == tile
+    assert tile.override("") == tile
+
+
+def test_a_partial_text_overrides():
+    tile = ForwardSm80Tile(64, 32).override(" tile_n=96, q_in_regs=true,swizzle_bits=-1 ")
+    assert tile == ForwardSm80Tile(64, 96, q_in_regs=True)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tile_k=3", "tile has 'tile_k=3'; accepted: FIELD=VALUE with a field of tile_m, tile_n"),
+        ("tile_n", "tile has 'tile_n'; accepted"),
+        ("tile_n=wide", "tile field tile_n is 'wide'; accepted: int"),
+        ("q_in_regs=1", "tile field q_in_regs is '1'; accepted: true or false"),
+    ],
+)
+def test_a_wrong_text_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        ForwardSm80Tile().override(text)
+
+
+@pytest.mark.parametrize(
+    "tile, value, target, message",
+    [
+        (ForwardSm80Tile(num_warps=0), D64, "sm80", "num_warps is 0; accepted: 1 to 16"),
+        (ForwardSm80Tile(num_warps=32), D64, "sm80", "num_warps is 32; accepted: 1 to 16"),
+        (
+            ForwardSm80Tile(tile_m=96),
+            D64,
+            "sm80",
+            "tile_m is 96; accepted: multiples of 16 rows for each of 4",
+        ),
+        (ForwardSm80Tile(tile_m=0), D64, "sm80", "tile_m is 0; accepted"),
+        (ForwardSm80Tile(tile_n=40), D64, "sm80", "tile_n is 40; accepted: multiples of 16"),
+        (ForwardSm80Tile(tile_n=-16), D64, "sm80", "tile_n is -16; accepted"),
+        (
+            ForwardSm80Tile(tile_n=16),
+            Traits("forward", "sm80", "bf16", 96),
+            "sm80",
+            "tile_n is 16; accepted: multi",
+        ),
+        (ForwardSm80Tile(num_stages=0), D64, "sm80", "num_stages is 0; accepted: 1 or more"),
+        (ForwardSm80Tile(qk_unroll=-1), D64, "sm80", "qk_unroll is -1; accepted: 0 for all steps"),
+        (ForwardSm80Tile(swizzle_bits=4), D64, "sm80", "swizzle_bits is 4; accepted: 0 to 3, or -1"),
+        (
+            ForwardSm80Tile(swizzle_bits=3),
+            replace(D64, head_dim=96),
+            "sm80",
+            "swizzle_bits is 3; accepted: at most 2",
+        ),
+        (
+            ForwardSm80Tile(128, 64, num_stages=3),
+            D128,
+            "sm89",
+            "needs 131072 bytes of shared memory .* sm89 has 101376",
+        ),
+        (ForwardSm80Tile(128, 128), D128, "sm90", "needs about 304 registers a thread .* there are 255"),
+        (ForwardSm80Tile(q_in_regs=True), D128, "sm90", "registers a thread"),
+    ],
+)
+def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, value, target, message):
+    reason = tile.reject(value, target) or ""
+    assert re.search(message, reason), reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@given(value=traits)
+def test_a_default_tile_fits(target, value):
+    value = replace(value, arch="sm80", variant="", epilogues=())
+    tile = ForwardSm80.default_tile(value, target)
+    assert tile.reject(value, target) is None
+    assert tile.smem_bytes(value) <= SHARED_MEMORY_BYTES[target]
+
+
+@given(tiles, traits)
+def test_shared_memory_does_not_overlap(tile, value):
+    areas = tile.smem_areas(value)
+    assert all(start % 1024 == 0 for start, _ in areas.values())
+    inputs = [areas[name] for name in (("k", "v") if tile.share_qk_smem else ("q", "k", "v"))]
+    for first, second in itertools.combinations([*inputs, areas["parked"]], 2):
+        assert first[1] <= second[0] or second[1] <= first[0]
+    assert areas["o"][1] <= areas["parked"][0]  # the statistics are read after O has been written
+    assert areas["q"][1] <= areas["v"][0]  # V's first loads may start before Q has been read
+    assert tile.smem_bytes(value) == max(end for _, end in areas.values())
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("rows, stages", [(64, 1), (48, 3)])
+def test_areas_are_the_layouts_sizes(head_dim, rows, stages):
+    size = model.trace(lambda: cute.cosize(layouts.smem_layout(rows, head_dim, Float16, stages=stages)))
+    tile = ForwardSm80Tile(16, rows, 1, stages)
+    start, end = tile.smem_areas(replace(D64, head_dim=head_dim, head_dim_v=head_dim))["k"]
+    assert end - start == 2 * size
+
+
+SMALL = Traits("forward", "sm80", "fp16", 64)
+# Every field with what the others make of it, as cheap to compile as can be.
+BUILT = {
+    "stages-3": (SMALL, "num_stages=3"),
+    "stages-4": (SMALL, "num_stages=4,qk_unroll=2"),
+    "q-in-regs": (SMALL, "q_in_regs=true"),
+    "share-qk": (SMALL, "share_qk_smem=true,num_stages=2"),
+    "share-qk-parked": (replace(SMALL, mask="causal"), "share_qk_smem=true,park_statistics=true,tile_n=16"),
+    "swizzle-0": (SMALL, "swizzle_bits=0"),
+    "swizzle-1": (SMALL, "swizzle_bits=1,qk_unroll=1"),
+    "swizzle-2": (SMALL, "swizzle_bits=2,qk_unroll=2"),
+    "output-larger": (replace(SMALL, head_dim=24, head_dim_v=80), "tile_m=64,tile_n=32,num_warps=4"),
+    "value-smaller": (replace(SMALL, head_dim=160, head_dim_v=40), "tile_m=64,tile_n=32,num_warps=4"),
+}
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_a_built_kernel_asks_for_what_its_tile_says(case):
+    value, text = BUILT[case]
+    tile = ForwardSm80Tile(tile_m=32, tile_n=32, num_warps=2).override(text)
+    compiled = compile(value, tile, target="sm86")
+    assert compiled.tile == tile
+    assert compiled.resources.shared_memory_bytes == tile.smem_bytes(value)
+
+
+def test_padding_is_what_memory_holds():
+    assert [padded(d) for d in (8, 32, 40, 96, 104, 256)] == [32, 32, 64, 96, 128, 256]
+
+
+def test_a_lookup_says_why_a_tile_was_declined():
+    with pytest.raises(
+        registry.Unsupported, match="forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40"
+    ):
+        registry.lookup(D64, "tile_n=40")
