@@ -50,11 +50,13 @@ def _f32(x: float) -> float:
     return struct.unpack("f", struct.pack("f", x))[0]
 
 
+@functools.lru_cache(maxsize=64)
 def rescale(p: float) -> float:
     """1 / (1 - p), rounded as PyTorch rounds it."""
     return _f32(1.0 / _f32(1.0 - _f32(p)))
 
 
+@functools.lru_cache(maxsize=64)
 def flash_threshold(p: float) -> int:
     """The largest byte that keeps an element."""
     return int(255.0 * _f32(1.0 - _f32(p)))

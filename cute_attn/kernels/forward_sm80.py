@@ -21,6 +21,7 @@ rows 16-byte aligned with a contiguous last dimension.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,7 @@ class ForwardSm80:
                 return tile
         return ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
 
-    @property
+    @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
         return EpilogueChain.of(self.traits)

@@ -24,6 +24,7 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 aligned with a contiguous last dimension.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,7 +151,7 @@ class ForwardSm90:
                 return tile
         return ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False)
 
-    @property
+    @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
         return EpilogueChain.of(self.traits)
