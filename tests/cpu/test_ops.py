@@ -220,6 +220,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launch, "_plans", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr("cute_attn.kernels.forward_sm90._multiprocessors", lambda: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
     return recorder
