@@ -9,7 +9,7 @@ from typing import Any
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import TARGETS, Tile
-from cute_attn.traits import Traits
+from cute_attn.traits import PARTS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
@@ -87,29 +87,49 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that stand for all that a user gets without naming a tile; the tests compile every one.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; and on the targets with the least shared memory what has the most to keep in it.
+    dims; and on the targets with the least shared memory what has the most to keep in it. Of the backward's small
+    parts, which know of no scores, a few.
     """
-    features: list[dict[str, Any]] = [
+    pairs: list[tuple[Traits, str]] = []
+    for op, arch, variant in KERNELS:
+        if variant:
+            continue
+        targets = RUNS_ON[arch]
+        if op in PARTS:
+            pairs += _part_defaults(op, arch)
+            continue
+        for head_dim in (32, 64, 96, 128, 192, 256):
+            for mask in ("", "causal"):
+                for target in sorted({targets[0], targets[-1]}):
+                    pairs.append((Traits(op, arch, "bf16", head_dim, mask=mask), target))
+        for head_dim in (64, 128):
+            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), targets[-1]) for extra in _features(op)]
+        if "sm86" in targets:
+            pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
+            pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
+    return pairs
+
+
+def _features(op: str) -> list[dict[str, Any]]:
+    """Every feature of an attention kernel once."""
+    grad = {"bias_grad": True} if op == "backward" else {}
+    return [
         {"mask": "window"},
         {"mask": "causal", "dropout": "flash"},
         {"mask": "causal", "dropout": "mem_efficient"},
-        {"bias": "bf16"},
+        {"bias": "bf16", **grad},
         {"mask": "causal", "bias": "fp32"},
         {"alibi": True, "mask": "causal"},
         {"softcap": True},
         {"varlen": True, "mask": "causal", "seqused_k": True},
     ]
-    pairs: list[tuple[Traits, str]] = []
-    for op, arch, variant in KERNELS:
-        if variant:
-            continue
-        for head_dim in (32, 64, 96, 128, 192, 256):
-            for mask in ("", "causal"):
-                targets = sorted({RUNS_ON[arch][0], RUNS_ON[arch][-1]})
-                pairs += [(Traits(op, arch, "bf16", head_dim, mask=mask), target) for target in targets]
-        for head_dim in (64, 128):
-            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), RUNS_ON[arch][-1]) for extra in features]
-        if "sm86" in RUNS_ON[arch]:
-            pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
-            pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
+
+
+def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
+    """A part of the backward at the head dims whose rows are cut in different ways, and packed."""
+    targets = RUNS_ON[arch]
+    pairs = [(Traits(op, arch, "bf16", dim), targets[-1]) for dim in (40, 64, 128, 256)]
+    pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))
+    if op == "backward_preprocess":
+        pairs.append((Traits(op, arch, "bf16", 128, lse_grad=True), targets[0]))
     return pairs

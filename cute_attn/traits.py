@@ -14,7 +14,11 @@ How it is computed (block sizes, warps, stages, ...) is a tile's business: see :
 import re
 from dataclasses import dataclass, field, fields
 
-OPS = ("forward",)
+OPS = ("forward", "backward", "backward_preprocess", "backward_convert")
+PARTS = ("backward_preprocess", "backward_convert")
+PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
+"""The fields that a part of the backward depends on; see :meth:`Traits.part`."""
+
 ARCHS = ("sm80", "sm90")
 DTYPES = ("fp16", "bf16")
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
@@ -37,7 +41,11 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "seqused_q": ("seqused_q", True),
     "seqused_k": ("seqused_k", True),
     "return_softmax": ("return_softmax", True),
+    "bias_grad": ("bias_grad", True),
+    "lse_grad": ("lse_grad", True),
 }
+# Features that a single op knows.
+_ONLY_IN = {"return_softmax": "forward", "bias_grad": "backward", "lse_grad": "backward_preprocess"}
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
@@ -60,7 +68,9 @@ class Traits:
         dropout: ``""``, or which of PyTorch's two dropout masks is drawn.
         varlen: q and k are packed along the sequence, with cumulative lengths.
         seqused_q, seqused_k: each batch uses only so many of its queries or keys.
-        return_softmax: the normalised probabilities are written out, the sign bit set where they are dropped.
+        return_softmax: the normalised probabilities are written out, the sign bit set where they are dropped. Forward.
+        bias_grad: the gradient of the bias is written too. Backward, with a bias.
+        lse_grad: the log-sum-exps have a gradient that flows on into q and k. Backward's preprocess.
         variant: name under which a changed kernel class was registered, ``""`` for the package's own.
 
     Raises:
@@ -82,6 +92,8 @@ class Traits:
     seqused_q: bool = False
     seqused_k: bool = False
     return_softmax: bool = False
+    bias_grad: bool = False
+    lse_grad: bool = False
     variant: str = ""
 
     def __post_init__(self) -> None:
@@ -105,6 +117,13 @@ class Traits:
                 raise ValueError(
                     f"{name} is {dim!r}; accepted: multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
                 )
+        for name, op in _ONLY_IN.items():
+            if getattr(self, name) and self.op != op:
+                raise ValueError(f"{name} is True with op {self.op!r}; accepted: with op {op!r}")
+        if self.bias_grad and not self.bias:
+            raise ValueError(
+                "bias_grad is True without a bias; accepted: with bias " + " or ".join(BIAS_DTYPES)
+            )
         for name in (*self.epilogues, *([self.variant] if self.variant else [])):
             if not _WORD.fullmatch(name) or _DIMS.fullmatch(name):
                 raise ValueError(
@@ -166,6 +185,20 @@ class Traits:
             variant=variant,
             **features,  # type: ignore[arg-type]
         )
+
+    def part(self, op: str, *, lse_grad: bool = False) -> "Traits":
+        """What the backward's ``"backward_preprocess"`` or ``"backward_convert"`` depends on of these traits.
+
+        That is little, so that one compiled kernel serves many main kernels: dtype, dims and how queries are packed.
+        lse_grad: the preprocess is given a gradient of the log-sum-exps.
+
+        Raises:
+            ValueError: another op, or lse_grad for the convert.
+        """
+        if op not in PARTS:
+            raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, PARTS))}")
+        kept = {name: getattr(self, name) for name in PART_FIELDS}
+        return Traits(op, lse_grad=lse_grad, **kept)
 
     @property
     def causal(self) -> bool:

@@ -70,3 +70,39 @@ def sequence(
         shape = (tensor.shape[1], tensor.shape[3])
         start = Int64(batch) * stride_batch + Int64(head) * stride_head
     return cute.make_tensor(tensor.iterator + start, cute.make_layout(shape, stride=(stride_row, stride_dim)))
+
+
+@cute.jit
+def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlass.Constexpr) -> Int32:
+    """The first row of ``batch`` in a workspace whose sequences are padded to whole blocks of ``tile_m`` rows.
+
+    Batched, every (batch, head) has rows of its own, so 0. Packed, sequence b starts at block cu_seqlens_q[b] // tile_m
+    + b: no two sequences share a block, and all end within total_q // tile_m + batch blocks.
+    """
+    row0 = Int32(0)
+    if cutlass.const_expr(seqlens.cu_seqlens_q is not None):
+        row0 = (info.offset_q // tile_m + batch) * tile_m
+    return row0
+
+
+@cute.jit
+def workspace_rows(
+    tensor: cute.Tensor,
+    batch: Int32,
+    head: Int32,
+    row0: Int32,
+    width: cutlass.Constexpr,
+    packed: cutlass.Constexpr,
+) -> cute.Tensor:
+    """A workspace tensor from row ``row0`` of one head on, as a flat tensor.
+
+    tensor: fp32 (batch, nheads, rows * width), or packed (nheads, rows * width). row0: a multiple of 4, so that the
+    result is 16-byte aligned. The offset is 64 bit; the length is the tensor's and no bound.
+    """
+    if cutlass.const_expr(packed):
+        start = Int64(head) * tensor.stride[0]
+    else:
+        start = Int64(batch) * tensor.stride[0] + Int64(head) * tensor.stride[1]
+    start += Int64(row0) * width
+    start = cute.assume(start, divby=4)
+    return cute.make_tensor(tensor.iterator + start, cute.make_layout(tensor.shape[-1]))

@@ -1,4 +1,6 @@
-"""The arguments that all forward kernels share, as fakes for compiling.
+"""The arguments that kernels of one op share, as fakes for compiling.
+
+The forward's:
 
     mQ        (batch, seqlen_q, nheads, head_dim)       or packed (total_q, nheads, head_dim)
     mK        (batch, seqlen_k, nheads_kv, head_dim)    or packed (total_k, nheads_kv, head_dim)
@@ -8,13 +10,24 @@
     seqlens   Seqlens: int32 tensors or None, and the largest lengths
     softmax_scale, score_args (``EpilogueChain.host_args``), stream
 
-Sizes and strides are symbolic, 64 bit; q, k, v and o are 16-byte aligned with strides of whole 16 bytes.
+The backward's, in three launches with an fp32 workspace between them:
+
+    mDO, mDQ, mDK, mDV   as mO, mQ, mK and mV
+    mLSElog2  (batch, nheads, rows)   or packed (nheads, rows): LSE * log2(e); +inf in rows that saw nothing or are none
+    mDPsum    as mLSElog2: D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
+    mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
+              dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.device.dq``
+
+where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
+packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All three are contiguous.
+
+Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned with strides of whole 16 bytes.
 """
 
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.seqlen import Seqlens
@@ -37,6 +50,13 @@ def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
     shape = tuple(cute.sym_int() for _ in range(ndim))
     stride = (*(cute.sym_int64() for _ in range(ndim - 1)), 1)
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
+
+
+def workspace_fake(ndim: int) -> cute.Tensor:
+    """fp32 workspace: contiguous, every row and every block 16-byte aligned."""
+    shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int64(divisibility=16))
+    stride = (*(cute.sym_int64(divisibility=16) for _ in range(ndim - 1)), 1)
+    return make_fake_tensor(Float32, shape, stride=stride, assumed_align=ALIGN_BYTES)
 
 
 def seqlens_fake(traits: Traits) -> Seqlens:
@@ -65,5 +85,28 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         plain_fake(dtype, 4) if traits.return_softmax else None,
         seqlens_fake(traits),
         Float32(0.0),
+        score_args,
+    )
+
+
+def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
+    """``__call__``'s arguments of a backward's main kernel, without the stream.
+
+    mQ, mK, mV, mDO, mLSElog2, mDPsum, mDQaccum, mDK, mDV, seqlens, softmax_scale, num_splits, split_stride, score_args.
+    A block takes every num_splits-th key block, and adds to accumulator (its first one) * split_stride, counted in
+    floats; 0 lets all add to the same.
+    """
+    dtype = CUTE_DTYPES[traits.dtype]
+    ndim = 3 if traits.varlen else 4
+    return (
+        *(rows_fake(dtype, ndim) for _ in range(4)),
+        workspace_fake(ndim - 1),
+        workspace_fake(ndim - 1),
+        workspace_fake(ndim),
+        *(rows_fake(dtype, ndim) for _ in range(2)),
+        seqlens_fake(traits),
+        Float32(0.0),
+        Int32(0),
+        Int64(0),
         score_args,
     )

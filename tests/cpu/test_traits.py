@@ -1,0 +1,130 @@
+"""Traits of the backward and its parts: names, what a part depends on, and what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_attn import registry
+from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, PARTS, Traits
+
+dims = st.integers(1, 32).map(lambda n: 8 * n)
+flags = st.booleans()
+
+
+@st.composite
+def backwards(draw):
+    bias = draw(st.sampled_from(("", *BIAS_DTYPES)))
+    return Traits(
+        "backward",
+        draw(st.sampled_from(ARCHS)),
+        draw(st.sampled_from(DTYPES)),
+        draw(dims),
+        draw(dims),
+        mask=draw(st.sampled_from(("", *MASKS))),
+        softcap=draw(flags),
+        alibi=draw(flags),
+        bias=bias,
+        epilogues=draw(st.sampled_from(((), ("mine",)))),
+        dropout=draw(st.sampled_from(("", *DROPOUTS))),
+        varlen=draw(flags),
+        seqused_q=draw(flags),
+        seqused_k=draw(flags),
+        bias_grad=draw(flags) if bias else False,
+        variant=draw(st.sampled_from(("", "wider"))),
+    )
+
+
+@given(backwards(), st.sampled_from(PARTS), flags)
+def test_names_of_a_backward_and_its_parts_parse_back(traits, op, lse_grad):
+    assert Traits.parse(traits.name) == traits
+    part = traits.part(op, lse_grad=lse_grad and op == "backward_preprocess")
+    assert Traits.parse(part.name) == part
+    assert part.op == op
+
+
+def test_names_read_as_documented():
+    traits = Traits("backward", "sm90", "bf16", 128, mask="causal", bias="bf16", bias_grad=True)
+    assert traits.name == "backward-sm90-bf16-d128-causal-bias_bf16-bias_grad"
+    assert traits.part("backward_preprocess", lse_grad=True).name == (
+        "backward_preprocess-sm90-bf16-d128-lse_grad"
+    )
+
+
+def test_a_part_depends_on_little():
+    plain = Traits("backward", "sm80", "fp16", 64, 128, varlen=True, seqused_q=True)
+    rich = Traits(
+        "backward",
+        "sm80",
+        "fp16",
+        64,
+        128,
+        varlen=True,
+        seqused_q=True,
+        mask="window",
+        softcap=True,
+        alibi=True,
+        bias="fp32",
+        bias_grad=True,
+        epilogues=("mine",),
+        dropout="flash",
+        seqused_k=True,
+        variant="wider",
+    )
+    for op in PARTS:
+        part = rich.part(op)
+        assert part == plain.part(op) == part.part(op)
+        assert part == Traits(op, "sm80", "fp16", 64, 128, varlen=True, seqused_q=True)
+
+
+BASE = ("sm80", "bf16", 64)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: Traits("backwards", *BASE),
+            "op is 'backwards'; accepted: 'forward', 'backward', 'backward_preprocess', 'backward_convert'",
+        ),
+        (
+            lambda: Traits("backward", *BASE, return_softmax=True),
+            "return_softmax is True with op 'backward'; accepted: with op 'forward'",
+        ),
+        (
+            lambda: Traits("forward", *BASE, bias="bf16", bias_grad=True),
+            "bias_grad is True with op 'forward'; accepted: with op 'backward'",
+        ),
+        (
+            lambda: Traits("backward", *BASE, bias_grad=True),
+            "bias_grad is True without a bias; accepted: with",
+        ),
+        (
+            lambda: Traits("backward", *BASE, lse_grad=True),
+            "lse_grad is True with op 'backward'; accepted: with op 'backward_preprocess'",
+        ),
+        (
+            lambda: Traits("backward", *BASE).part("forward"),
+            "op is 'forward'; accepted: 'backward_preprocess', ",
+        ),
+        (
+            lambda: Traits("backward", *BASE).part("backward_convert", lse_grad=True),
+            "lse_grad is True with op 'backward_convert'; accepted: with op 'backward_preprocess'",
+        ),
+        (
+            lambda: Traits("backward", *BASE, epilogues=("bias_grad",)),
+            "epilogues is .* not traits' own words",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(make, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+def test_defaults_are_distinct_and_registered():
+    pairs = registry.defaults()
+    assert len(set(pairs)) == len(pairs)
+    assert {(traits.op, traits.arch) for traits, _ in pairs} == {
+        (op, arch) for op, arch, variant in registry.KERNELS if not variant
+    }
