@@ -1,0 +1,71 @@
+"""Adding register fragments into fp32 memory that other blocks add to as well, and reading them back.
+
+Memory holds fragments in the order of threads rather than of a matrix: value i of thread t is float
+
+    (i // vector * num_threads + t) * vector + i % vector
+
+so that a warp always touches whole lines, whatever MMA the fragment is of. Whoever reads it makes the same fragment.
+"""
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, cute
+
+from cute_attn.device.math import on_device
+
+VECTORS = (1, 2, 4)
+"""Floats that one reduction adds: 1 everywhere, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
+
+
+@cute.jit
+def add_fragment(
+    acc: cute.Tensor, base: cute.Pointer, thread: Int32, num_threads: Constexpr, vector: Constexpr
+) -> None:
+    """Add ``acc`` (fp32 in registers, read in its own flat order) to the fragment of ``thread`` at ``base``.
+
+    base: global memory of num_threads * size(acc) floats, aligned to 4 * vector bytes. No order is kept among threads
+    that add to the same fragment.
+    """
+    values = _flat(acc, vector)
+    first = base + thread * vector
+    for i in cutlass.range_constexpr(0, cute.size(values), vector):
+        _reduce(first, i * num_threads, [values[i + j] for j in range(vector)])
+
+
+@cute.jit
+def load_fragment(
+    acc: cute.Tensor, base: cute.Pointer, thread: Int32, num_threads: Constexpr, vector: Constexpr
+) -> None:
+    """Read into ``acc`` what :func:`add_fragment` added up at ``base``."""
+    values = _flat(acc, vector)
+    pieces = cute.logical_divide(values, cute.make_layout(vector))
+    first = base + cute.assume(thread * vector, divby=vector)
+    layout = cute.make_layout((vector, cute.size(pieces, mode=[1])), stride=(1, num_threads * vector))
+    source = cute.make_tensor(first, layout)
+    for i in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
+        cute.autovec_copy(source[None, i], pieces[None, i])
+
+
+def _flat(acc: cute.Tensor, vector: int) -> cute.Tensor:
+    """acc's registers as one mode."""
+    size = cute.cosize(acc.layout)
+    if size != cute.size(acc) or size % vector or vector not in VECTORS:
+        raise ValueError(
+            f"acc has layout {acc.layout} and vector is {vector}: whole vectors of {VECTORS} are accepted"
+        )
+    return cute.make_tensor(acc.iterator, cute.make_layout(size))
+
+
+def _reduce(first: cute.Pointer, offset: int, values: list[Float32]) -> None:
+    """first[offset:] += values, by one instruction; on the host by plain additions."""
+    if not on_device():
+        place = cute.make_tensor(first + offset, cute.make_layout(len(values)))
+        for i, value in enumerate(values):
+            place[i] = place[i] + value
+        return
+    kind = "f32" if len(values) == 1 else f"v{len(values)}.f32"
+    operands = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
+    operands = operands if len(values) == 1 else f"{{{operands}}}"
+    cute.arch.inline_ptx(
+        f"red.relaxed.gpu.global.add.{kind} [{{$r0}} + {4 * offset}], {operands};",
+        read_only_args=[first.toint(), *values],
+    )
