@@ -1,4 +1,4 @@
-"""Which key blocks a query block visits, and which of them need masks."""
+"""Which key blocks a query block visits and the other way round, and which of them need masks."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,21 @@ class Band:
         """One past the last key that ``query`` sees (may be negative)."""
         return cutlass.min(query + self.right, self.seqlen_k) if self.has_right else self.seqlen_k
 
+    def first_query(self, key: Int32) -> Int32:
+        """The first query that sees ``key``, if it exists (may be beyond the last)."""
+        return cutlass.max(key - self.right + 1, 0) if self.has_right else Int32(0)
+
+    def end_query(self, key: Int32, seqlen_q: Int32) -> Int32:
+        """One past the last of ``seqlen_q`` queries that sees ``key``, if it exists (may be negative)."""
+        return cutlass.min(key - self.left + 1, seqlen_q) if self.has_left else seqlen_q
+
 
 @dataclass(frozen=True)
 class BlockRange:
     """Key blocks of one query block: [begin, end) are visited, [full_begin, full_end) of them need no mask.
 
-    begin <= full_begin <= full_end <= end always; a query block that sees nothing has begin == end.
+    begin <= full_begin <= full_end <= end always; a query block that sees nothing has begin == end. With
+    :meth:`of_keys` they are the query blocks of one key block.
     """
 
     begin: Int32
@@ -53,6 +62,33 @@ class BlockRange:
         # Unmasked: below the first query's end, and from the last query's first key on.
         full_end = cutlass.max(band.end_key(first_query), 0) // tile_n
         full_begin = cute.ceil_div(band.first_key(last_query), tile_n)
+        full_end = cutlass.max(cutlass.min(full_end, end), begin)
+        full_begin = cutlass.min(cutlass.max(full_begin, begin), full_end)
+        return BlockRange(begin, full_begin, full_end, end)
+
+    @staticmethod
+    @cute.jit
+    def of_keys(
+        band: Band, first_key: Int32, end_key: Int32, seqlen_q: Int32, tile_m: Constexpr
+    ) -> "BlockRange":
+        """The query blocks that see any of the keys [first_key, end_key), a whole key block.
+
+        ``end_key`` is where the block ends, in the sequence or beyond it: a block that reaches beyond has no query
+        block without a mask. Queries beyond ``seqlen_q`` need none, since they have no probabilities.
+        """
+        last_key = cutlass.min(end_key, band.seqlen_k) - 1
+        first_query, end_query = (
+            band.first_query(first_key),
+            cutlass.max(band.end_query(last_key, seqlen_q), 0),
+        )
+        end = cute.ceil_div(end_query, tile_m)
+        begin = cutlass.min(first_query // tile_m, end)
+        end = end if (first_query < end_query) & (first_key <= last_key) else begin
+        # Unmasked: from the first query that sees the last key on, up to the last one that sees the first key.
+        full_begin = cute.ceil_div(band.first_query(end_key - 1), tile_m)
+        full_end_query = cutlass.max(band.end_query(first_key, seqlen_q), 0)
+        full_end = full_end_query // tile_m if full_end_query < seqlen_q else end
+        full_end = full_end if end_key <= band.seqlen_k else begin
         full_end = cutlass.max(cutlass.min(full_end, end), begin)
         full_begin = cutlass.min(cutlass.max(full_begin, begin), full_end)
         return BlockRange(begin, full_begin, full_end, end)

@@ -4,7 +4,7 @@ Epilogues see only this: ``acc[r, c]`` with the query index of row r and the key
 separate: an index is the thread's own first one plus a static offset, so that a mask is one comparison a column.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
@@ -32,6 +32,8 @@ class ScoreContext:
     softmax_scale: Float32
     unit: Float32
     inv_unit: Float32
+    gradient_scale: Float32 | None = None
+    """What a backward's dS is multiplied with to be a gradient: 1 / (1 - dropout_p), which it leaves out till the end."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,27 @@ class ScoreMap:
     tile_n: Constexpr
     thr_row: Int32
     thr_col: Int32
+    transposed: Constexpr = False
 
     @staticmethod
-    def make(tiled_mma: cute.TiledMma, tile_m: int, tile_n: int, thread: Int32) -> "ScoreMap":
-        """The map of ``thread`` in the accumulator of a (tile_m, tile_n) product."""
-        modes = row_col_modes(tiled_mma, tile_m, tile_n)
-        thr_row, thr_col = thread_row_col(tiled_mma, tile_m, tile_n, thread)
-        return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col))
+    def make(
+        tiled_mma: cute.TiledMma, tile_m: int, tile_n: int, thread: Int32, transposed: bool = False
+    ) -> "ScoreMap":
+        """The map of ``thread`` in the accumulator of ``tile_m`` queries and ``tile_n`` keys.
+
+        transposed: the accumulator is (keys, queries), K Q^T. Rows are queries and columns keys all the same.
+        """
+        shape = (tile_n, tile_m) if transposed else (tile_m, tile_n)
+        modes = row_col_modes(tiled_mma, *shape, transposed)
+        thr_row, thr_col = thread_row_col(tiled_mma, *shape, thread, transposed)
+        return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col), transposed)
 
     def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
         """The score tile whose first element is (query row0, key col0)."""
         rows, cols = self.modes.rows, self.modes.cols
         view = row_col_view(acc, self.modes)
-        return ScoreTile(view, rows, cols, self.tile_n, row0 + self.thr_row, col0 + self.thr_col)
+        row, col = row0 + self.thr_row, col0 + self.thr_col
+        return ScoreTile(view, rows, cols, self.tile_n, row, col, self.transposed)
 
     def view(self, fragment: cute.Tensor) -> cute.Tensor:
         """Any fragment laid out as the accumulator, such as P, as (rows, cols)."""
@@ -63,7 +73,11 @@ class ScoreMap:
 
 @dataclass(frozen=True)
 class ScoreTile:
-    """A thread's elements of one score tile: acc (rows, cols), fp32 in registers."""
+    """A thread's elements of one score tile: acc (rows, cols), fp32 in registers.
+
+    Upright, neighbouring registers hold neighbouring keys: a thread has pairs of columns, and its row is shared by a
+    quad of lanes. Transposed, they hold neighbouring queries, pairs of rows, and a quad of lanes shares a column.
+    """
 
     acc: cute.Tensor
     rows: Constexpr  # tuple[int, ...]: offset of each row from row0
@@ -71,3 +85,13 @@ class ScoreTile:
     tile_n: Constexpr  # columns of the whole tile
     row0: Int32  # the query index of the thread's first row
     col0: Int32  # the key index of the thread's first column
+    transposed: Constexpr = False
+
+    @property
+    def pair_shape(self) -> tuple[int, int]:
+        """(rows, columns) of two neighbouring registers."""
+        return (2, 1) if self.transposed else (1, 2)
+
+    def of(self, acc: cute.Tensor) -> "ScoreTile":
+        """The same elements' places with other numbers: acc (rows, cols), such as their gradients."""
+        return replace(self, acc=acc)

@@ -84,6 +84,62 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
         assert list(range(full_begin, full_end)) == whole, problem
 
 
+# ---- query blocks of a key block ----
+
+
+@cute.jit
+def query_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr, tile_m: Constexpr):
+    """out[i] = the range of problem i: (seqlen_k, shift, left, right, first key, end key, seqlen_q)."""
+    for i in cutlass.range(problems.shape[0]):
+        p = problems[i, None]
+        context = ScoreContext(*(Int32(0) for _ in range(4)), p[0], Int32(0), Int32(0), p[1], *[None] * 3)
+        args = (p[2], p[3]) if cutlass.const_expr(mask.windowed) else ()
+        blocks = BlockRange.of_keys(mask.begin(args, context), p[4], p[5], p[6], tile_m)
+        out[i, 0], out[i, 1], out[i, 2], out[i, 3] = (
+            blocks.begin,
+            blocks.full_begin,
+            blocks.full_end,
+            blocks.end,
+        )
+
+
+@pytest.mark.parametrize("top_left", [False, True], ids=["bottom_right", "top_left"])
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(64, 64), (128, 16), (16, 48), (80, 128)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
+    """The same problems seen from the keys, with a key block behind the sequence's end besides."""
+    problems = []
+    sampled = random.Random(1)
+    for seqlen_q, seqlen_k in itertools.product(LENGTHS, LENGTHS):
+        bounds = sampled.sample(list(itertools.product(BOUNDS, BOUNDS)), 9 if kind == "window" else 1)
+        for (left, right), first in itertools.product(bounds, range(0, seqlen_k + tile_n, tile_n)):
+            problems.append((seqlen_q, seqlen_k, left, right, first))
+    table = torch.tensor(
+        [
+            (n_k, 0 if top_left else n_k - n_q, left, right, first, first + tile_n, n_q)
+            for n_q, n_k, left, right, first in problems
+        ],
+        dtype=torch.int32,
+    )
+    out = torch.full((len(problems), 4), -1, dtype=torch.int32)
+    query_ranges(from_dlpack(table), from_dlpack(out), KINDS[kind], tile_m)
+    for problem, shift, got in zip(problems, table[:, 1].tolist(), out.tolist(), strict=True):
+        seqlen_q, seqlen_k, left, right, first = problem
+        begin, full_begin, full_end, end = got
+        assert 0 <= begin <= full_begin <= full_end <= end, problem
+        seen = visible_keys(kind, shift, left, right, seqlen_k, (0, seqlen_q))[:, first : first + tile_n]
+        # Visited are the blocks from the first query that sees any of the keys to the last one, and no others.
+        rows = seen.any(1).nonzero().flatten()
+        if rows.numel() == 0:
+            assert begin == end, problem
+        else:
+            assert (begin, end) == (int(rows[0]) // tile_m, int(rows[-1]) // tile_m + 1), problem
+        # Without a mask are those whose queries, as far as they exist, all see all keys, of which none is left out.
+        blocks = range(-(-seqlen_q // tile_m)) if first + tile_n <= seqlen_k else ()
+        whole = [m for m in blocks if bool(seen[m * tile_m : (m + 1) * tile_m].all())]
+        assert list(range(full_begin, full_end)) == whole, problem
+
+
 # ---- lengths ----
 
 

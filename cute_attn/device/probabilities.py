@@ -1,0 +1,39 @@
+"""From scores to their gradients, between the backward's matrix products."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_attn.device.math import exp2
+from cute_attn.device.score_tile import ScoreTile
+
+
+@cute.jit
+def probabilities(tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32) -> None:
+    """Scores in ``tile.acc`` become normalised probabilities.
+
+    Args:
+        lse_log2: fp32, for each of the thread's rows LSE * log2(e); +inf where the row saw nothing or does not exist,
+            whose probabilities are then 0.
+        scale_log2: unit * log2(e), for scores in the context's unit.
+    """
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        shift = lse_log2[r]
+        for c in cutlass.range_constexpr(len(tile.cols)):
+            tile.acc[r, c] = exp2(tile.acc[r, c] * scale_log2 - shift)
+
+
+@cute.jit
+def score_gradient(p: cute.Tensor, dp: cute.Tensor, dpsum: cute.Tensor) -> None:
+    """dp becomes p * (dp - dpsum): the gradient of the scores after all epilogues, but for the gradient's scale.
+
+    Args:
+        p: (rows, cols), probabilities before dropout, fp32 or 16 bits.
+        dp: (rows, cols) fp32, gradients of the probabilities, 0 where dropped.
+        dpsum: fp32, for each of the thread's rows sum(p * dp) - dLSE, the gradient's scale left out; 0 in rows that
+            saw nothing or do not exist.
+    """
+    for r in cutlass.range_constexpr(cute.size(dp, mode=[0])):
+        shift = dpsum[r]
+        for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):
+            dp[r, c] = Float32(p[r, c]) * (dp[r, c] - shift)
