@@ -107,7 +107,7 @@ def attention(
         A CUDA tensor requires a gradient.
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, rng_state)
-    options = _Options(
+    options = (
         False,
         None,
         None,
@@ -187,7 +187,7 @@ return_softmax, kernel, tile
         As :func:`attention`.
     """
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state)
-    options = _Options(
+    options = (
         True,
         max_seqlen_q,
         max_seqlen_k,
@@ -233,25 +233,40 @@ class _Options(NamedTuple):
     tile: Any
 
 
-def _attend(tensors: Tensors, options: _Options) -> Result:
-    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state."""
+def _attend(tensors: Tensors, given: tuple) -> Result:
+    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state.
+
+    given: the fields of _Options.
+    """
     q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
-    if options.dropout_p and tensors[-1] is None:
+    if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], draw_rng_state(q.device))
-    # A call whose like was made before has been checked, and its kernel is known. Users' epilogues are looked at anew.
-    direct = q.is_cuda and ops.nobody_watches()
-    if direct and not options.epilogues:
-        plan = known_plan(tensors, options)
+    # A call whose like was made before, on CUDA, has been checked, and its kernel is known. Users' epilogues are
+    # looked at anew.
+    direct = ops.nobody_watches()
+    if direct and not given[_EPILOGUES]:
+        plan = known_plan(tensors, given)
         if plan is not None:
-            _refuse_gradients(tensors, ())
-            return _result(plan.launch(tensors), options)
+            if torch.is_grad_enabled():
+                _refuse_gradients(tensors, ())
+            out, lse, softmax = plan.launch(tensors)
+            if softmax is None:
+                return (out, lse) if given[_RETURN_LSE] else out
+            return (out, lse, softmax) if given[_RETURN_LSE] else (out, softmax)
+    options = _Options._make(given)
     call = _call(tensors, options)
-    _refuse_gradients(tensors, tuple(call.epilogue_tensors))
-    if direct and ops.all_plain(tensors):
-        return _result(plan_call(call, options).launch(tensors, tuple(call.epilogue_tensors)), options)
+    if torch.is_grad_enabled():
+        _refuse_gradients(tensors, tuple(call.epilogue_tensors))
+    if direct and q.is_cuda and ops.all_plain(tensors):
+        return _result(plan_call(call, given).launch(tensors, tuple(call.epilogue_tensors)), options)
     return _result(ops.forward(call), options)
+
+
+_DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
+    _Options._fields.index(name) for name in ("dropout_p", "epilogues", "return_lse")
+)
 
 
 def _result(outputs: Outputs, options: _Options) -> Result:
@@ -351,7 +366,6 @@ def _bound(window: Window, side: int) -> int:
 
 
 def _refuse_gradients(tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> None:
-    """Raise where autograd would expect a gradient that no kernel computes."""
-    if tensors[0].is_cuda and torch.is_grad_enabled():
-        if True in [x.requires_grad for x in (*tensors, *epilogue_tensors) if x is not None]:
-            raise NotImplementedError(ops.NO_GRADIENT)
+    """Raise where autograd, which is on, would expect a gradient that no kernel computes."""
+    if tensors[0].is_cuda and any(x.requires_grad for x in (*tensors, *epilogue_tensors) if x is not None):
+        raise NotImplementedError(ops.NO_GRADIENT)

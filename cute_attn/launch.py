@@ -14,14 +14,98 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.call import NUM_TENSORS, Call, check, check_alignment, check_for_kernels, regular_strides
+from cute_attn.call import (
+    ALIGNMENT_BYTES,
+    NUM_TENSORS,
+    Call,
+    check,
+    check_alignment,
+    check_for_kernels,
+    regular_strides,
+)
 
 Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; those that may be absent are None."""
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
-# Allocates out and lse. A test replaces it to find elements that no kernel writes.
-_new_empty_strided = Tensor.new_empty_strided
+# What the compiler's own generated code calls: a third of the time of the public functions, which go through the
+# dispatcher. Where a torch has none, the public ones do.
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided_cuda = getattr(_guards, "_empty_strided_cuda", None)
+_reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def _new_empty_strided(
+    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Memory for an output on the current device, ``like``'s. A test replaces it to find what no kernel writes."""
+    if _empty_strided_cuda is None or not like.is_cuda:
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+    return _empty_strided_cuda(shape, strides, dtype)
+
+
+def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """``tensor`` seen otherwise, from its first element on."""
+    if _reinterpret_tensor is None:
+        return tensor.as_strided(shape, strides)
+    return _reinterpret_tensor(tensor, shape, strides, 0)
+
+
+# ---- a kernel's arguments, prepared ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a call's tensor goes in the arguments of the epilogues."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreArgs:
+    """The epilogues' arguments, made once; each call puts its own tensors in.
+
+    Attributes:
+        parts: the arguments, a tuple of them for each epilogue.
+        places: for each tensor the part it is in, what comes before it there, which tensor, and what comes after.
+    """
+
+    parts: tuple
+    places: tuple[tuple[int, tuple, int, tuple], ...]
+
+    def fill(self, tensors: Tensors) -> tuple:
+        """The arguments with ``tensors`` in their places."""
+        if not self.places:
+            return self.parts
+        parts = list(self.parts)
+        for part, before, tensor, after in self.places:
+            parts[part] = (*before, tensors[tensor], *after)
+        return tuple(parts)
+
+    @classmethod
+    def of(cls, kernel: Any, call: Call) -> "ScoreArgs | None":
+        """Asks the kernel with something else in the tensors' place. None where it does more than pass them on."""
+        if call.epilogues:
+            return None
+        names = ("alibi_slopes", "bias", "rng_state")
+        marks: dict[str, Any] = {
+            name: _Place(Call._fields.index(name)) for name in names if getattr(call, name) is not None
+        }
+        try:
+            parts = kernel.score_args(call._replace(**marks).score_inputs())
+        except (TypeError, AttributeError, ValueError):  # it computes with what it is given
+            return None
+        places = []
+        for i, part in enumerate(parts):
+            at = [j for j, x in enumerate(part) if isinstance(x, _Place)] if isinstance(part, tuple) else []
+            places += [(i, part[:j], part[j].tensor, part[j + 1 :]) for j in at]
+        if sorted(tensor for _, _, tensor, _ in places) != sorted(mark.tensor for mark in marks.values()):
+            return None
+        return cls(tuple(parts), tuple(places))
+
+
+# ---- a plan ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +115,11 @@ class Plan:
     Attributes:
         function: launches the kernel, or None where there is nothing to launch.
         kernel: the kernel object, which picks the epilogues' arguments.
-        seqlens: how the kernel takes lengths.
+        seqlens: the lengths as the kernel takes them, or where tensors are among them, what makes them of those.
         shapes, strides: of out and lse.
         softmax_shape: or None where it is not asked for.
         views: (place among the tensors, shape, strides) of those that a kernel has to see otherwise than they come.
-        score_args: the epilogues' arguments where no tensor is among them, else None.
+        score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
         prefill: whether there may be rows that no thread writes, so that outputs need a value beforehand.
         softmax_scale: as the call has it.
         rest: the call's arguments that are not tensors.
@@ -48,7 +132,7 @@ class Plan:
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     softmax_shape: tuple[int, ...] | None
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
-    score_args: tuple | None
+    score_args: ScoreArgs | None
     prefill: bool
     softmax_scale: float
     rest: tuple
@@ -56,7 +140,7 @@ class Plan:
     def launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
         """Allocate the outputs and launch on the current stream of q's device."""
         device = tensors[0].get_device()
-        if device == torch.cuda.current_device():
+        if device == _current_device():
             return self._launch(tensors, epilogue_tensors)
         with torch.cuda.device(device):
             return self._launch(tensors, epilogue_tensors)
@@ -65,8 +149,8 @@ class Plan:
         q, k, v = tensors[:3]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             check_alignment(q, k, v)
-        out = _new_empty_strided(q, self.shapes[0], self.strides[0])
-        lse = _new_empty_strided(q, self.shapes[1], self.strides[1], dtype=torch.float32)
+        out = _new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+        lse = _new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # Blocks outside the mask's band are never visited, so their zeros have to be there already.
         softmax = None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
         if self.prefill:
@@ -77,13 +161,16 @@ class Plan:
         if self.views:
             seen = list(tensors)
             for place, shape, strides in self.views:
-                seen[place] = seen[place].as_strided(shape, strides)
+                seen[place] = _as_strided(seen[place], shape, strides)
             tensors, (q, k, v) = tuple(seen), seen[:3]
-        score_args = self.score_args
-        if score_args is None:
+        if self.score_args is not None:
+            score_args = self.score_args.fill(tensors)
+        else:
             call = Call._make((*tensors, epilogue_tensors, *self.rest))
             score_args = self.kernel.score_args(call.score_inputs())
-        seqlens = self.seqlens(*tensors[3:7], self.rest[0], self.rest[1])
+        seqlens = self.seqlens
+        if callable(seqlens):
+            seqlens = seqlens(*tensors[3:7], self.rest[0], self.rest[1])
         self.function(q, k, v, out, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
 
@@ -97,10 +184,13 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
     """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options."""
-    return (
-        options,
-        *[None if x is None else (type(x), x.dtype, x.get_device(), x.shape, x.stride()) for x in tensors],
-    )
+    key: list[Any] = [options]
+    for x in tensors:  # one flat tuple: this is a quarter of a call's host time
+        if x is None:
+            key.append(None)
+        else:
+            key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
+    return tuple(key)
 
 
 def known_plan(tensors: Tensors, options: Hashable) -> Plan | None:
@@ -159,7 +249,7 @@ def _make_plan(call: Call) -> Plan:
         strides=(_contiguous(out_shape), _contiguous(lse_shape)),
         softmax_shape=softmax_shape if call.return_softmax else None,
         views=(),
-        score_args=(),
+        score_args=None,
         prefill=True,
         softmax_scale=call.softmax_scale,
         rest=call[NUM_TENSORS + 1 :],
@@ -173,14 +263,16 @@ def _make_plan(call: Call) -> Plan:
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
         function = compiler.compile(kernel.traits, kernel.tile, target).function
-    has_tensors = call.epilogues or any(x is not None for x in (call.alibi_slopes, call.bias, call.rng_state))
+    lengths = call[3:7]
     return replace(
         plan,
         function=function,
         kernel=kernel,
-        seqlens=Seqlens,
+        seqlens=Seqlens
+        if any(x is not None for x in lengths)
+        else Seqlens(*lengths, call.max_seqlen_q, call.max_seqlen_k),
         views=tuple(_views(call)),
-        score_args=None if has_tensors else kernel.score_args(call.score_inputs()),
+        score_args=ScoreArgs.of(kernel, call),
         prefill=call.seqused_q is not None,
     )
 
@@ -193,11 +285,21 @@ def _views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(call, name)
-        if x is not None:
-            shape = shapes.get(name, tuple(x.shape))
-            strides = regular_strides(x, shape)
-            if (shape, strides) != (tuple(x.shape), x.stride()):
-                yield Call._fields.index(name), shape, strides
+        if x is None or (name not in shapes and _rows_are_regular(x)):
+            continue
+        shape = shapes.get(name, tuple(x.shape))
+        if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
+            yield Call._fields.index(name), shape, regular_strides(x, shape)
+
+
+# TMA has 40 bits for a stride in bytes.
+_MAX_STRIDE = 2**38
+
+
+def _rows_are_regular(x: Tensor) -> bool:
+    """Whether every stride is what kernels are promised, also those of dimensions of size 1, which mean nothing."""
+    whole = ALIGNMENT_BYTES // x.element_size()
+    return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
 
 
 def choose_kernel(call: Call, target: str) -> Any:

@@ -47,12 +47,17 @@ def nobody_watches() -> bool:
     """
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
+        or _dispatch_modes()
+        or _function_modes()
+        or _function_transforms() is not None
+        or _tracing_state() is not None
+        or _profiler_enabled()
     )
+
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 def all_plain(tensors: Tensors) -> bool:

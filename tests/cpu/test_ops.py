@@ -1,6 +1,7 @@
 """The torch operator: its schema, its fakes, its gradient under a compiler, and what it hands to kernels."""
 
 import contextlib
+import dataclasses
 import math
 
 import pytest
@@ -219,7 +220,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(compiler, "compile", recorder.compile)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
     monkeypatch.setattr("cute_attn.kernels.forward_sm90._multiprocessors", lambda: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
@@ -290,6 +291,27 @@ def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
         ((2, 4, 9, 11), (11, 0, 0, 1)),
     ]
     assert torch.equal(tensors[0], slopes.expand(2, 4)) and torch.equal(tensors[1], bias.expand(2, 4, 9, 11))
+
+
+def test_a_kernel_that_computes_its_arguments_is_asked_every_time(recorder, monkeypatch):
+    from cute_attn.kernels.forward_sm80 import ForwardSm80
+
+    q, k, v = kernel_inputs()
+    options = {"dropout_p": 0.5, "kernel": "sm80"}
+    plain = ForwardSm80.score_args
+    for n, change in enumerate((lambda s: s + 1, lambda s: [s])):  # refuses a mark; hides it
+        monkeypatch.setattr(launch, "_plans", {})
+        monkeypatch.setattr(
+            ForwardSm80,
+            "score_args",
+            lambda self, inputs, change=change: plain(
+                self, dataclasses.replace(inputs, rng_state=change(inputs.rng_state))
+            ),
+        )
+        for state in (torch.tensor([n, 2]), torch.tensor([n, 3])):
+            attention(q, k, v, rng_state=state, **options)
+            given = recorder.launched[-1][-1][-1][0]
+            assert given[0] is state if isinstance(given, list) else torch.equal(given, state + 1)
 
 
 def test_meaningless_strides_are_replaced(recorder):

@@ -14,6 +14,7 @@ from tests.gpu.archs import runnable_archs
 from tests.problem import Case, Problem
 
 ARCHS = runnable_archs()
+ALLOCATE = launch._new_empty_strided
 TILES = {
     "sm80": (
         "tile_m=64,tile_n=32,num_warps=4",
@@ -174,7 +175,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(launch, "_new_empty_strided", torch.Tensor.new_empty_strided)
+    monkeypatch.setattr(launch, "_new_empty_strided", ALLOCATE)
     q, k, v = tensors
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
@@ -256,7 +257,7 @@ def test_the_current_stream_is_used(tensors):
 
 
 def test_a_call_takes_little_host_time(tensors, monkeypatch):
-    monkeypatch.setattr(launch, "_new_empty_strided", torch.Tensor.new_empty_strided)
+    monkeypatch.setattr(launch, "_new_empty_strided", ALLOCATE)
     state = torch.tensor([1, 2], device="cuda")
     for name, options in (("plain", {}), ("dropout", {"dropout_p": 0.1, "rng_state": state})):
         times = []
