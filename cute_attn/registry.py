@@ -6,6 +6,7 @@ says, kernel by kernel, why each declined. Nothing falls back silently.
 
 from typing import Any
 
+from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import TARGETS, Tile
@@ -14,6 +15,8 @@ from cute_attn.traits import PARTS, Traits
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
+    ("backward_preprocess", "sm80", ""): BackwardPreprocess,
+    ("backward_preprocess", "sm90", ""): BackwardPreprocess,
 }
 """(op, arch, variant) -> kernel class."""
 

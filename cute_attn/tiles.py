@@ -282,3 +282,60 @@ class ForwardSm90Tile(Tile):
                 f"{self.warpgroups} warpgroups there are {self.compute_registers}"
             )
         return None
+
+
+@dataclass(frozen=True)
+class BackwardPreprocessTile(Tile):
+    """Tile of the backward's preprocess.
+
+    Attributes:
+        tile_m: the main kernel's queries of a block, which sequences are padded to in the workspace.
+        rows: queries of a block here, a divisor of tile_m.
+        num_threads: threads of a block, at least one a row.
+    """
+
+    tile_m: int = 128
+    rows: int = 64
+    num_threads: int = 256
+
+    @staticmethod
+    def of(traits: Traits, tile_m: int) -> "BackwardPreprocessTile":
+        """The tile for a main kernel's ``tile_m``: as many rows as give each thread eight vectors to wait for."""
+        whole = BackwardPreprocessTile(tile_m, tile_m)
+        rows = min(4 * whole.rows_at_once(traits) // whole.vectors(traits), whole.num_threads)
+        return dataclasses.replace(whole, rows=next(n for n in range(rows, 0, -1) if tile_m % n == 0))
+
+    def threads_per_row(self, traits: Traits) -> int:
+        """Adjacent threads that read one row of O, 16 bytes each at a time: what leaves the fewest of them idle."""
+        pieces = traits.head_dim_v // 8
+        return min((16, 8, 4), key=lambda threads: -(-pieces // threads) * threads)
+
+    def vectors(self, traits: Traits) -> int:
+        """Vectors of 16 bytes that a thread reads of a row of O."""
+        return -(-traits.head_dim_v // (8 * self.threads_per_row(traits)))
+
+    def rows_at_once(self, traits: Traits) -> int:
+        """Rows that the threads of a block read side by side."""
+        return self.num_threads // self.threads_per_row(traits)
+
+    def passes(self, traits: Traits) -> int:
+        """How often they do."""
+        return -(-self.rows // self.rows_at_once(traits))
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return 4 * self.rows
+
+    def registers(self, traits: Traits) -> int:
+        return 8 * self.vectors(traits) * self.passes(traits) + 32
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
+            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
+        if self.tile_m <= 0 or self.tile_m % 16:
+            return f"tile_m is {self.tile_m}; accepted: multiples of 16"
+        if self.rows <= 0 or self.tile_m % self.rows or self.rows % 4 or self.rows > self.num_threads:
+            return (
+                f"rows is {self.rows}; accepted: divisors of tile_m, {self.tile_m}, that are multiples of 4 and at "
+                f"most {self.num_threads}, one for each thread"
+            )
+        return None

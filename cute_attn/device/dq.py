@@ -10,15 +10,16 @@ tile. Of a tile they read
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
 
-All functions but :func:`block_floats` run inside a trace.
+All functions but :func:`block_floats` and :func:`accumulator_shape` run inside a trace.
 """
 
 from typing import Any
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 import layouts
+from cute_attn.device.seqlen import workspace_rows
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
@@ -56,3 +57,23 @@ def make_accumulator(tiled_mma: cute.TiledMma, traits: Traits, tile: Any) -> cut
     return cute.make_rmem_tensor(
         tiled_mma.get_slice(0).partition_shape_C(accumulator_shape(traits, tile)), Float32
     )
+
+
+@cute.jit
+def accumulator_rows(
+    mDQaccum: cute.Tensor,
+    accumulator: Int32,
+    batch: Int32,
+    head: Int32,
+    row0: Int32,
+    width: Constexpr,
+    packed: Constexpr,
+) -> cute.Tensor:
+    """One accumulator of one head from a row of the workspace on, flat; width: padded head_dim.
+
+    mDQaccum: (accumulators, batch, nheads, rows * width), or packed (accumulators, nheads, rows * width).
+    """
+    modes = list(range(1, cute.rank(mDQaccum)))
+    start = cute.assume(Int64(accumulator) * mDQaccum.stride[0], divby=4)
+    one = cute.make_tensor(mDQaccum.iterator + start, cute.select(mDQaccum.layout, mode=modes))
+    return workspace_rows(one, batch, head, row0, width, packed)

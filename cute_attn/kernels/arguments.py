@@ -52,6 +52,13 @@ def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
 
 
+def strided_fake(dtype: Any, ndim: int) -> cute.Tensor:
+    """A tensor of elements with any strides."""
+    shape = tuple(cute.sym_int() for _ in range(ndim))
+    stride = tuple(cute.sym_int64() for _ in range(ndim))
+    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
+
+
 def workspace_fake(ndim: int) -> cute.Tensor:
     """fp32 workspace: contiguous, every row and every block 16-byte aligned."""
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int64(divisibility=16))
@@ -89,6 +96,27 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     )
 
 
+def preprocess_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the preprocess, without the stream.
+
+    mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, seqlens, keep_prob. mDLSE, the gradient of mLSE, may have any
+    strides and is None without the trait ``lse_grad``; of seqlens only what the queries have is read.
+    """
+    dtype = CUTE_DTYPES[traits.dtype]
+    ndim = 3 if traits.varlen else 4
+    return (
+        rows_fake(dtype, ndim),
+        rows_fake(dtype, ndim),
+        plain_fake(Float32, ndim - 1),
+        strided_fake(Float32, ndim - 1) if traits.lse_grad else None,
+        workspace_fake(ndim - 1),
+        workspace_fake(ndim - 1),
+        workspace_fake(ndim),
+        seqlens_fake(traits),
+        Float32(0.0),
+    )
+
+
 def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a backward's main kernel, without the stream.
 
@@ -109,4 +137,18 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         Int32(0),
         Int64(0),
         score_args,
+    )
+
+
+def convert_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the convert, without the stream.
+
+    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale; of seqlens only what the queries have is read.
+    """
+    ndim = 3 if traits.varlen else 4
+    return (
+        workspace_fake(ndim),
+        rows_fake(CUTE_DTYPES[traits.dtype], ndim),
+        seqlens_fake(traits),
+        Float32(0.0),
     )

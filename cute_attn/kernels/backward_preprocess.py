@@ -1,0 +1,238 @@
+"""The backward's first launch: what it needs of every query row, and an accumulator of zeros. Runs on every target.
+
+    D[i] = (sum_j dO[i, j] * O[i, j] - dLSE[i]) / rp        rp = 1 / (1 - dropout_p)
+    lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
+    dQ accumulators = 0
+
+A block takes some rows of one head. A few neighbouring threads share a row: each multiplies vectors of 16 bytes of dO
+and O, shuffles add up, and shared memory brings a row's sum to the thread that writes its two numbers. The kernel does
+little but move bytes: as many loads as a thread has registers for are on their way at once.
+
+Rows that saw no key have an LSE of -inf here, +inf in PyTorch's kernels. They, and the rows that pad a sequence to
+whole blocks of ``tile_m``, get lse_log2 = +inf and D = 0: whatever the score, P and its gradient are 0.
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dO and O 16-byte aligned with a contiguous last
+dimension, otherwise of any strides; dLSE of any strides.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+
+from cute_attn.device.dq import accumulator_rows
+from cute_attn.device.math import LOG2_E
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.kernels.arguments import preprocess_fake_args
+from cute_attn.tiles import BackwardPreprocessTile, padded
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class RowGrid:
+    """A grid of (heads x blocks of rows x batch) in one dimension; heads, which are neighbours in memory, fastest."""
+
+    nheads: cute.FastDivmodDivisorV2
+    blocks: cute.FastDivmodDivisorV2
+
+    @staticmethod
+    def make(nheads: Int32, blocks: Int32) -> "RowGrid":
+        """On the host. A grid of nothing may have divisors of 0, which are not launched."""
+        return RowGrid(*(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (nheads, blocks)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a block works on."""
+
+    row0: Int32
+    head: Int32
+    batch: Int32
+    info: SeqlenInfo
+    padded0: Int32  # the row of the workspace that row0 is
+
+    @staticmethod
+    @cute.jit
+    def read(seqlens: Seqlens, grid: RowGrid, rows: Constexpr, tile_m: Constexpr) -> "Rows":
+        """Of the running block."""
+        plane, head = divmod(cute.arch.block_idx()[0], grid.nheads)
+        batch, block = divmod(plane, grid.blocks)
+        batch, head, row0 = (cute.arch.make_warp_uniform(x) for x in (batch, head, block * rows))
+        info = SeqlenInfo.read(seqlens, batch)
+        return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
+
+    def existing(self, row: Int32) -> Int32:
+        """``row`` of the block as a row of the sequence, or the sequence's last one instead of one that is none."""
+        return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
+
+
+@dataclass(frozen=True)
+class BackwardPreprocess:
+    """Preprocess of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: BackwardPreprocessTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != "backward_preprocess":
+            return f"it computes backward_preprocess, not {traits.op}"
+        if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
+            return f"it knows nothing of scores; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BackwardPreprocessTile:
+        """The tile that is taken when none is named; beside a main kernel it is ``of(traits, its tile_m)``."""
+        return BackwardPreprocessTile.of(traits, 128)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return preprocess_fake_args(self.traits)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mDO: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDLSE: cute.Tensor | None,
+        mLSElog2: cute.Tensor,
+        mDPsum: cute.Tensor,
+        mDQaccum: cute.Tensor,
+        seqlens: Seqlens,
+        keep_prob: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``; keep_prob: 1 - dropout_p.
+
+        Of each sequence all rows up to a whole block of tile_m are written, and of its dq accumulators as many; what
+        lies between packed sequences beyond those is not touched.
+        """
+        tile = self.tile
+        nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
+        blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m) * (tile.tile_m // tile.rows)
+        grid = RowGrid.make(nheads, blocks)
+        self.kernel(mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, seqlens, keep_prob, grid).launch(
+            grid=[blocks * nheads * seqlens.batch(mO), 1, 1], block=[tile.num_threads, 1, 1], stream=stream
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        mDO: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDLSE: cute.Tensor | None,
+        mLSElog2: cute.Tensor,
+        mDPsum: cute.Tensor,
+        mDQaccum: cute.Tensor,
+        seqlens: Seqlens,
+        keep_prob: Float32,
+        grid: RowGrid,
+    ) -> None:
+        tile, packed = self.tile, self.traits.varlen
+        thread, _, _ = cute.arch.thread_idx()
+        place = Rows.read(seqlens, grid, tile.rows, tile.tile_m)
+        if place.row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
+            sums = cute.make_tensor(
+                cute.recast_ptr(
+                    memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16), dtype=Float32
+                ),
+                cute.make_layout(tile.rows),
+            )
+            lse, dlse = Float32(0.0), Float32(0.0)
+            if thread < tile.rows:
+                lse = self.load_number(mLSE, place, thread)
+                if cutlass.const_expr(mDLSE is not None):
+                    dlse = self.load_number(mDLSE, place, thread)
+            do = self.load_rows(mDO, place, thread)
+            o = self.load_rows(mO, place, thread)
+            self.sum_rows(do, o, sums, thread)
+            self.clear_accumulators(mDQaccum, place, thread)
+            cute.arch.barrier()
+            if thread < tile.rows:
+                exists = place.row0 + thread < place.info.seqlen_q
+                seen = exists and lse != Float32.inf and lse != -Float32.inf
+                lse_log2 = workspace_rows(mLSElog2, place.batch, place.head, place.padded0, 1, packed)
+                dpsum = workspace_rows(mDPsum, place.batch, place.head, place.padded0, 1, packed)
+                lse_log2[thread] = lse * LOG2_E if seen else Float32.inf
+                dpsum[thread] = (sums[thread] - dlse) * keep_prob if seen else Float32(0.0)
+
+    @cute.jit
+    def load_rows(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> cute.Tensor:
+        """This thread's part of the block's rows of dO or O, (8, vectors, passes).
+
+        Rows and columns that do not exist are read as others that do, which takes no branch, and are left out later.
+        """
+        tile, traits = self.tile, self.traits
+        per_row = tile.threads_per_row(traits)
+        rows = sequence(tensor, place.batch, place.head, place.info.offset_q, traits.varlen)
+        shape = (8, tile.vectors(traits), tile.passes(traits))
+        values = cute.make_rmem_tensor(cute.make_layout(shape), tensor.element_type)
+        for i in cutlass.range_constexpr(tile.passes(traits)):
+            row = place.existing(thread // per_row + i * tile.rows_at_once(traits))
+            first = rows.iterator + cute.assume(Int64(row) * rows.stride[0], divby=8)
+            for j in cutlass.range_constexpr(tile.vectors(traits)):
+                col = cutlass.min((thread % per_row + j * per_row) * 8, traits.head_dim_v - 8)
+                source = cute.make_tensor(first + cute.assume(col, divby=8), cute.make_layout(8))
+                cute.autovec_copy(source, values[None, j, i])
+        return values
+
+    @cute.jit
+    def load_number(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> Float32:
+        """The thread's own row of LSE or dLSE, (batch, nheads, seqlen_q) or packed (nheads, total_q)."""
+        if cutlass.const_expr(self.traits.varlen):
+            start = Int64(place.head) * tensor.stride[0] + Int64(place.info.offset_q) * tensor.stride[1]
+        else:
+            start = Int64(place.batch) * tensor.stride[0] + Int64(place.head) * tensor.stride[1]
+        start += Int64(place.existing(thread)) * tensor.stride[-1]
+        return cute.make_tensor(tensor.iterator + start, cute.make_layout(1))[0]
+
+    @cute.jit
+    def clear_accumulators(self, mDQaccum: cute.Tensor, place: Rows, thread: Int32) -> None:
+        """Zeros to the block's rows of every accumulator, 16 bytes at a time."""
+        tile, width = self.tile, padded(self.traits.head_dim)
+        zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        zeros.fill(0.0)
+        vectors: Constexpr = tile.rows * width // 4
+        for accumulator in cutlass.range(mDQaccum.shape[0], unroll=1):
+            rows = accumulator_rows(
+                mDQaccum, accumulator, place.batch, place.head, place.padded0, width, self.traits.varlen
+            )
+            for first in cutlass.range_constexpr(0, vectors, tile.num_threads):
+                target = rows.iterator + cute.assume((first + thread) * 4, divby=4)
+                exists = (
+                    True
+                    if cutlass.const_expr(first + tile.num_threads <= vectors)
+                    else first + thread < vectors
+                )
+                if exists:
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
+    def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
+        """sums[row] = sum of dO * O, in fp32."""
+        tile, traits = self.tile, self.traits
+        per_row = tile.threads_per_row(traits)
+        for i in cutlass.range_constexpr(tile.passes(traits)):
+            total = Float32(0.0)
+            for j in cutlass.range_constexpr(tile.vectors(traits)):
+                products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
+                part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
+                if cutlass.const_expr((j + 1) * per_row * 8 > traits.head_dim_v):
+                    part = part if (thread % per_row + j * per_row) * 8 < traits.head_dim_v else Float32(0.0)
+                total += part
+            for step in cutlass.range_constexpr(per_row.bit_length() - 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+            row = thread // per_row + i * tile.rows_at_once(traits)
+            if thread % per_row == 0 and row < tile.rows:
+                sums[row] = total
