@@ -32,8 +32,7 @@ class ScoreContext:
     softmax_scale: Float32
     unit: Float32
     inv_unit: Float32
-    gradient_scale: Float32 | None = None
-    """What a backward's dS is multiplied with to be a gradient: 1 / (1 - dropout_p), which it leaves out till the end."""
+    gradient_scale: Float32 | None = None  # times a backward's dS is a gradient: 1 / (1 - dropout_p)
 
 
 @dataclass(frozen=True)
@@ -95,3 +94,14 @@ class ScoreTile:
     def of(self, acc: cute.Tensor) -> "ScoreTile":
         """The same elements' places with other numbers: acc (rows, cols), such as their gradients."""
         return replace(self, acc=acc)
+
+    def registers(self) -> cute.Tensor:
+        """All of ``acc`` in one dimension, in the order of the registers."""
+        return registers(self.acc)
+
+
+def registers(view: cute.Tensor) -> cute.Tensor:
+    """All of a (rows, cols) view in one dimension, in the order of the registers."""
+    size = cute.size(view)
+    assert cute.cosize(view.layout) == size, "the view leaves out registers in between"
+    return cute.make_tensor(view.iterator, cute.make_layout(size))

@@ -1,6 +1,7 @@
 """ALiBi: a penalty linear in the distance between query and key (Press et al., https://arxiv.org/abs/2108.12409)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -38,3 +39,6 @@ class Alibi(Epilogue):
             distance = Float32(tile.row0 + tile.rows[r] + shift - tile.col0)
             for c in cutlass.range_constexpr(len(tile.cols)):
                 tile.acc[r, c] = tile.acc[r, c] - slope * fabs(distance - Float32(tile.cols[c]))
+
+    def backward(self, state: tuple, tile: ScoreTile, saved: Any) -> None:
+        """What is added has no part in the score's own gradient."""

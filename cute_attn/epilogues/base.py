@@ -41,18 +41,27 @@ class Epilogue:
         return ()
 
     def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> None:
-        """Change ``tile.acc`` in place. A score in natural units is ``acc * context.unit``."""
+        """Change ``tile.acc`` in place. A score in natural units is ``acc * context.unit``.
+
+        Whatever is returned is given to ``backward``; a forward kernel ignores it, and it costs nothing there.
+        """
         raise NotImplementedError(f"epilogue {self.name!r} has no forward")
 
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
-        """Turn d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place.
+        """Turn d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
-        ``saved`` is what ``forward`` returned for the same tile. The default refuses: an epilogue without a derivative
-        serves forward kernels only.
+        ``saved`` is what ``forward`` returned for the same tile, in registers till now: as little as possible. What is
+        in ``tile.acc`` is a gradient but for ``context.gradient_scale``, with which a gradient that an epilogue itself
+        writes has to be multiplied. The default refuses: an epilogue without a derivative serves forward kernels only.
         """
         raise NotImplementedError(
             f"epilogue {self.name!r} has no backward: a forward kernel can use it, no backward can"
         )
+
+    @classmethod
+    def differentiable(cls) -> bool:
+        """Whether the class has a backward of its own."""
+        return cls.backward is not Epilogue.backward
 
     @staticmethod
     def reference(scores: Any, coords: Any, inputs: ScoreInputs) -> Any:

@@ -1,18 +1,35 @@
-"""An additive bias, read from a tensor (batch, nheads, seqlen_q, seqlen_k) that may be broadcast over any of them."""
+"""An additive bias, read from a tensor (batch, nheads, seqlen_q, seqlen_k) that may be broadcast over any of them.
+
+Its gradient goes to a tensor of the same extents, stride 0 where it is broadcast: written, or where several scores
+share an element, added up.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Constexpr, Float32, Int16, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.math import anew, uniform
+from cute_attn.device.lanes import COLUMN_LANES, QUAD_LANES, add_to, adds_for, lanes_sum
+from cute_attn.device.math import anew, on_device, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+
+
+@dataclass(frozen=True)
+class GradientRows:
+    """One batch and head of the bias's gradient; counted in elements of the bias's dtype, whatever its own is."""
+
+    pointer: cute.Pointer
+    row_stride: Int64
+    summed: Int32  # not 0: it is fp32 and added to
+    paired: Boolean
+    scale: Float32
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,7 @@ class BiasRows:
     seqlen_k: Int32
     paired: Boolean  # two neighbouring elements can be read at once, wherever the first has an even column
     inv_unit: Float32
+    gradient: GradientRows | None = None
 
 
 @dataclass(frozen=True)
@@ -33,35 +51,66 @@ class Bias(Epilogue):
 
     A thread holds pairs of neighbouring columns, so it reads pairs where rows are aligned to a pair, and single
     elements with clamped indices where they are not or where the block crosses the tensor's edge. What it reads for
-    rows and columns that do not exist is some other element, and is masked or not stored.
+    rows and columns that do not exist is some other element, and is masked or not stored. In a transposed tile its
+    pairs are neighbours in a column, and always read singly.
     """
 
     dtype: str
+    gradient: bool = False
     name = "bias"
 
     def fake_args(self) -> tuple:
         shape = tuple(cute.sym_int() for _ in range(4))
         stride = (*(cute.sym_int64() for _ in range(3)), 1)
-        dtype = CUTE_DTYPES[self.dtype]
-        return (make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8),)
+        bias = make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
+        if not self.gradient:
+            return (bias,)
+        shape = tuple(cute.sym_int() for _ in range(4))
+        stride = (*(cute.sym_int64() for _ in range(3)), 1)
+        grad = make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
+        return (bias, grad, Int32(0))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        return (inputs.bias,)
+        if not self.gradient:
+            return (inputs.bias,)
+        bias, grad = inputs.bias, inputs.grad_bias
+        shared = any(step == 0 and size > 1 for size, step in zip(grad.shape, grad.stride(), strict=True))
+        if grad.dtype == bias.dtype and not (shared and self.dtype != "fp32"):
+            return (bias, grad, int(shared))
+        if str(grad.dtype) != "torch.float32":
+            raise ValueError(
+                f"grad_bias is {grad.dtype}{' and broadcast' if shared else ''}; accepted: torch.float32"
+                + (f", or {bias.dtype} if not broadcast" if bias.dtype != grad.dtype else "")
+            )
+        # Under the bias's dtype, which the kernel was compiled for; it knows that it is not.
+        return (bias, grad.view(bias.dtype), 1)
 
     @cute.jit
     def begin(self, args: tuple, context: ScoreContext) -> BiasRows:
-        bias = args[0]
-        stride_batch, stride_head, stride_row, _ = bias.stride
-        start = Int64(context.batch) * stride_batch + Int64(context.head) * stride_head
-        pointer = bias.iterator + start
-        paired = (pointer.toint() % self._pair_bytes == 0) & (stride_row % 2 == 0)
+        pointer, row_stride, paired = self._plane(args[0], context)
+        gradient = None
+        if cutlass.const_expr(self.gradient):
+            grad, grad_stride, grad_paired = self._plane(args[1], context)
+            gradient = GradientRows(grad, grad_stride, args[2], grad_paired, context.gradient_scale)
         return BiasRows(
-            pointer, Int64(stride_row), context.seqlen_q, context.seqlen_k, Boolean(paired), context.inv_unit
+            pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.inv_unit, gradient
         )
+
+    def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
+        """One batch and head: the first element, the row stride, whether every row is aligned to pairs."""
+        stride_batch, stride_head, stride_row, _ = tensor.stride
+        start = Int64(context.batch) * stride_batch + Int64(context.head) * stride_head
+        pointer = tensor.iterator + start
+        paired = (pointer.toint() % self._pair_bytes == 0) & (stride_row % 2 == 0)
+        return pointer, Int64(stride_row), Boolean(paired)
+
+    @property
+    def _dtype(self) -> Any:
+        return CUTE_DTYPES[self.dtype]
 
     @property
     def _pair_bytes(self) -> int:
-        return CUTE_DTYPES[self.dtype].width // 4
+        return self._dtype.width // 4
 
     @property
     def _pair_words(self) -> int:
@@ -69,13 +118,19 @@ class Bias(Epilogue):
 
     @cute.jit
     def load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
-        """(words of a row, rows) of 32 bits, each holding one element or two."""
+        """(words of a line, lines) of 32 bits, each holding one element or two; pairs lie along lines.
+
+        Lines are rows, or in a transposed tile columns.
+        """
         rows: Constexpr = len(tile.rows)
         cols: Constexpr = len(tile.cols)
-        loaded = cute.make_rmem_tensor(cute.make_layout((cols // 2 * self._pair_words, rows)), Int32)
-        end = (tile.col0 // tile.tile_n + 1) * tile.tile_n
+        along: Constexpr = rows if tile.transposed else cols
+        lines: Constexpr = cols if tile.transposed else rows
+        loaded = cute.make_rmem_tensor(cute.make_layout((along // 2 * self._pair_words, lines)), Int32)
+        if cutlass.const_expr(tile.transposed):
+            self._load_singly(state, tile, self._elements(loaded, along, lines))
         # A branch that whole warps take together: predicated off, the single loads would still cost their issue slots.
-        if uniform(Uint32(state.paired & (end <= state.seqlen_k))) != Uint32(0):
+        elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
                 row = self._row(state, tile, tile.row0, r).align(self._pair_bytes)
                 for c in cutlass.range_constexpr(0, cols, 2):
@@ -84,19 +139,23 @@ class Bias(Epilogue):
                     layout = cute.make_layout(self._pair_words)
                     cute.autovec_copy(cute.make_tensor(source, layout), cute.make_tensor(target, layout))
         else:
-            elements = self._elements(loaded, rows, cols)
-            row0 = anew(tile.row0)
-            for r in cutlass.range_constexpr(rows):
-                row = self._row(state, tile, row0, r)
-                for c in cutlass.range_constexpr(cols):
-                    column = cutlass.min(tile.col0 + tile.cols[c], state.seqlen_k - 1) - tile.col0
-                    elements[c, r] = cute.make_tensor(row + column, cute.make_layout(1))[0]
+            self._load_singly(state, tile, self._elements(loaded, along, lines))
         return loaded
 
-    def _elements(self, loaded: cute.Tensor, rows: int, cols: int) -> cute.Tensor:
-        """What was loaded as (cols, rows) elements."""
-        pointer = cute.recast_ptr(loaded.iterator, dtype=CUTE_DTYPES[self.dtype])
-        return cute.make_tensor(pointer, cute.make_layout((cols, rows)))
+    @cute.jit
+    def _load_singly(self, state: BiasRows, tile: ScoreTile, elements: cute.Tensor) -> None:
+        row0 = anew(tile.row0)
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            row = self._row(state, tile, row0, r)
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                column = cutlass.min(tile.col0 + tile.cols[c], state.seqlen_k - 1) - tile.col0
+                place = (r, c) if cutlass.const_expr(tile.transposed) else (c, r)
+                elements[place] = cute.make_tensor(row + column, cute.make_layout(1))[0]
+
+    def _elements(self, loaded: cute.Tensor, along: int, lines: int) -> cute.Tensor:
+        """What was loaded as (along, lines) elements."""
+        pointer = cute.recast_ptr(loaded.iterator, dtype=self._dtype)
+        return cute.make_tensor(pointer, cute.make_layout((along, lines)))
 
     def _row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
         """The bias of row r at the thread's first column; rows past the end read the last one, and are not stored."""
@@ -105,18 +164,112 @@ class Bias(Epilogue):
 
     @cute.jit
     def forward(self, state: BiasRows, tile: ScoreTile, loaded: cute.Tensor) -> None:
-        rows: Constexpr = len(tile.rows)
-        cols: Constexpr = len(tile.cols)
-        elements = self._elements(loaded, rows, cols)
+        along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
+        lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
+        elements = self._elements(loaded, along, lines)
         pair = cute.make_rmem_tensor(2, Int32)
         wide = cute.recast_tensor(pair, Float32)
-        for r in cutlass.range_constexpr(rows):
-            for c in cutlass.range_constexpr(0, cols, 2):
+        for line in cutlass.range_constexpr(lines):
+            for a in cutlass.range_constexpr(0, along, 2):
                 if cutlass.const_expr(self.dtype == "bf16"):  # one instruction each; a conversion takes two
-                    word = loaded[c // 2, r]
+                    word = loaded[a // 2, line]
                     pair[0] = word << Int32(16)
                     pair[1] = word & Int32(-(1 << 16))
                 else:
-                    wide[0], wide[1] = Float32(elements[c, r]), Float32(elements[c + 1, r])
+                    wide[0], wide[1] = Float32(elements[a, line]), Float32(elements[a + 1, line])
                 for i in cutlass.range_constexpr(2):
-                    tile.acc[r, c + i] = tile.acc[r, c + i] + wide[i] * state.inv_unit
+                    place = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
+                    tile.acc[place] = tile.acc[place] + wide[i] * state.inv_unit
+
+    @cute.jit
+    def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
+        """The score's gradient is what it was, and the bias's is the same."""
+        if cutlass.const_expr(self.gradient):
+            if uniform(Uint32(state.gradient.summed)) != Uint32(0):
+                self._add(state, tile)
+            else:
+                self._write(state, tile)
+
+    @cute.jit
+    def _write(self, state: BiasRows, tile: ScoreTile) -> None:
+        """Each element from the one score that it belongs to."""
+        row0 = anew(tile.row0)
+        if cutlass.const_expr(tile.transposed):
+            self._write_singly(state, tile, row0)
+        elif uniform(Uint32(state.gradient.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                if row0 + tile.rows[r] < state.seqlen_q:
+                    row = self._gradient_row(state, tile, row0, r).align(self._pair_bytes)
+                    for c in cutlass.range_constexpr(0, len(tile.cols), 2):
+                        pair = self._scaled(state, tile, (r, c), (r, c + 1))
+                        target = cute.make_tensor(
+                            cute.recast_ptr(row + tile.cols[c], dtype=Int32),
+                            cute.make_layout(self._pair_words),
+                        )
+                        cute.autovec_copy(cute.recast_tensor(pair, Int32), target)
+        else:
+            self._write_singly(state, tile, row0)
+
+    @cute.jit
+    def _write_singly(self, state: BiasRows, tile: ScoreTile, row0: Int32) -> None:
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            if row0 + tile.rows[r] < state.seqlen_q:
+                row = self._gradient_row(state, tile, row0, r)
+                for c in cutlass.range_constexpr(0, len(tile.cols), 2):
+                    pair = self._scaled(state, tile, (r, c), (r, c + 1))
+                    for i in cutlass.range_constexpr(2):
+                        column = tile.cols[c + i]
+                        if tile.col0 + column < state.seqlen_k:
+                            cute.make_tensor(row + column, cute.make_layout(1))[0] = pair[i]
+
+    def _gradient_row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
+        """The gradient of row r at the thread's first column."""
+        row = row0 + tile.rows[r]
+        return state.gradient.pointer + (Int64(row) * state.gradient.row_stride + Int64(tile.col0))
+
+    def _scaled(self, state: BiasRows, tile: ScoreTile, *places: tuple[int, int]) -> cute.Tensor:
+        """Two gradients in the bias's dtype."""
+        wide, pair = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, self._dtype)
+        for i, place in enumerate(places):
+            wide[i] = tile.acc[place] * state.gradient.scale
+        if on_device() or self.dtype != "bf16":
+            pair.store(wide.load().to(self._dtype))
+        else:  # the host's library has no such conversion
+            bits, halves = cute.recast_tensor(wide, Int32), cute.recast_tensor(pair, Int16)
+            for i in range(2):
+                halves[i] = Int16(
+                    (bits[i] + Int32(0x7FFF) + ((bits[i] >> Int32(16)) & Int32(1))) >> Int32(16)
+                )
+        return pair
+
+    @cute.jit
+    def _add(self, state: BiasRows, tile: ScoreTile) -> None:
+        """To elements of fp32 that several scores share: of one row if the row stride is 0, and of other blocks."""
+        elements: Constexpr = 32 // self._dtype.width  # of the bias's dtype, in one of fp32
+        pointer = cute.recast_ptr(state.gradient.pointer.align(4), dtype=Float32)
+        row_stride = state.gradient.row_stride // elements
+        row0 = anew(tile.row0)
+        if row_stride == 0:
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(len(tile.rows)):
+                    exists = row0 + tile.rows[r] < state.seqlen_q
+                    total = total + (tile.acc[r, c] if exists else Float32(0.0))
+                lanes = QUAD_LANES if cutlass.const_expr(tile.transposed) else COLUMN_LANES
+                total = lanes_sum(total, lanes) * state.gradient.scale
+                column = tile.col0 + tile.cols[c]
+                if adds_for(tile.row0 & 7) & (column < state.seqlen_k):
+                    add_to(pointer + column, total)
+        else:
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                if row0 + tile.rows[r] < state.seqlen_q:
+                    row = pointer + Int64(row0 + tile.rows[r]) * row_stride
+                    for c in cutlass.range_constexpr(len(tile.cols)):
+                        column = tile.col0 + tile.cols[c]
+                        if column < state.seqlen_k:
+                            add_to(row + column, tile.acc[r, c] * state.gradient.scale)
+
+
+def _end(tile: ScoreTile) -> Int32:
+    """One past the tile's last column."""
+    return (tile.col0 // tile.tile_n + 1) * tile.tile_n

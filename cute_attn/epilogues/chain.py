@@ -37,20 +37,42 @@ class EpilogueChain:
     dropout: Dropout | None
     softcap: bool
     top_left: bool
+    differentiable: bool = False  # a backward kernel's: forward saves what backward needs
 
     @staticmethod
     def of(traits: Traits) -> "EpilogueChain":
-        """The chain that traits ask for: softcap, ALiBi, bias, users' own in their order, mask, dropout."""
+        """The chain that traits ask for: softcap, ALiBi, bias, users' own in their order, mask, dropout.
+
+        Raises:
+            KeyError: no epilogue is registered under one of the traits' names.
+            NotImplementedError: the traits are a backward's, and a user's epilogue has no derivative.
+        """
+        reason = EpilogueChain.decline(traits)
+        if reason:
+            raise NotImplementedError(reason)
+        backward = traits.op == "backward"
         modifiers: list[Epilogue] = []
         if traits.softcap:
-            modifiers.append(Softcap())
+            modifiers.append(Softcap(saves=backward))
         if traits.alibi:
             modifiers.append(Alibi())
         if traits.bias:
-            modifiers.append(Bias(traits.bias))
+            modifiers.append(Bias(traits.bias, traits.bias_grad))
         modifiers += [user_epilogue(name)() for name in traits.epilogues]
         dropout = Dropout(traits.dropout) if traits.dropout else None
-        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left)
+        return EpilogueChain(
+            Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left, backward
+        )
+
+    @staticmethod
+    def decline(traits: Traits) -> str | None:
+        """Why no kernel can have these traits' epilogues, or None; for kernels' ``supports``."""
+        if traits.op != "backward":
+            return None
+        missing = [name for name in traits.epilogues if not user_epilogue(name).differentiable()]
+        if not missing:
+            return None
+        return f"epilogue {missing[0]!r} has no backward: a forward kernel can use it, no backward can"
 
     @property
     def _parts(self) -> tuple:
@@ -62,7 +84,7 @@ class EpilogueChain:
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
     def fake_args(self) -> tuple:
-        """The cap, then each part's arguments, as fakes."""
+        """The cap, then each part's arguments, as fakes; dropout's come last."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
@@ -93,6 +115,7 @@ class EpilogueChain:
             softmax_scale=scale,
             unit=unit,
             inv_unit=1.0 / unit,
+            gradient_scale=self.dropout.rescale_of(args[-1]) if self.dropout else Float32(1.0),
         )
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
@@ -105,17 +128,37 @@ class EpilogueChain:
         """Start every modifier's reads of global memory for ``tile``."""
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
 
-    def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
-        """Raw products in ``tile.acc`` become scores in the context's unit, masked if the block needs it."""
-        for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True):
+    def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> tuple:
+        """Raw products in ``tile.acc`` become scores in the context's unit, masked if the block needs it.
+
+        Returns what :meth:`backward` needs of this tile, from each modifier: registers, or None; () in a forward.
+        """
+        saved = tuple(
             modifier.forward(own, tile, read)
+            for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
+        )
         if masked:
             self.mask.forward(state.band, tile)
+        return saved if self.differentiable else ()
+
+    def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
+        """Gradients of the scores in ``tile.acc`` become those of the raw products times the softmax scale.
+
+        Gradients are d(loss)/d(score in natural units) without ``context.gradient_scale``, before and after.
+        """
+        steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
+        for modifier, own, kept in reversed(steps):
+            modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, P in 16 bits as (rows, cols)."""
         if self.dropout and state.dropout:
             self.dropout.forward(state.dropout, tile, p)
+
+    def drop_both(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor, dp: cute.Tensor) -> None:
+        """Zero the dropped elements of p, P in 16 bits as (rows, cols), and of dp, fp32 as (rows, cols)."""
+        if self.dropout and state.dropout:
+            self.dropout.forward_both(state.dropout, tile, p, dp)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

@@ -2,7 +2,7 @@
 
 **flash** (FlashAttention-2): Philox4x32-7, one call for each lane of a 16 x 32 block of scores gives 16 bytes, and a
 lane of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <=
-floor(255 (1 - p)).
+floor(255 (1 - p)). In a transposed accumulator a lane holds 4 of the elements of each of 4 calls.
 
 **mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered row-major over all scores; kept iff
 the word as a uniform in (0, 1] is > p.
@@ -13,6 +13,7 @@ the undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
 
 import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -20,8 +21,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
 from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform
-from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
 from cute_attn.epilogues.inputs import ScoreInputs
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -128,66 +130,172 @@ class Dropout:
         """Set the sign bit of the dropped elements of p."""
         self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & Int32(0x80008000 - (1 << 32))))
 
+    def forward_both(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, dp: cute.Tensor) -> None:
+        """Zero the dropped elements of p as in ``forward``, and of dp, (rows, cols) of fp32."""
+        pairs, singles = _as_words(p), _as_words(dp)
+        for first, second, dropped in self._masks(state, tile):
+            pair = _pair_index(p, first, second)
+            pairs[pair] = pairs[pair] & ~dropped
+            for element, selector in ((first, 0x9999), (second, 0xBBBB)):  # a half's sign, four times over
+                index = cute.crd2idx(element, dp.layout)
+                singles[index] = singles[index] & ~byte_permute(dropped, dropped, selector)
+
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
-        pairs = cute.recast_tensor(
-            cute.make_tensor(p.iterator, cute.make_layout(cute.cosize(p.layout))), Int32
-        )
-        masks = self._flash_masks if self.kind == "flash" else self._mem_efficient_masks
-        for r, c, dropped in masks(state, tile):
-            first = cute.crd2idx((r, c), p.layout)
-            assert first % 2 == 0 and cute.crd2idx((r, c + 1), p.layout) == first + 1
-            pairs[first // 2] = change(pairs[first // 2], dropped)
+        pairs = _as_words(p)
+        for first, second, dropped in self._masks(state, tile):
+            pair = _pair_index(p, first, second)
+            pairs[pair] = change(pairs[pair], dropped)
 
-    def _flash_masks(self, state: DropoutState, tile: ScoreTile):
-        """(row, column, 16 ones for each dropped element of the pair (column, column + 1)) of every pair."""
-        block_rows = FLASH_BLOCK[0]
-        lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
-        starts, start = _starts(tile), (tile.col0 >> 3) & 3
-        for row_block in sorted({row // block_rows for row in tile.rows}):
-            z = Uint32((tile.row0 + row_block * block_rows) >> 4)
-            counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
-            above: dict[int, Int32] = {}
+    def _masks(self, state: DropoutState, tile: ScoreTile):
+        """((row, column), the same of the next register, 16 ones for each dropped one of the two) of every pair."""
+        if self.kind == "flash":
+            return _flash_transposed(state, tile) if tile.transposed else _flash_upright(state, tile)
+        if tile.transposed:
+            return _mem_efficient_transposed(state, tile)
+        return _mem_efficient_upright(state, tile)
+
+    @staticmethod
+    def rescale_of(args: tuple) -> Float32:
+        """1 / (1 - p), of the kernel's arguments."""
+        return args[2]
+
+
+def _as_words(view: cute.Tensor) -> cute.Tensor:
+    """A (rows, cols) view's registers as words of 32 bits."""
+    return cute.recast_tensor(registers(view), Int32)
+
+
+def _pair_index(p: cute.Tensor, first: tuple[int, int], second: tuple[int, int]) -> int:
+    """Which word holds two elements of 16 bits."""
+    index = cute.crd2idx(first, p.layout)
+    assert index % 2 == 0 and cute.crd2idx(second, p.layout) == index + 1
+    return index // 2
+
+
+def _flash_upright(state: DropoutState, tile: ScoreTile):
+    """A thread's own Philox call has its own 16 elements of a 16 x 32 block."""
+    block_rows = FLASH_BLOCK[0]
+    lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
+    for row_block in sorted({row // block_rows for row in tile.rows}):
+        z = Uint32((tile.row0 + row_block * block_rows) >> 4)
+        word_of = _flash_words(state, tile, (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5)))
+        for c in range(0, len(tile.cols), 2):
+            word = word_of(tile.cols[c])
+            for r, row in enumerate(tile.rows):
+                if row // block_rows == row_block:
+                    # The two bytes of this row, each twice over, as sign bits.
+                    dropped = byte_permute(word, word, 0xBBAA if row >> 3 & 1 else 0x9988)
+                    yield (r, c), (r, c + 1), dropped
+
+
+def _flash_transposed(state: DropoutState, tile: ScoreTile):
+    """Two calls have a thread's elements, of its even and of its odd queries, and every other byte of them.
+
+    The bytes between belong to the lane with the neighbouring key, 4 lanes on. So each of the two does one call.
+    """
+    block_rows = FLASH_BLOCK[0]
+    _check_blocks(tile)
+    odd = tile.col0 & 1
+    for row_block in sorted({row // block_rows for row in tile.rows}):
+        z = Uint32((tile.row0 + row_block * block_rows) >> 4)
+        rows = [r for r in range(0, len(tile.rows), 2) if tile.rows[r] // block_rows == row_block]
+        for c in range(0, len(tile.cols), 2):
+
+            def compute(query: Int32, z: Uint32 = z, c: int = c) -> tuple[Int32, Int32]:
+                lane = Uint32(((tile.row0 & 7) + query) * 4 + ((tile.col0 & 7) >> 1))
+                counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
+                word_of = _flash_words(state, tile, counter)
+                return word_of(tile.cols[c]), word_of(tile.cols[c + 1])
+
+            even_query, odd_query = share_two(compute, lambda made, odd: every_other_byte(*made, odd), odd, 4)
+            for r in rows:
+                for i in range(2):
+                    byte = 2 * i + (tile.rows[r] >> 3 & 1)
+                    dropped = byte_permute(even_query, odd_query, 0xCC88 + 0x1111 * byte)
+                    yield (r, c + i), (r + 1, c + i), dropped
+
+
+def _check_blocks(tile: ScoreTile) -> None:
+    """Transposed tiles must be whole blocks of 16 queries, and hold keys 8 apart."""
+    halves = [row >> 3 & 1 for row in tile.rows]
+    if 2 * sum(halves) != len(halves):
+        raise ValueError(f"a thread holds queries {tile.rows}: dropout needs whole blocks of 16 queries")
+    assert all(tile.cols[c + 1] == tile.cols[c] + 8 for c in range(0, len(tile.cols), 2))
+
+
+def _flash_words(state: DropoutState, tile: ScoreTile, counter: tuple) -> Callable[[int], Int32]:
+    """A function of a column's offset: the bytes of its 8 columns, whose top bits say which drop.
+
+    ``counter`` is that of the block with the thread's first column.
+    """
+    starts, start = _starts(tile), (tile.col0 >> 3) & 3
+    above: dict[int, Int32] = {}
+
+    def word_of(column: int) -> Int32:
+        eighth = column // 8
+        word = _flash_word(above, starts[0] + eighth, counter, state)
+        for other in starts[1:]:
+            alternative = _flash_word(above, other + eighth, counter, state)
+            word = cutlass.select_(start == other, alternative, word)
+        return word
+
+    return word_of
+
+
+def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
+    """Four neighbouring scores of a row share a Philox call and lie in two lanes of a quad.
+
+    So a quad divides the calls of its columns among its lanes, which exchange what comes out: a bit a score, 32 columns
+    a word.
+    """
+    lane = (tile.col0 & 7) >> 1
+    groups: dict[int, int] = {}  # of 8 columns, in each word
+    for column in tile.cols:
+        groups[column // 32] = column % 32 // 8 + 1
+    # Anew, or each row's first number would wait in registers for the next tile.
+    corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane))
+    for r, row in enumerate(tile.rows):
+        first = corner + Uint64(Int64(row) * state.row_stride)
+        # A lane's first score is so many after the first of the quad's first call.
+        skip = (first & Uint64(3)) + Uint64(lane * 2)
+        bits = {word: _curand_bits(state, first, 8 * word, 2 * n, lane) for word, n in groups.items()}
+        for word, n in groups.items():
+            both = Uint64(Uint32(bits[word]))
+            if n == 4 and word + 1 in bits:
+                both = both | (Uint64(Uint32(bits[word + 1])) << Uint64(32))
+            elif n % 2 == 0:
+                tail = _curand_tail(state, first, 8 * word + 2 * n)
+                both = both | (Uint64(Uint32(tail)) << Uint64(8 * n))
+            own = Int32(Uint32(both >> skip))
+            even, odd = own << Int32(7), own << Int32(6)
             for c in range(0, len(tile.cols), 2):
-                eighth = tile.cols[c] // 8
-                word = _flash_word(above, starts[0] + eighth, counter, state)
-                for other in starts[1:]:
-                    alternative = _flash_word(above, other + eighth, counter, state)
-                    word = cutlass.select_(start == other, alternative, word)
-                for r, row in enumerate(tile.rows):
-                    if row // block_rows == row_block:
-                        # The two bytes of this row, each twice over, as sign bits.
-                        yield r, c, byte_permute(word, word, 0xBBAA if row >> 3 & 1 else 0x9988)
+                if tile.cols[c] // 32 == word:
+                    byte = tile.cols[c] % 32 // 8
+                    yield (r, c), (r, c + 1), byte_permute(even, odd, 0xCC88 + 0x1111 * byte)
 
-    def _mem_efficient_masks(self, state: DropoutState, tile: ScoreTile):
-        """As _flash_masks.
 
-        Four neighbouring scores of a row share a Philox call and lie in two lanes of a quad. So a quad divides the
-        calls of its columns among its lanes, which exchange what comes out: a bit a score, 32 columns a word.
-        """
-        lane = (tile.col0 & 7) >> 1
-        groups: dict[int, int] = {}  # of 8 columns, in each word
-        for column in tile.cols:
-            groups[column // 32] = column % 32 // 8 + 1
-        # Anew, or each row's first number would wait in registers for the next tile.
-        corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane))
-        for r, row in enumerate(tile.rows):
-            first = corner + Uint64(Int64(row) * state.row_stride)
-            # A lane's first score is so many after the first of the quad's first call.
-            skip = (first & Uint64(3)) + Uint64(lane * 2)
-            bits = {word: _curand_bits(state, first, 8 * word, 2 * n, lane) for word, n in groups.items()}
-            for word, n in groups.items():
-                both = Uint64(Uint32(bits[word]))
-                if n == 4 and word + 1 in bits:
-                    both = both | (Uint64(Uint32(bits[word + 1])) << Uint64(32))
-                elif n % 2 == 0:
-                    tail = _curand_tail(state, first, 8 * word + 2 * n)
-                    both = both | (Uint64(Uint32(tail)) << Uint64(8 * n))
-                own = Int32(Uint32(both >> skip))
-                even, odd = own << Int32(7), own << Int32(6)
-                for c in range(0, len(tile.cols), 2):
-                    if tile.cols[c] // 32 == word:
-                        byte = tile.cols[c] % 32 // 8
-                        yield r, c, byte_permute(even, odd, 0xCC88 + 0x1111 * byte)
+def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
+    """16 neighbouring keys lie in 8 lanes, which have the same two neighbouring queries.
+
+    These divide the 4 calls of either query among them and exchange what comes out: a bit a score, 16 a query.
+    """
+    _check_blocks(tile)
+    lane = tile.col0 & 7
+    corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - lane))
+    for r in range(0, len(tile.rows), 2):
+        row = corner + Uint64(Int64(tile.rows[r]) * state.row_stride)
+        for c in range(0, len(tile.cols), 2):
+            first = row + Uint64(tile.cols[c])
+            bits = Uint32(_curand_bits_of_two(state, first, lane))
+            tails = Uint32(_curand_tails_of_two(state, first, lane))
+            own = []
+            for query in range(2):
+                skip = Uint32(_second(state, first, Int32(query)) & Uint64(3)) + Uint32(lane)
+                both = (bits >> Uint32(16 * query)) & Uint32(0xFFFF)
+                both = both | (((tails >> Uint32(4 * query)) & Uint32(0xF)) << Uint32(16))
+                own.append(Int32(both >> skip) << Int32(7))
+            for i in range(2):
+                yield (r, c + i), (r + 1, c + i), byte_permute(*own, 0xCC88 + 0x1111 * i)
 
 
 def _starts(tile: ScoreTile) -> tuple[int, ...]:
@@ -254,6 +362,42 @@ def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
     if state.unaligned:
         bits = _curand_call(state, (first >> Uint64(2)) + Uint64(call))
     return bits
+
+
+def _curand_bits_of_two(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
+    """A bit for each of 16 keys from number ``first`` / 4 * 4 on, and above them of the next query's: whether it drops.
+
+    Each of the 8 lanes does one of the 4 calls of one query.
+    """
+
+    def compute(lane: Int32) -> Int32:
+        number = (_second(state, first, lane >> 2) >> Uint64(2)) + Uint64(Uint32(lane & 3))
+        return _curand_call(state, number) << (lane * 4)
+
+    return lanes_or(compute, lane, COLUMN_LANES)
+
+
+@cute.jit
+def _curand_tails_of_two(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
+    """The bits of one call more of either query, 4 and 4, where numbers are not aligned to calls."""
+    bits = Int32(0)
+    if state.unaligned:
+        bits = _tails(state, first, lane)
+    return bits
+
+
+def _tails(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
+    def compute(lane: Int32) -> Int32:
+        query = lane >> 2  # four lanes do the same
+        number = (_second(state, first, query) >> Uint64(2)) + Uint64(4)
+        return _curand_call(state, number) << (query * 4)
+
+    return lanes_or(compute, lane, COLUMN_LANES)
+
+
+def _second(state: DropoutState, first: Uint64, query: Int32) -> Uint64:
+    """The number of a score, or with ``query`` 1 of the next query's score with the same key."""
+    return first + Uint64(Int64(query) * state.row_stride)
 
 
 def _curand_call(state: DropoutState, number: Uint64) -> Int32:

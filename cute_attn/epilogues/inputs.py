@@ -16,6 +16,8 @@ class ScoreInputs:
         window_left, window_right: keys seen before and after a query's own, ``UNBOUNDED`` for all of them.
         alibi_slopes: fp32 (batch, nheads); a slope for each head is expanded over the batch with stride 0.
         bias: (batch, nheads, seqlen_q, seqlen_k), broadcast by stride 0, last stride 1.
+        grad_bias: the bias's gradient, as the bias and all zeros: in its dtype if each element belongs to one score,
+            else fp32, to which gradients are added in any order.
         softcap: the cap.
         dropout_p: probability of dropping, in [0, 1).
         rng_state: int64 (2,) on the device: seed and offset.
@@ -26,6 +28,7 @@ class ScoreInputs:
     window_right: int = UNBOUNDED
     alibi_slopes: Any = None
     bias: Any = None
+    grad_bias: Any = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     rng_state: Any = None

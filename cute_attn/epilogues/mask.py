@@ -1,6 +1,7 @@
 """Masks: which keys a query sees. Sequence end, causal and windowed bands, aligned bottom right or top left."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -50,3 +51,6 @@ class Mask(Epilogue):
                 if cutlass.const_expr(state.has_left):
                     visible = visible & (tile.cols[c] >= first)
                 tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
+
+    def backward(self, state: Band, tile: ScoreTile, saved: Any) -> None:
+        """Where the mask hides a key, P is 0 and with it the gradient."""

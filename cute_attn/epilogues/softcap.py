@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float16, Float32
 
 from cute_attn.device.math import TANH_UNIT, tanh_base2
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -13,15 +13,38 @@ from cute_attn.epilogues.base import Epilogue
 
 @dataclass(frozen=True)
 class Softcap(Epilogue):
-    """Leaves tanh in the tile: from here on a score's unit is the cap, which the context knows."""
+    """Leaves tanh in the tile: from here on a score's unit is the cap, which the context knows.
 
+    The derivative 1 - tanh^2 is saved in fp16, half a register an element: it is in [0, 1] and rounded by at most
+    2^-11 of itself, where the product dS is rounded to 16 bits anyway; and where it is below fp16's range, below
+    6e-8, the error of tanh itself is larger. bf16 would round more, and saving tanh would lose what is left near 1.
+    """
+
+    saves: bool = False
     name = "softcap"
 
     def begin(self, args: tuple, context: ScoreContext) -> Float32:
         return context.softmax_scale * context.inv_unit * TANH_UNIT
 
+    def forward(self, state: Float32, tile: ScoreTile, loaded=()) -> cute.Tensor | None:
+        self._cap(state, tile)
+        return self._slopes(tile) if self.saves else None
+
     @cute.jit
-    def forward(self, state: Float32, tile: ScoreTile, loaded=()) -> None:
+    def _cap(self, state: Float32, tile: ScoreTile) -> None:
         for r in cutlass.range_constexpr(len(tile.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
                 tile.acc[r, c] = tanh_base2(tile.acc[r, c] * state)
+
+    @cute.jit
+    def _slopes(self, tile: ScoreTile) -> cute.Tensor:
+        """Derivatives, one for each register of the tile in its order."""
+        tanh = tile.registers().load()
+        slopes = cute.make_rmem_tensor(tile.registers().layout, Float16)
+        slopes.store((1.0 - tanh * tanh).to(Float16))
+        return slopes
+
+    @cute.jit
+    def backward(self, state: Float32, tile: ScoreTile, saved: cute.Tensor) -> None:
+        registers = tile.registers()
+        registers.store(registers.load() * saved.load().to(Float32))

@@ -1,0 +1,83 @@
+"""Numbers that the lanes of a warp work out for each other.
+
+On the host, where threads run one after the other, each works out all of it itself: the result is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, Pointer
+
+from cute_attn.device.math import byte_permute, on_device
+
+COLUMN_LANES = (4, 8, 16)
+"""In which bits the 8 lanes differ that an accumulator's quads are in: same columns upright, same rows transposed."""
+
+QUAD_LANES = (1, 2)
+"""In which bits the 4 lanes of a quad differ: the same rows upright, the same columns transposed."""
+
+
+def lanes_or(compute: Callable[[Int32], Int32], number: Int32, offsets: tuple[int, ...]) -> Int32:
+    """compute(0) | compute(1) | ..., one for each of the lanes that differ in ``offsets``; every one gets it.
+
+    ``number`` is the thread's own among them: 0, 1, ... with offsets (4, 8, 16) counts the lanes of a column.
+    """
+    if not on_device():
+        return _or_of(compute, 2 ** len(offsets))
+    bits = compute(number)
+    for offset in offsets:
+        bits = bits | cute.arch.shuffle_sync_bfly(bits, offset=offset)
+    return bits
+
+
+@cute.jit
+def _or_of(compute: Constexpr, count: Constexpr) -> Int32:
+    result = Int32(0)
+    for number in cutlass.range(count):
+        result = result | compute(number)
+    return result
+
+
+def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
+    """The sum of x over the lanes that differ in ``offsets``, in every one; on the host each keeps its own part."""
+    if on_device():
+        for offset in offsets:
+            x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
+    return x
+
+
+def adds_for(number: Int32) -> Boolean:
+    """Whether lane ``number`` is the one of several with the same sum that is to add it somewhere."""
+    return number == 0 if on_device() else number >= 0
+
+
+def share_two(
+    compute: Callable[[Int32], Any], pick: Callable[[Any, Int32], Int32], odd: Int32, offset: int
+) -> tuple[Int32, Int32]:
+    """(pick(compute(0), odd), pick(compute(1), odd)), where two lanes do one ``compute`` each.
+
+    The lanes differ in ``offset``; ``odd`` is 0 in one and 1 in the other. Each picks for itself and for the other.
+    """
+    if not on_device():
+        return pick(compute(Int32(0)), odd), pick(compute(Int32(1)), odd)
+    made = compute(odd)
+    own, received = pick(made, odd), cute.arch.shuffle_sync_bfly(pick(made, 1 - odd), offset=offset)
+    return cutlass.select_(odd == 0, own, received), cutlass.select_(odd == 0, received, own)
+
+
+def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
+    """The even bytes of two words, or with ``odd`` 1 the odd ones, the ones of ``low`` first."""
+    if on_device():
+        return Int32(cute.arch.prmt(low, high, Int32(0x6420) + odd * Int32(0x1111)))
+    return cutlass.select_(odd == 0, byte_permute(low, high, 0x6420), byte_permute(low, high, 0x7531))
+
+
+def add_to(pointer: Pointer, x: Float32) -> None:
+    """Add to an fp32 in global memory, which other threads may do at the same time; on the host none does."""
+    if on_device():
+        cute.arch.red(pointer, x, op="add", dtype="f32")
+    else:
+        cell = cute.make_tensor(pointer, cute.make_layout(1))
+        cell[0] = cell[0] + x
