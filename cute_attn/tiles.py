@@ -5,6 +5,7 @@ says why it cannot serve some traits on some GPU. It never changes a result, onl
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -285,6 +286,311 @@ class ForwardSm90Tile(Tile):
 
 
 @dataclass(frozen=True)
+class BackwardSm80Tile(Tile):
+    """Tile of the Ampere backward's main kernel.
+
+    Attributes:
+        tile_m: queries of a step.
+        tile_n: keys of a block.
+        num_warps: warps of a block.
+        sdp_warps_m: of them along the queries in S = Q K^T and dP = dO V^T; the others divide the keys.
+        dkv_warps_m: of them along the keys in dV = P^T dO and dK = dS^T Q; the others divide the head dims.
+        dq_warps_m: of them along the queries in dQ = dS K; the others divide head_dim.
+        stages_q, stages_do: copies of Q and of dO in shared memory, 1 or 2. 2: the next step's load during all of this
+            one, and 1 during its last product.
+        v_in_regs: V is read from shared memory once and kept in registers; P and dS take over its shared memory.
+        p_in_regs: S and dP are computed transposed by warps that divide the keys alone, so that P and dS go on to dV
+            and dK in registers and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
+            ``dkv_warps_m`` all warps.
+        queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
+        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products take at a time; 0 for all of them. No operand
+            is read before an earlier group's products, so that few steps bound the registers that wait for them.
+        dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 64
+    num_warps: int = 8
+    sdp_warps_m: int = 4
+    dkv_warps_m: int = 4
+    dq_warps_m: int = 4
+    stages_q: int = 2
+    stages_do: int = 2
+    v_in_regs: bool = False
+    p_in_regs: bool = False
+    queries_at_once: int = 0
+    sdp_unroll: int = 0
+    dkv_unroll: int = 0
+    dq_unroll: int = 0
+    dq_vector: int = 1
+
+    MAX_WARPS: ClassVar[int] = 16
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+    @property
+    def mma_threads(self) -> int:
+        """Threads that multiply: all."""
+        return self.num_threads
+
+    @property
+    def dq_transposed(self) -> bool:
+        """dQ's accumulator is (queries, head_dim)."""
+        return False
+
+    @property
+    def dq_warps_n(self) -> int:
+        """Warps along head_dim in dQ."""
+        return self.num_warps // self.dq_warps_m
+
+    @property
+    def queries(self) -> int:
+        """Queries whose scores are in registers at a time."""
+        return self.queries_at_once or self.tile_m
+
+    @property
+    def pieces(self) -> int:
+        """Pieces in which a step takes its queries."""
+        return self.tile_m // self.queries
+
+    @staticmethod
+    def steps_at_once(extent: int, unroll: int) -> int:
+        """Steps of 16 along ``extent`` that a product takes at a time: at most ``unroll``, and a divisor of all."""
+        steps = extent // 16
+        return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return max(end for _, end in self.smem_areas(traits).values())
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of everything in shared memory; dK and dV take over what is loaded."""
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        m, n = self.tile_m, self.tile_n
+        v, p = 2 * n * dv, 0 if self.p_in_regs else 2 * m * n
+        areas, end = {}, 0
+        between = [("p", p), ("ds", 2 * m * n)]
+        rest = [
+            ("q", 2 * m * d * self.stages_q),
+            ("do", 2 * m * dv * self.stages_do),
+            *([] if self.v_in_regs else between),
+            ("lse", 4 * m * self.stages_q),
+            ("dpsum", 4 * m * self.stages_do),
+        ]
+        for name, size in [("k", 2 * n * d), ("v", v)]:
+            areas[name] = (end, end + size)
+            end += size
+        if self.v_in_regs:
+            start = areas["v"][0]
+            for name, size in between:
+                areas[name] = (start, start + size)
+                start += size
+            end = max(end, start)
+        for name, size in rest:
+            areas[name] = (end, end + size)
+            end += size
+        areas["dk"], areas["dv"] = (0, 2 * n * d), (2 * n * d, 2 * n * d + v)
+        return areas
+
+    def registers(self, traits: Traits) -> int:
+        d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
+        gradients = self.tile_n * (d + dv) // threads
+        scores = self.queries * self.tile_n // threads
+        v = self.tile_n * dv // (2 * 32 * (self.num_warps // self.sdp_warps_m)) if self.v_in_regs else 0
+        dq = self.tile_m * d // threads
+        return gradients + v + max(2 * scores, dq) + 30
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        return self._warps_reason() or self._steps_reason(traits) or self._products_reason(traits)
+
+    def reject(self, traits: Traits, target: str) -> str | None:
+        if self.dq_vector != 1 and target != "sm90":
+            return f"dq_vector is {self.dq_vector}; accepted: 1 on {target}, which reduces single floats"
+        return super().reject(traits, target)
+
+    def _warps_reason(self) -> str | None:
+        if not 1 <= self.num_warps <= self.MAX_WARPS:
+            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
+            warps = getattr(self, name)
+            if warps < 1 or self.num_warps % warps:
+                return f"{name} is {warps}; accepted: divisors of num_warps, which is {self.num_warps}"
+        if self.p_in_regs and (self.sdp_warps_m, self.dkv_warps_m) != (1, self.num_warps):
+            return (
+                f"sdp_warps_m is {self.sdp_warps_m} and dkv_warps_m is {self.dkv_warps_m}; "
+                f"accepted with p_in_regs: 1 and {self.num_warps}, all warps along the keys"
+            )
+        return None
+
+    def _steps_reason(self, traits: Traits) -> str | None:
+        for name in ("stages_q", "stages_do"):
+            if getattr(self, name) not in (1, 2):
+                return f"{name} is {getattr(self, name)}; accepted: 1 or 2"
+        if self.dq_vector not in (1, 2, 4):
+            return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
+        if min(self.sdp_unroll, self.dkv_unroll, self.dq_unroll, self.queries_at_once) < 0:
+            return "an unroll or queries_at_once is negative; accepted: 0 for all, or how many at a time"
+        if self.queries_at_once and (not self.p_in_regs or self.tile_m % self.queries_at_once):
+            return (
+                f"queries_at_once is {self.queries_at_once}; accepted: 0, or with p_in_regs a divisor of tile_m, "
+                f"which is {self.tile_m}"
+            )
+        if traits.dropout == "flash" and (self.tile_n % 32 or self.queries % 16):
+            return f"tile_n is {self.tile_n}; accepted: multiples of 32 for {traits}"
+        return None
+
+    def _products_reason(self, traits: Traits) -> str | None:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        sdp_n, dkv_n, dq_n = (
+            self.num_warps // w for w in (self.sdp_warps_m, self.dkv_warps_m, self.dq_warps_m)
+        )
+        keys_step = 16 * self.num_warps if self.p_in_regs else 16 * max(sdp_n, self.dkv_warps_m)
+        for name, extent, step in (
+            ("tile_m", self.tile_m, 16 * self.dq_warps_m),
+            ("queries", self.queries, 16 * self.sdp_warps_m),
+            ("tile_n", self.tile_n, keys_step),
+            ("padded head_dim", d, 16 * dkv_n),
+            ("padded head_dim_v", dv, 16 * dkv_n),
+            ("padded head_dim", d, 16 * dq_n),
+        ):
+            if extent <= 0 or extent % step:
+                return f"{name} is {extent}; accepted: multiples of {step}, which the warps of {self} divide"
+        for dim in sorted({d, dv}):
+            rows_per_pass = self.num_threads // (8 if dim % 64 == 0 else 4)
+            for what, rows in (("queries", self.queries), ("tile_n", self.tile_n)):
+                if rows % rows_per_pass:
+                    return (
+                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
+                        f"warps copy at once at head dim {dim}"
+                    )
+        return None
+
+
+@dataclass(frozen=True)
+class BackwardSm90Tile(Tile):
+    """Tile of the Hopper backward.
+
+    Attributes:
+        tile_m: queries of a step, a multiple of 16 (of 64 unless ``dq_transposed``).
+        tile_n: keys of a block, 64 for each warpgroup, or 64 in all with ``p_in_smem``.
+        warpgroups: warpgroups that compute; one more loads.
+        p_in_smem: P goes through shared memory as dS does, so that the warpgroups divide the head dims of dK and dV
+            between them. Otherwise they divide the keys, and P and dS of their own keys stay in registers.
+        num_stages_q, num_stages_do: copies of Q and dO in shared memory.
+        num_stages_ds: copies of dS (and P) in shared memory; with 2 a step has one barrier, with 1 it has two.
+        dq_transposed: dQ is computed as its transpose, so that the warpgroups divide the head dim in steps of 64.
+        dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 128
+    warpgroups: int = 2
+    p_in_smem: bool = False
+    num_stages_q: int = 2
+    num_stages_do: int = 2
+    num_stages_ds: int = 2
+    dq_transposed: bool = False
+    dq_vector: int = 4
+
+    BARRIER_BYTES: ClassVar[int] = 1024
+
+    @property
+    def mma_threads(self) -> int:
+        """Threads that multiply."""
+        return 128 * self.warpgroups
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return self.mma_threads + 128
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: what the loading warpgroup leaves of 65,536."""
+        return {1: 255, 2: 240, 3: 160}[self.warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a thread that loads."""
+        return {1: 56, 2: 24, 3: 32}[self.warpgroups]
+
+    @property
+    def dq_warps_n(self) -> int:
+        """Warpgroups along the second extent of dQ's accumulator."""
+        return 1 if self.dq_transposed else self.warpgroups // math.gcd(self.warpgroups, self.tile_m // 64)
+
+    @property
+    def dkv_warps_n(self) -> int:
+        """Warpgroups along the head dims of dK and dV."""
+        return self.warpgroups // math.gcd(self.warpgroups, self.tile_n // 64) if self.p_in_smem else 1
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of everything in shared memory. dK and dV take over K and V."""
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        sizes = {
+            "barriers": self.BARRIER_BYTES,
+            "k": 2 * self.tile_n * d,
+            "v": 2 * self.tile_n * dv,
+            "q": 2 * self.tile_m * d * self.num_stages_q,
+            "do": 2 * self.tile_m * dv * self.num_stages_do,
+            "ds": 2 * self.tile_m * self.tile_n * self.num_stages_ds,
+            "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
+            "lse": 4 * self.tile_m * self.num_stages_q,
+            "dpsum": 4 * self.tile_m * self.num_stages_do,
+        }
+        areas, start = {}, 0
+        for name, size in sizes.items():
+            areas[name] = (start, start + size)
+            start += size
+        return areas
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return max(end for _, end in self.smem_areas(traits).values())
+
+    def registers(self, traits: Traits) -> int:
+        d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads
+        acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
+        acc_dq = self.tile_m * d // threads
+        # At dS: scores, dP and P in 16 bits. At dQ: dQ and dS in 16 bits.
+        kept = 0 if self.p_in_smem else acc_s // 2
+        return acc_dkv + max(2 * acc_s + kept, acc_dq + 2 * kept) + 8
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.warpgroups not in (1, 2, 3):
+            return f"warpgroups is {self.warpgroups}; accepted: 1 to 3"
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        keys = 64 if self.p_in_smem else 64 * self.warpgroups
+        if self.tile_n <= 0 or self.tile_n % keys or (not self.p_in_smem and self.tile_n != keys):
+            return f"tile_n is {self.tile_n}; accepted: {keys} with warpgroups={self.warpgroups}"
+        rows = 16 if self.dq_transposed and not self.p_in_smem else 64
+        if self.tile_m <= 0 or self.tile_m % rows or self.tile_m > 256:
+            return f"tile_m is {self.tile_m}; accepted: multiples of {rows} up to 256"
+        if self.dq_transposed and d % (64 * self.warpgroups):
+            return (
+                f"dq_transposed is true; accepted: with head dims of whole {64 * self.warpgroups}, 64 for each of "
+                f"{self.warpgroups} warpgroups, not {d}"
+            )
+        for what, dim, parts in (("dQ", d, self.dq_warps_n), ("dK", d, self.dkv_warps_n), ("dV", dv, self.dkv_warps_n)):
+            if dim % (16 * parts):
+                return f"warpgroups is {self.warpgroups}; accepted: so many that {parts} divide {dim} columns of {what}"
+        if min(self.num_stages_q, self.num_stages_do) < 1 or self.num_stages_ds not in (1, 2):
+            return (
+                f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
+                "accepted: 1 or more, 1 or more, 1 or 2"
+            )
+        if self.dq_vector not in (1, 2, 4):
+            return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
+        if self.registers(traits) > self.compute_registers:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
+                f"{self.warpgroups} warpgroups there are {self.compute_registers}"
+            )
+        return None
+
+
+@dataclass(frozen=True)
 class BackwardPreprocessTile(Tile):
     """Tile of the backward's preprocess.
 
@@ -303,7 +609,7 @@ class BackwardPreprocessTile(Tile):
         """The tile for a main kernel's ``tile_m``: as many rows as give each thread eight vectors to wait for."""
         whole = BackwardPreprocessTile(tile_m, tile_m)
         rows = min(4 * whole.rows_at_once(traits) // whole.vectors(traits), whole.num_threads)
-        return dataclasses.replace(whole, rows=next(n for n in range(rows, 0, -1) if tile_m % n == 0))
+        return dataclasses.replace(whole, rows=next(n for n in range(rows, 0, -1) if tile_m % n == n % 4 == 0))
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads that read one row of O, 16 bytes each at a time: what leaves the fewest of them idle."""

@@ -114,3 +114,12 @@ class Turns:
 def warpgroup_barrier(warpgroup: Int32) -> None:
     """All threads of one warpgroup."""
     cute.arch.barrier(barrier_id=FIRST_OWN_BARRIER + warpgroup, number_of_threads=WARPGROUP)
+
+
+COMPUTE_BARRIER = FIRST_OWN_BARRIER + 3
+
+
+@cute.jit
+def compute_barrier(warpgroups: Constexpr) -> None:
+    """All threads of all warpgroups that compute."""
+    cute.arch.barrier(barrier_id=COMPUTE_BARRIER, number_of_threads=WARPGROUP * warpgroups)

@@ -43,3 +43,11 @@ class Tma:
         )
         cute.copy(self.atom, t_s, t_g[None, n])
         cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def load_row(source: cute.Tensor, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+    """Start copying contiguous ``source`` to its stage of ``target`` (elements, stage): whole 16 bytes, aligned."""
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
+    with cute.arch.elect_one():
+        cute.copy(atom, source, target[None, ring.stage(filling)], mbar_ptr=ring.full(filling))

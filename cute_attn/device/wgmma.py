@@ -1,8 +1,12 @@
 """The asynchronous matrix products of Hopper kernels."""
 
+from typing import Any
+
 import cutlass
 from cutlass import Constexpr, cute
 from cutlass.cute.nvgpu import warpgroup
+
+import layouts
 
 
 @cute.jit
@@ -15,3 +19,14 @@ def start_gemm(
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
         cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+def operand_layout(rows: int, cols: int, dtype: Any, *, stages: int | None = None, parts: int = 1) -> Any:
+    """(rows, cols[, stages]) in shared memory, cols contiguous, as TMA writes and wgmma reads it either way round.
+
+    parts: so many warpgroups divide the columns between them. A part has to be whole atoms of the swizzle, which is
+    narrower where the widest one would not divide it.
+    """
+    atom = layouts.wgmma_smem_layout(8, layouts.atom_cols(cols // parts, dtype.width), dtype)
+    shape, order = ((rows, cols), (0, 1)) if stages is None else ((rows, cols, stages), (0, 1, 2))
+    return cute.tile_to_shape(atom, shape, order=order)

@@ -1,0 +1,829 @@
+"""The Hopper backward: dK, dV and dQ with TMA, wgmma and specialised warpgroups.
+
+    S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
+    P = exp(S - LSE)                           as the forward had it
+    dP = keep * (dO V^T)                       keep: which elements dropout kept
+    dS = P * (dP - D),  D = rowsum(dO * O)     then the epilogues' derivatives, last first
+    dV = rp * (keep * P)^T dO                  rp = 1 / (1 - dropout_p)
+    dK = rp * softmax_scale * dS^T Q
+    dQ = rp * softmax_scale * dS K
+
+A block of threads has a key block, and walks over all query blocks that see it, of every query head in the group: dK and
+dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel converts it.
+
+One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings. The warpgroups compute
+S and dP transposed, each for 64 keys of its own, so that P^T and dS^T are operands of dV and dK as they lie in registers:
+
+    start S = K Q^T, dP = V dO^T
+    wait for S; epilogues, P
+    start dV += P dO
+    wait for dP; dS, which goes to shared memory as well
+    barrier: all keys' dS are there
+    start dQ = dS^T K of this query block, each warpgroup some of its columns or rows
+    start dK += dS Q
+    wait for dQ, and add it to memory
+
+Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory too:
+the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
+aligned with a contiguous last dimension.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+import layouts
+from cute_attn.device.accumulate import add_fragment
+from cute_attn.device.block_range import BlockRange
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
+from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
+from cute_attn.device.math import LOG2_E, opaque
+from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
+from cute_attn.device.probabilities import probabilities, score_gradient
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.seqlen import Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.device.tma import Tma, load_row
+from cute_attn.device.wgmma import operand_layout, start_gemm
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
+from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+L2_SECTION_BYTES = 32 << 20
+"""How many bytes of dQ the heads that are worked on together may have: fp32 additions beyond it go at half the speed."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: operands with their stages last, and the rings that guard them."""
+
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    s_q: cute.Tensor
+    s_do: cute.Tensor
+    s_ds: (
+        cute.Tensor
+    )  # as the scores' accumulator has them: (keys, queries, stage), or with p_in_smem (queries, keys, stage)
+    s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
+    s_lse: cute.Tensor  # (tile_m, stage)
+    s_dpsum: cute.Tensor  # (tile_m, stage)
+    ring_k: Ring
+    ring_v: Ring
+    ring_q: Ring
+    ring_do: Ring
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, and in which order."""
+
+    seqlens: Seqlens
+    softmax_scale: Float32
+    score_args: tuple
+    order: KeyOrder
+    nheads: Int32
+    qheads_per_kvhead: Int32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where operands come from."""
+
+    k: Tma
+    v: Tma
+    q: Tma
+    do: Tma
+    mLSElog2: cute.Tensor
+    mDPsum: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    tma_dk: Tma
+    tma_dv: Tma
+    mDK: cute.Tensor
+    mDV: cute.Tensor
+    mDQaccum: cute.Tensor
+    split_stride: Int64
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+
+    a_scores: cute.Tensor  # of S and dP
+    b_scores: cute.Tensor
+    a_dp: cute.Tensor
+    b_dp: cute.Tensor
+    do: cute.Tensor  # of dV
+    q: cute.Tensor  # of dK
+    a_dq: cute.Tensor
+    b_dq: cute.Tensor
+    p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem
+    ds_smem: cute.Tensor | None
+    acc_dk: cute.Tensor
+    acc_dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Work:
+    """One query head that a warpgroup works on, and everything a step needs of it."""
+
+    shared: Shared
+    fragments: Fragments
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    key0: Int32
+    seqlen_q: Int32
+    scale_log2: Float32
+    dq: cute.Pointer  # of the head's first query block
+    first_filling: Int32  # of the rings of Q and dO
+    thread: Int32
+
+
+@dataclass(frozen=True)
+class BackwardSm90:
+    """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: BackwardSm90Tile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("backward", "sm90"):
+            return f"it computes backward-sm90, not {traits.op}-{traits.arch}"
+        return EpilogueChain.decline(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
+        """The tile that is taken when none is named."""
+        tiles = _preferred_tiles(traits)
+        return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
+
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return backward_fake_args(self.traits, self.epilogues.fake_args())
+
+    def score_args(self, inputs: ScoreInputs) -> tuple:
+        """The epilogues' arguments of one launch."""
+        return self.epilogues.host_args(inputs)
+
+    # ---- layouts, copies and the MMAs: override one of these to experiment ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K, V, dO, dK and dV."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim and head_dim_v as shared memory and registers hold them."""
+        return padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+
+    def layout_k(self) -> cute.ComposedLayout:
+        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
+        return operand_layout(
+            self.tile.tile_n, self.dims[0], self.dtype, stages=1, parts=self.tile.dq_warps_n
+        )
+
+    def layout_v(self) -> cute.ComposedLayout:
+        """V, (tile_n, head_dim_v). dV takes it over."""
+        return operand_layout(self.tile.tile_n, self.dims[1], self.dtype, stages=1)
+
+    def layout_q(self) -> cute.ComposedLayout:
+        """Q, (tile_m, head_dim, stage): an operand of S, and transposed of dK."""
+        tile = self.tile
+        return operand_layout(
+            tile.tile_m, self.dims[0], self.dtype, stages=tile.num_stages_q, parts=tile.dkv_warps_n
+        )
+
+    def layout_do(self) -> cute.ComposedLayout:
+        """dO, (tile_m, head_dim_v, stage): an operand of dP, and transposed of dV."""
+        tile = self.tile
+        return operand_layout(
+            tile.tile_m, self.dims[1], self.dtype, stages=tile.num_stages_do, parts=tile.dkv_warps_n
+        )
+
+    def layout_ds(self) -> cute.ComposedLayout:
+        """dS and P as the scores' accumulator is stored, see ``scores_shape``."""
+        rows, cols = self.scores_shape
+        return operand_layout(rows, cols, self.dtype, stages=self.tile.num_stages_ds)
+
+    @property
+    def scores_shape(self) -> tuple[int, int]:
+        """(M, N) of S and dP: (keys, queries), or with p_in_smem (queries, keys)."""
+        tile = self.tile
+        return (tile.tile_m, tile.tile_n) if tile.p_in_smem else (tile.tile_n, tile.tile_m)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S = K Q^T and dP = V dO^T, all from shared memory; with p_in_smem, Q K^T and dO V^T."""
+        (m, n), groups = self.scores_shape, self.tile.warpgroups
+        along_n = groups // min(groups, m // 64) if self.tile.p_in_smem else 1
+        return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
+
+    def mma_dkv(self, head_dim: int) -> cute.TiledMma:
+        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, or with p_in_smem from shared memory."""
+        tile = self.tile
+        return layouts.tiled_mma_sm90(
+            self.dtype,
+            tile.tile_n,
+            head_dim,
+            warpgroups=tile.warpgroups,
+            warpgroups_n=tile.dkv_warps_n,
+            a_source="smem" if tile.p_in_smem else "rmem",
+            a_major="mn" if tile.p_in_smem else "k",
+            b_major="mn",
+        )
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
+        ds, k = "k" if self.tile.p_in_smem else "mn", "mn"
+        a, b = (k, ds) if self.tile.dq_transposed else (ds, k)
+        return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
+
+    def gmem_store(self, head_dim: int) -> cute.TiledCopy:
+        """Shared to global memory, where TMA would write rows of the next sequence."""
+        return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
+
+    @property
+    def foreign_queries(self) -> bool:
+        """Whether rows of Q and dO behind a sequence's last are somebody else's: they may be NaN, and 0 * NaN is NaN."""
+        return self.traits.varlen or self.traits.seqused_q
+
+    @property
+    def foreign_keys(self) -> bool:
+        """The same of K and V."""
+        return self.traits.varlen or self.traits.seqused_k
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mDO: cute.Tensor,
+        mLSElog2: cute.Tensor,
+        mDPsum: cute.Tensor,
+        mDQaccum: cute.Tensor,
+        mDK: cute.Tensor,
+        mDV: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        num_splits: Int32,
+        split_stride: Int64,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
+        traits, tile = self.traits, self.tile
+        batch = seqlens.batch(mQ)
+        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
+        group = nheads // cutlass.max(nheads_kv, 1)
+        plane_bytes = Int64(seqlens.max_seqlen_q) * group * (4 * self.dims[0])
+        order = KeyOrder.make(
+            num_splits, nheads_kv, batch, section_planes(L2_SECTION_BYTES, plane_bytes), traits.causal
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        d, dv = self.dims
+        inputs = Inputs(
+            self.tma(load, mK, self.layout_k(), tile.tile_n, d),
+            self.tma(load, mV, self.layout_v(), tile.tile_n, dv),
+            self.tma(load, mQ, self.layout_q(), tile.tile_m, d),
+            self.tma(load, mDO, self.layout_do(), tile.tile_m, dv),
+            mLSElog2,
+            mDPsum,
+        )
+        outputs = Outputs(
+            self.tma(store, mDK, self.layout_k(), tile.tile_n, d),
+            self.tma(store, mDV, self.layout_v(), tile.tile_n, dv),
+            mDK,
+            mDV,
+            mDQaccum,
+            split_stride,
+        )
+        problem = Problem(seqlens, softmax_scale, score_args, order, nheads, group)
+        self.kernel(problem, inputs, outputs).launch(
+            grid=[order.blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def tma(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> Tma:
+        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles."""
+        mode = [0, 2, 1] if self.traits.varlen else [1, 3, 2, 0]
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=mode))
+        one_stage = cute.select(layout, mode=[0, 1])
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, one_stage, (rows, head_dim))
+        return Tma(atom, coords)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        shared = self.shared_memory()
+        if warp == 0:
+            for tma in (inputs.k, inputs.v, inputs.q, inputs.do):
+                cpasync.prefetch_descriptor(tma.atom)
+            with cute.arch.elect_one():
+                for ring in (shared.ring_k, shared.ring_v, shared.ring_q, shared.ring_do):
+                    ring.init(4 * self.tile.warpgroups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                self.load_all(problem, inputs, outputs, shared)
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            self.compute_all(problem, outputs, shared, thread - WARPGROUP)
+
+    def shared_memory(self) -> Shared:
+        """Everything where ``tile.smem_areas`` has it."""
+        tile, (d, dv) = self.tile, self.dims
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+        start = {name: base + begin for name, (begin, _) in tile.smem_areas(self.traits).items()}
+
+        def operand(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
+            return cute.make_tensor(
+                cute.recast_ptr(start[name], layout.inner, dtype=self.dtype), layout.outer
+            )
+
+        def rows(name: str, stages: int) -> cute.Tensor:
+            return cute.make_tensor(
+                cute.recast_ptr(start[name], dtype=Float32), cute.make_layout((tile.tile_m, stages))
+            )
+
+        barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
+        rings: list[Ring] = []
+        for stages, fill_bytes in (
+            (1, 2 * tile.tile_n * d),
+            (1, 2 * tile.tile_n * dv),
+            (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m),
+            (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
+        ):
+            rings.append(Ring(barriers, stages, fill_bytes))
+            barriers = barriers + Ring.barrier_bytes(stages) // 8
+        return Shared(
+            operand("k", self.layout_k()),
+            operand("v", self.layout_v()),
+            operand("q", self.layout_q()),
+            operand("do", self.layout_do()),
+            operand("ds", self.layout_ds()),
+            operand("p" if tile.p_in_smem else "ds", self.layout_ds()),
+            rows("lse", tile.num_stages_q),
+            rows("dpsum", tile.num_stages_do),
+            *rings,
+        )
+
+    def begin(self, problem: Problem, place: KeyBlocks, head: Int32) -> tuple[ScoreContext, ScoreState]:
+        """The epilogues of one query head."""
+        chain, args = self.epilogues, problem.score_args
+        context = chain.context(
+            args, problem.seqlens, place.info, place.batch, head, problem.nheads, problem.softmax_scale
+        )
+        return context, chain.begin(args, context)
+
+    def query_blocks(self, place: KeyBlocks, state: ScoreState, block: Int32) -> BlockRange:
+        """The query blocks that see one key block."""
+        tile = self.tile
+        key0 = block * tile.tile_n
+        return BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
+
+    def key_blocks(self, problem: Problem, place: KeyBlocks, mDK: cute.Tensor) -> Int32:
+        """How many key blocks the running block of threads has: all whose keys exist, used or not."""
+        rows = rows_of_keys(problem.seqlens, mDK, place.batch)
+        splits = problem.order.num_splits.divisor
+        return (cute.ceil_div(rows, self.tile.tile_n) - place.first + splits - 1) // splits
+
+    # ---- the loading warp ----
+
+    @cute.jit
+    def load_all(self, problem: Problem, inputs: Inputs, outputs: Outputs, shared: Shared) -> None:
+        """All key blocks, with all query blocks of all query heads that see them."""
+        place = problem.order.place(problem.seqlens)
+        group = problem.qheads_per_kvhead
+        _, state = self.begin(problem, place, place.head_kv * group)
+        (d, dv), info, packed = self.dims, place.info, self.traits.varlen
+        g_k = inputs.k.block(info.offset_k, place.head_kv, place.batch, self.tile.tile_n, d, packed)
+        g_v = inputs.v.block(info.offset_k, place.head_kv, place.batch, self.tile.tile_n, dv, packed)
+        steps = Int32(0)  # fillings of Q and dO so far
+        for i in cutlass.range(self.key_blocks(problem, place, outputs.mDK), unroll=1):
+            block = place.first + i * problem.order.num_splits.divisor
+            blocks = self.query_blocks(place, state, block)
+            shared.ring_k.acquire(i)
+            inputs.k.load(g_k, block, shared.s_k, shared.ring_k, i)
+            shared.ring_v.acquire(i)
+            inputs.v.load(g_v, block, shared.s_v, shared.ring_v, i)
+            for h in cutlass.range(group, unroll=1):
+                self.load_queries(problem, inputs, shared, place, place.head_kv * group + h, blocks, steps)
+                steps += blocks.end - blocks.begin
+
+    @cute.jit
+    def load_queries(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        shared: Shared,
+        place: KeyBlocks,
+        head: Int32,
+        blocks: BlockRange,
+        steps: Int32,
+    ) -> None:
+        """Q and dO of one head, with what belongs to their rows."""
+        (d, dv), info, packed, tile_m = self.dims, place.info, self.traits.varlen, self.tile.tile_m
+        g_q = inputs.q.block(info.offset_q, head, place.batch, tile_m, d, packed)
+        g_do = inputs.do.block(info.offset_q, head, place.batch, tile_m, dv, packed)
+        row0 = padded_row0(problem.seqlens, info, place.batch, tile_m)
+        g_lse = workspace_rows(inputs.mLSElog2, place.batch, head, row0, 1, packed)
+        g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
+        for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            n = steps + (block - blocks.begin)
+            shared.ring_q.acquire(n)
+            inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
+            load_row(cute.local_tile(g_lse, (tile_m,), (block,)), shared.s_lse, shared.ring_q, n)
+            shared.ring_do.acquire(n)
+            inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)
+            load_row(cute.local_tile(g_dpsum, (tile_m,), (block,)), shared.s_dpsum, shared.ring_do, n)
+
+    # ---- the computing warpgroups ----
+
+    @cute.jit
+    def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
+        """All key blocks, with all query blocks of all query heads that see them."""
+        tile, group = self.tile, problem.qheads_per_kvhead
+        place = problem.order.place(problem.seqlens)
+        score_map = ScoreMap.make(
+            self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
+        )
+        fragments = self.make_fragments(shared, cute.arch.make_warp_uniform(thread // WARPGROUP))
+        _, state = self.begin(problem, place, place.head_kv * group)
+        steps = Int32(0)
+        for i in cutlass.range(self.key_blocks(problem, place, outputs.mDK), unroll=1):
+            block = place.first + i * problem.order.num_splits.divisor
+            blocks = self.query_blocks(place, state, block)
+            fragments.acc_dk.fill(0.0)
+            fragments.acc_dv.fill(0.0)
+            shared.ring_k.wait(i)
+            shared.ring_v.wait(i)
+            self.clear_foreign_keys(shared, place.info.seqlen_k - block * tile.tile_n, thread)
+            for h in cutlass.range(group, unroll=1):
+                head = place.head_kv * group + h
+                context, begun = self.begin(problem, place, head)
+                work = Work(
+                    shared,
+                    fragments,
+                    blocks,
+                    begun,
+                    score_map,
+                    block * tile.tile_n,
+                    place.info.seqlen_q,
+                    context.unit * LOG2_E,
+                    self.dq_of_head(problem, outputs, place, head),
+                    steps,
+                    thread,
+                )
+                self.walk(work)
+                steps += blocks.end - blocks.begin
+            rescale = self.epilogues.rescale(state)
+            self.store_keys(problem, outputs, shared, fragments, place, block, rescale, thread)
+            shared.ring_k.release(i)
+            shared.ring_v.release(i)
+
+    def dq_of_head(self, problem: Problem, outputs: Outputs, place: KeyBlocks, head: Int32) -> cute.Pointer:
+        """The accumulator of one head's first query block, in the running block's split."""
+        accum, packed = outputs.mDQaccum, self.traits.varlen
+        split = cute.make_tensor(
+            accum.iterator + Int64(place.first) * outputs.split_stride,
+            cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
+        )
+        row0 = padded_row0(problem.seqlens, place.info, place.batch, self.tile.tile_m)
+        return workspace_rows(split, place.batch, head, row0, self.dims[0], packed).iterator
+
+    def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
+        """Descriptors of a warpgroup's operands, and its registers."""
+        tile, (d, dv), turn = self.tile, self.dims, layouts.transposed
+        scores, dk, dv_mma, dq = self.mma_scores(), self.mma_dkv(d), self.mma_dkv(dv), self.mma_dq()
+        in_scores, in_dk, in_dv, in_dq = (
+            mma.get_slice(group * WARPGROUP) for mma in (scores, dk, dv_mma, dq)
+        )
+        upright = tile.p_in_smem
+        a_scores, b_scores = (shared.s_q, shared.s_k) if upright else (shared.s_k, shared.s_q)
+        a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
+        ds, k = (shared.s_ds if upright else turn(shared.s_ds)), turn(shared.s_k)
+        a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
+        return Fragments(
+            scores.make_fragment_A(in_scores.partition_A(a_scores)),
+            scores.make_fragment_B(in_scores.partition_B(b_scores)),
+            scores.make_fragment_A(in_scores.partition_A(a_dp)),
+            scores.make_fragment_B(in_scores.partition_B(b_dp)),
+            dv_mma.make_fragment_B(in_dv.partition_B(turn(shared.s_do))),
+            dk.make_fragment_B(in_dk.partition_B(turn(shared.s_q))),
+            dq.make_fragment_A(in_dq.partition_A(a_dq)),
+            dq.make_fragment_B(in_dq.partition_B(b_dq)),
+            dv_mma.make_fragment_A(in_dv.partition_A(turn(shared.s_p))) if upright else None,
+            dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
+            cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
+            cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
+        )
+
+    @cute.jit
+    def walk(self, work: Work) -> None:
+        """All query blocks of one head that see the key block."""
+        blocks = work.blocks
+        if cutlass.const_expr(self.traits.windowed):
+            self.steps(work, blocks.begin, blocks.full_begin, True)
+            self.steps(work, blocks.full_begin, blocks.full_end, False)
+            self.steps(work, blocks.full_end, blocks.end, True)
+        else:
+            # Without a left bound, masks are needed up to some query block, or by all.
+            masked_end = blocks.full_begin if blocks.full_begin < blocks.full_end else blocks.end
+            self.steps(work, blocks.begin, masked_end, True)
+            self.steps(work, masked_end, blocks.end, False)
+
+    @cute.jit
+    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
+        """Query blocks [begin, end)."""
+        begin, end = opaque(begin), opaque(end)
+        for block in cutlass.range(begin, end, unroll=1):
+            self.step(work, block, masked)
+
+    @cute.jit
+    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One query block."""
+        shared, fragments, chain = work.shared, work.fragments, self.epilogues
+        n = work.first_filling + (block - work.blocks.begin)
+        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
+        shared.ring_q.wait(n)
+        self.clear_foreign_queries(work, block, n)
+        self.start_scores(fragments.a_scores, fragments.b_scores, acc_s, shared.ring_q.stage(n))
+        shared.ring_do.wait(n)
+        self.start_scores(fragments.a_dp, fragments.b_dp, acc_dp, shared.ring_do.stage(n))
+
+        lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        warpgroup.wait_group(1)
+        saved = chain.forward(work.state, scores, loaded, masked)
+        probabilities(scores, lse, work.scale_log2)
+        p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+        p.store(acc_s.load().to(self.dtype))
+        if cutlass.const_expr(self.drops_before_products):
+            warpgroup.wait_group(0)
+            chain.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
+        if cutlass.const_expr(not self.tile.p_in_smem):
+            self.start_dv(work, p, n)
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+
+        dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
+        ds_tile = scores.of(work.score_map.view(acc_dp))
+        score_gradient(scores.acc, ds_tile.acc, dpsum)
+        chain.backward(work.state, ds_tile, saved)
+        ds = cute.make_rmem_tensor_like(acc_s, self.dtype)
+        ds.store(acc_dp.load().to(self.dtype))
+        self.share(work, p, ds, n)
+        if cutlass.const_expr(self.tile.p_in_smem):
+            self.start_dv(work, p, n)
+        acc_dq = make_accumulator(self.mma_dq(), self.traits, self.tile)
+        self.start_dq(work, acc_dq, n)
+        self.start_dk(work, ds, n)
+        warpgroup.wait_group(1)
+        shared.ring_do.release(n)
+        self.add_dq(work, acc_dq, block)
+        warpgroup.wait_group(0)
+        shared.ring_q.release(n)
+
+    @property
+    def drops_before_products(self) -> bool:
+        """Whether P must wait for dP, because dropout works on both at once."""
+        return bool(self.traits.dropout)
+
+    def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
+        """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
+        shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
+        acc_s, acc_dp = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        scores = work.score_map.tile(acc_s, block * self.tile.tile_m, work.key0)
+        return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
+
+    @cute.jit
+    def start_scores(self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32) -> None:
+        """acc = K Q^T or V dO^T; the keys' operand has one stage."""
+        stage_a, stage_b = (stage, 0) if self.tile.p_in_smem else (0, stage)
+        start_gemm(self.mma_scores(), acc, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
+
+    @cute.jit
+    def start_dv(self, work: Work, p: cute.Tensor, n: Int32) -> None:
+        """dV += P dO."""
+        op, stage = work.fragments, work.shared.ring_do.stage(n)
+        a = self.keys_operand(p, op.p_smem, n)
+        start_gemm(self.mma_dkv(self.dims[1]), op.acc_dv, a, op.do[None, None, None, stage], True)
+
+    @cute.jit
+    def start_dk(self, work: Work, ds: cute.Tensor, n: Int32) -> None:
+        """dK += dS Q."""
+        op, stage = work.fragments, work.shared.ring_q.stage(n)
+        a = self.keys_operand(ds, op.ds_smem, n)
+        start_gemm(self.mma_dkv(self.dims[0]), op.acc_dk, a, op.q[None, None, None, stage], True)
+
+    def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
+        """P or dS as (keys, queries), from wherever the tile takes it."""
+        if self.tile.p_in_smem:
+            return smem[None, None, None, self.ds_stage(n)]
+        return layouts.as_operand_a(registers)
+
+    @cute.jit
+    def start_dq(self, work: Work, acc_dq: cute.Tensor, n: Int32) -> None:
+        """acc_dq = dS K, or its transpose."""
+        a, b, stage = work.fragments.a_dq, work.fragments.b_dq, self.ds_stage(n)
+        stage_a, stage_b = (0, stage) if self.tile.dq_transposed else (stage, 0)
+        start_gemm(self.mma_dq(), acc_dq, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
+
+    def ds_stage(self, n: Int32) -> Int32:
+        """Where dS (and P) of a step lie."""
+        return Int32(0) if self.tile.num_stages_ds == 1 else n & 1
+
+    @cute.jit
+    def share(self, work: Work, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
+        """dS (and P) to shared memory, for all warpgroups to read once this returns.
+
+        With two stages nobody can still be reading: a warpgroup is here only after the others have come here in the
+        step before, which they did after all their products of the step before that.
+        """
+        tile, shared = self.tile, work.shared
+        if cutlass.const_expr(tile.num_stages_ds == 1):
+            compute_barrier(tile.warpgroups)
+        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90")
+        mine = store.get_slice(work.thread)
+        stage = self.ds_stage(n)
+        cute.copy(store, mine.retile(ds), mine.partition_D(shared.s_ds[None, None, stage]))
+        if cutlass.const_expr(tile.p_in_smem):
+            cute.copy(store, mine.retile(p), mine.partition_D(shared.s_p[None, None, stage]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        compute_barrier(tile.warpgroups)
+
+    @cute.jit
+    def add_dq(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
+        """Add to the query block's accumulator in memory."""
+        tile = self.tile
+        base = work.dq + Int64(block) * block_floats(self.traits, tile)
+        add_fragment(acc_dq, base, work.thread, tile.mma_threads, tile.dq_vector)
+
+    @cute.jit
+    def row_values(self, work: Work, s_rows: cute.Tensor, stage: Int32) -> cute.Tensor:
+        """What (tile_m, stage) in shared memory has for each of the thread's rows."""
+        rows = work.score_map.modes.rows
+        values = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
+        pairs = len(rows) > 1 and all(b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
+        step = 2 if pairs else 1
+        first = (s_rows.iterator + (stage * self.tile.tile_m + work.score_map.thr_row)).toint()
+        pointer = cute.make_ptr(Float32, first, cute.AddressSpace.smem, assumed_align=4 * step)
+        for r in cutlass.range_constexpr(0, len(rows), step):
+            layout = cute.make_layout(step)
+            cute.autovec_copy(
+                cute.make_tensor(pointer + rows[r], layout), cute.make_tensor(values.iterator + r, layout)
+            )
+        return values
+
+    # ---- rows of other sequences ----
+
+    @cute.jit
+    def clear_foreign_keys(self, shared: Shared, rows: Int32, thread: Int32) -> None:
+        """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
+        if cutlass.const_expr(self.foreign_keys):
+            if rows < self.tile.tile_n:
+                self.clear(shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
+                self.clear(shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                compute_barrier(self.tile.warpgroups)
+
+    @cute.jit
+    def clear_foreign_queries(self, work: Work, block: Int32, n: Int32) -> None:
+        """Q and dO behind the sequence's last query become zeros."""
+        if cutlass.const_expr(self.foreign_queries):
+            rows = work.seqlen_q - block * self.tile.tile_m
+            if rows < self.tile.tile_m:
+                shared = work.shared
+                shared.ring_do.wait(n)
+                self.clear(shared.s_q[None, None, shared.ring_q.stage(n)], rows, work.thread)
+                self.clear(shared.s_do[None, None, shared.ring_do.stage(n)], rows, work.thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                compute_barrier(self.tile.warpgroups)
+
+    @cute.jit
+    def clear(self, tile: cute.Tensor, first: Int32, thread: Int32) -> None:
+        """Zero (rows, cols) in shared memory from row ``first`` on, by all threads that compute."""
+        rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+        vectors = cols // 8
+        zeros = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(thread, (rows - first) * vectors, self.tile.mma_threads, unroll=1):
+            row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
+            cute.autovec_copy(zeros, row[0, None])
+
+    # ---- output ----
+
+    @cute.jit
+    def store_keys(
+        self,
+        problem: Problem,
+        outputs: Outputs,
+        shared: Shared,
+        fragments: Fragments,
+        place: KeyBlocks,
+        block: Int32,
+        rescale: Float32,
+        thread: Int32,
+    ) -> None:
+        """dK and dV of a key block, through the shared memory of K and V. All rows that exist are written."""
+        d, dv = self.dims
+        compute_barrier(self.tile.warpgroups)  # no products read K and V any more
+        self.to_smem(fragments.acc_dv, rescale, self.mma_dkv(dv), shared.s_v[None, None, 0], thread)
+        scale = rescale * problem.softmax_scale
+        self.to_smem(fragments.acc_dk, scale, self.mma_dkv(d), shared.s_k[None, None, 0], thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        compute_barrier(self.tile.warpgroups)
+        if cutlass.const_expr(self.traits.varlen):
+            rows = rows_of_keys(problem.seqlens, outputs.mDK, place.batch) - block * self.tile.tile_n
+            self.store_rows(shared.s_k, outputs.mDK, self.traits.head_dim, place, block, rows, thread)
+            self.store_rows(shared.s_v, outputs.mDV, self.traits.head_dim_v, place, block, rows, thread)
+            compute_barrier(self.tile.warpgroups)
+        elif thread < 32:
+            n, h, b = self.tile.tile_n, place.head_kv, place.batch
+            outputs.tma_dv.store(
+                shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block
+            )
+            outputs.tma_dk.store(shared.s_k[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def to_smem(
+        self,
+        acc: cute.Tensor,
+        factor: Float32,
+        tiled_mma: cute.TiledMma,
+        target: cute.Tensor,
+        thread: Int32,
+    ) -> None:
+        """An accumulator times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store((acc.load() * factor).to(self.dtype))
+        store = layouts.store_copy_c(tiled_mma, self.dtype, "sm90")
+        mine = store.get_slice(thread)
+        cute.copy(store, mine.retile(fragment), mine.partition_D(target))
+
+    @cute.jit
+    def store_rows(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        head_dim: Constexpr,
+        place: KeyBlocks,
+        block: Int32,
+        rows: Int32,
+        thread: Int32,
+    ) -> None:
+        """The first ``rows`` keys of a block to packed ``target``."""
+        cols = padded(head_dim)
+        plane = sequence(target, place.batch, place.head_kv, place.info.offset_k, True)
+        tiles = cute.local_tile(plane, (self.tile.tile_n, cols), (block, 0))
+        RowCopy(self.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)
+
+
+def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
+    """Best first; the first one that fits is the default."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if d <= 64:
+        return [BackwardSm90Tile(128, 128), BackwardSm90Tile(64, 128)]
+    if d <= 128:
+        transposed = padded(traits.head_dim) == 128 and not traits.mask
+        tiles = [BackwardSm90Tile(80, 128, dq_transposed=True)] if transposed else []
+        return [*tiles, BackwardSm90Tile(64, 128)]
+    wide = BackwardSm90Tile(64, 64, p_in_smem=True)
+    return [
+        wide,
+        dataclasses.replace(wide, num_stages_do=1),
+        dataclasses.replace(wide, num_stages_do=1, num_stages_ds=1),
+        dataclasses.replace(wide, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
+    ]
