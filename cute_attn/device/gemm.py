@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.math import anew
+from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SmemOperand:
         row = next((k for k in range(1, self.steps) if self._distance(0, k) != k * step), self.steps)
         atom = self._distance(0, row) if row < self.steps else 0
         in_row, size = k % row * step, self.tile.element_type.width // 8
-        swizzled = in_row & self._swizzled_bits
+        swizzled = in_row & _swizzled_bits(self.tile.layout)
         return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
 
     def address(self, start: Int32, piece: int, k: int) -> cute.Pointer:
@@ -81,7 +82,7 @@ class SmemOperand:
         one operation on the first address does for the swizzled bits, and one register holds all addresses.
         """
         distance = self._distance(piece, k)
-        swizzled = distance & self._swizzled_bits
+        swizzled = distance & _swizzled_bits(self.tile.layout)
         element = self.tile.element_type
         moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
         return cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16) + (distance - swizzled)
@@ -90,14 +91,6 @@ class SmemOperand:
         """Read a piece into the fragment, k steps on from ``start``."""
         source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(8))
         cute.copy(self.tiled_copy, source, self.view[None, piece, k])
-
-    @property
-    def _swizzled_bits(self) -> int:
-        """The bits of an element's offset that the swizzle changes."""
-        if not isinstance(self.tile.layout, cute.ComposedLayout):
-            return 0
-        swizzle = self.tile.layout.inner
-        return ((1 << swizzle.num_bits) - 1) << swizzle.num_base
 
     def _distance(self, piece: int, k: int) -> int:
         """Elements from a thread's first vector to another one, were there no swizzle."""
@@ -126,9 +119,10 @@ def gemm(
     b: SmemOperand,
     stage: Int32,
     unroll: Constexpr,
+    a_stage: Int32 | int = 0,
 ) -> None:
     """acc += A B^T with both operands in shared memory, ``unroll`` steps along K at a time."""
-    a_start, b_start = a.start(Int32(0)), b.start(stage)
+    a_start, b_start = a.start(Int32(a_stage)), b.start(stage)
     for first in cutlass.range(0, b.steps, unroll, unroll=1):
         a_here, b_here = a.at_step(a_start, first), b.at_step(b_start, first)
         for k in cutlass.range_constexpr(unroll):
@@ -145,6 +139,15 @@ def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemO
 
 
 @cute.jit
+def gemm_sr(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: SmemOperand, b: cute.Tensor, stage: Int32) -> None:
+    """acc += A B^T with B in registers."""
+    a_start = a.start(stage)
+    for k in cutlass.range_constexpr(a.steps):
+        a.load_step(a_start, k)
+        cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b[None, None, k], acc)
+
+
+@cute.jit
 def _step(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, b_start: Int32, k: Constexpr
 ) -> None:
@@ -155,3 +158,47 @@ def _step(
         b.load(b_start, piece, k)
         target = acc_pieces[None, None, (None, piece)]
         cute.gemm(tiled_mma, target, a[None, None, k], b_pieces[None, (None, piece), k], target)
+
+
+@dataclass(frozen=True)
+class SmemResult:
+    """A thread's part of a product's accumulator as it is stored, in 16 bits, to row-major shared memory.
+
+    tile: (rows, cols) of the product, or more columns of which it is a part.
+    """
+
+    tiled_mma: cute.TiledMma
+    shape: Constexpr  # (M, N) of the product
+    tile: cute.Tensor
+    thread: Int32
+
+    def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
+        """Store ``fragment``, laid out as the accumulator, from column ``col0`` on: pairs of columns at a time.
+
+        Pairs lie at static distances from the first one, but for the swizzle, as with ``SmemOperand.address``.
+        """
+        modes = row_col_modes(self.tiled_mma, *self.shape)
+        row, col = thread_row_col(self.tiled_mma, *self.shape, anew(self.thread))
+        start = (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
+        layout = self.tile.layout
+        unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
+        bits = _swizzled_bits(layout)
+        view = row_col_view(fragment, modes)
+        pairs = cute.recast_tensor(fragment, Int32)
+        pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(fragment) // 2))
+        for r, row in enumerate(modes.rows):
+            for c in range(0, len(modes.cols), 2):
+                distance = cute.crd2idx((row, modes.cols[c] + col0), unswizzled)
+                swizzled = distance & bits
+                moved = start ^ (2 * swizzled) if swizzled else start
+                place = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
+                target = cute.make_tensor(place + (distance - swizzled) // 2, cute.make_layout(1))
+                target[0] = pairs[cute.crd2idx((r, c), view.layout) // 2]
+
+
+def _swizzled_bits(layout: object) -> int:
+    """The bits of an element's offset that a layout's swizzle changes."""
+    if not isinstance(layout, cute.ComposedLayout):
+        return 0
+    swizzle = layout.inner
+    return ((1 << swizzle.num_bits) - 1) << swizzle.num_base
