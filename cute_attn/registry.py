@@ -4,9 +4,12 @@
 says, kernel by kernel, why each declined. Nothing falls back silently.
 """
 
+import dataclasses
 from typing import Any
 
+from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
+from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import TARGETS, Tile
@@ -15,6 +18,9 @@ from cute_attn.traits import PARTS, Traits
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
+    ("backward", "sm90", ""): BackwardSm90,
+    ("backward_convert", "sm80", ""): BackwardConvert,
+    ("backward_convert", "sm90", ""): BackwardConvert,
     ("backward_preprocess", "sm80", ""): BackwardPreprocess,
     ("backward_preprocess", "sm90", ""): BackwardPreprocess,
 }
@@ -82,8 +88,19 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
 def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:
     if isinstance(tile, Tile):
         return tile
-    default = kernel.default_tile(traits, target)
+    default = _default_tile(kernel, traits, target)
     return default.override(tile) if tile else default
+
+
+def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
+    """The kernel's own choice; a part of the backward goes by the main kernel's."""
+    if traits.op not in PARTS:
+        return kernel.default_tile(traits, target)
+    main = KERNELS.get(("backward", traits.arch, ""))
+    if main is None:
+        raise Unsupported(f"no backward-{traits.arch} is registered that {traits} could take its tile from")
+    main_traits = dataclasses.replace(traits, op="backward", lse_grad=False)
+    return kernel.beside(traits, main.default_tile(main_traits, target))
 
 
 def defaults() -> list[tuple[Traits, str]]:
@@ -99,7 +116,7 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         targets = RUNS_ON[arch]
         if op in PARTS:
-            pairs += _part_defaults(op, arch)
+            pairs += _part_defaults(op, arch) if ("backward", arch, "") in KERNELS else []
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

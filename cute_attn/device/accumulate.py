@@ -33,16 +33,21 @@ def add_fragment(
 
 @cute.jit
 def load_fragment(
-    acc: cute.Tensor, base: cute.Pointer, thread: Int32, num_threads: Constexpr, vector: Constexpr
+    acc: cute.Tensor,
+    base: cute.Pointer,
+    thread: Int32,
+    num_threads: Constexpr,
+    vector: Constexpr,
+    more: Constexpr = False,
 ) -> None:
-    """Read into ``acc`` what :func:`add_fragment` added up at ``base``."""
+    """Read into ``acc`` what :func:`add_fragment` added up at ``base``; ``more``: add it to what acc holds."""
     values = _flat(acc, vector)
-    pieces = cute.logical_divide(values, cute.make_layout(vector))
     first = base + cute.assume(thread * vector, divby=vector)
-    layout = cute.make_layout((vector, cute.size(pieces, mode=[1])), stride=(1, num_threads * vector))
-    source = cute.make_tensor(first, layout)
-    for i in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
-        cute.autovec_copy(source[None, i], pieces[None, i])
+    piece = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
+    for i in cutlass.range_constexpr(0, cute.size(values), vector):
+        cute.autovec_copy(cute.make_tensor(first + i * num_threads, cute.make_layout(vector)), piece)
+        for j in cutlass.range_constexpr(vector):
+            values[i + j] = values[i + j] + piece[j] if cutlass.const_expr(more) else piece[j]
 
 
 def _flat(acc: cute.Tensor, vector: int) -> cute.Tensor:

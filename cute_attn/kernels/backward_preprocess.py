@@ -16,6 +16,7 @@ dimension, otherwise of any strides; dLSE of any strides.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -86,9 +87,9 @@ class BackwardPreprocess:
         return None
 
     @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> BackwardPreprocessTile:
-        """The tile that is taken when none is named; beside a main kernel it is ``of(traits, its tile_m)``."""
-        return BackwardPreprocessTile.of(traits, 128)
+    def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:
+        """The tile to take beside a main kernel's."""
+        return BackwardPreprocessTile.of(traits, tile.tile_m)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

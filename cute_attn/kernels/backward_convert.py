@@ -1,0 +1,163 @@
+"""The backward's last launch: dQ in 16 bits out of the fp32 accumulators. Runs on every target.
+
+    dQ = rp * softmax_scale * (sum of the accumulators, first to last)        rp = 1 / (1 - dropout_p)
+
+A block takes one query block of one head, with as many threads as multiply in the main kernel and its MMA: thread t
+reads what thread t of the main kernel's blocks added up, turns it to 16 bits and brings it to rows in shared memory,
+from where rows go out 16 bytes at a time.
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte aligned with a contiguous last dimension,
+otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.device.dq``.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass.cute.nvgpu import warp
+
+import layouts
+from cute_attn.device import dq
+from cute_attn.device.accumulate import load_fragment
+from cute_attn.device.seqlen import Seqlens, padded_row0, sequence
+from cute_attn.device.work import QueryBlock, QueryGrid
+from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
+from cute_attn.tiles import padded
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class BackwardConvert:
+    """Convert of (traits, the main kernel's tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: Any
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != "backward_convert":
+            return f"it computes backward_convert, not {traits.op}"
+        if traits != traits.part(traits.op):
+            return f"it knows nothing of scores; accepted: {traits.part(traits.op)}"
+        return None
+
+    @classmethod
+    def beside(cls, traits: Traits, tile: Any) -> Any:
+        """The tile to take beside a main kernel's: the same."""
+        return tile
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return convert_fake_args(self.traits)
+
+    # ---- layouts, copies and the MMA ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of dQ."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    def smem_layout(self) -> cute.ComposedLayout:
+        """(tile_m, padded head_dim) of dQ in shared memory."""
+        return layouts.smem_layout(self.tile.tile_m, padded(self.traits.head_dim), self.dtype)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """The main kernel's."""
+        return dq.mma_dq(self.traits, self.tile)
+
+    def store_copy(self, tiled_mma: cute.TiledMma) -> cute.TiledCopy:
+        """Accumulator to shared memory; a transposed one, of sm90 alone, is transposed on the way."""
+        if self.tile.dq_transposed:
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
+            return cute.make_tiled_copy_C(atom, tiled_mma)
+        return layouts.store_copy_c(tiled_mma, self.dtype, self.traits.arch)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mDQaccum: cute.Tensor,
+        mDQ: cute.Tensor,
+        seqlens: Seqlens,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
+
+        Writes the rows of dQ that are some sequence's; those that seqused_q leaves out are not touched.
+        """
+        tile = self.tile
+        nheads = mDQ.shape[1] if self.traits.varlen else mDQ.shape[2]
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
+        grid = QueryGrid.make(m_blocks, nheads, nheads)
+        self.kernel(mDQaccum, mDQ, seqlens, scale, grid).launch(
+            grid=[m_blocks * nheads * seqlens.batch(mDQ), 1, 1],
+            block=[tile.mma_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self, mDQaccum: cute.Tensor, mDQ: cute.Tensor, seqlens: Seqlens, scale: Float32, grid: QueryGrid
+    ) -> None:
+        traits, tile = self.traits, self.tile
+        thread, _, _ = cute.arch.thread_idx()
+        place = QueryBlock.read(seqlens, grid, tile.tile_m)
+        if place.row0 < place.info.seqlen_q:
+            rows = 2 * tile.tile_m * padded(traits.head_dim)
+            base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
+            s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
+            row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m) + place.row0
+            acc = self.load(mDQaccum, place, row0, thread)
+            self.to_shared(acc, s_dq, scale, thread)
+            cute.arch.barrier()
+            rows_dq = sequence(mDQ, place.batch, place.head, place.info.offset_q, traits.varlen)
+            self.store_rows(s_dq, rows_dq, place.row0, place.info.seqlen_q, thread)
+
+    @cute.jit
+    def load(self, mDQaccum: cute.Tensor, place: QueryBlock, row0: Int32, thread: Int32) -> cute.Tensor:
+        """The sum of all accumulators' fragments of this thread, in their order."""
+        traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
+        acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
+        first = dq.accumulator_rows(mDQaccum, 0, place.batch, place.head, row0, width, traits.varlen)
+        load_fragment(acc, first.iterator, thread, tile.mma_threads, tile.dq_vector)
+        for i in cutlass.range(1, mDQaccum.shape[0], unroll=1):
+            other = dq.accumulator_rows(mDQaccum, i, place.batch, place.head, row0, width, traits.varlen)
+            load_fragment(acc, other.iterator, thread, tile.mma_threads, tile.dq_vector, more=True)
+        return acc
+
+    @cute.jit
+    def to_shared(self, acc: cute.Tensor, s_dq: cute.Tensor, scale: Float32, thread: Int32) -> None:
+        """acc * scale in 16 bits to rows of queries."""
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store((acc.load() * scale).to(self.dtype))
+        store = self.store_copy(self.tiled_mma())
+        mine = store.get_slice(thread)
+        target = layouts.transposed(s_dq) if cutlass.const_expr(self.tile.dq_transposed) else s_dq
+        cute.copy(store, mine.retile(fragment), mine.partition_D(target))
+
+    @cute.jit
+    def store_rows(
+        self, s_dq: cute.Tensor, rows_dq: cute.Tensor, row0: Int32, seqlen_q: Int32, thread: Int32
+    ) -> None:
+        """The rows and columns that exist, from ``row0`` on, in vectors of 16 bytes: neighbours go to neighbours."""
+        tile: Constexpr = self.tile
+        per_row: Constexpr = self.traits.head_dim // 8
+        total: Constexpr = tile.tile_m * per_row
+        vector = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
+        target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=8)
+        for first in cutlass.range_constexpr(0, total, tile.mma_threads):
+            row, col = (first + thread) // per_row, (first + thread) % per_row * 8
+            if row < cutlass.min(seqlen_q - row0, tile.tile_m):
+                offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=8)
+                cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(8)), vector)
+                place = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=8)
+                cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(8)))
