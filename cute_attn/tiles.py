@@ -493,6 +493,7 @@ class BackwardSm90Tile(Tile):
     num_stages_ds: int = 2
     dq_transposed: bool = False
     dq_vector: int = 4
+    p_rounded: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
 

@@ -46,7 +46,7 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
-from cute_attn.device.math import LOG2_E, opaque
+from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -474,15 +474,16 @@ class BackwardSm90:
     def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
         """All key blocks, with all query blocks of all query heads that see them."""
         tile, group = self.tile, problem.qheads_per_kvhead
-        place = problem.order.place(problem.seqlens)
         score_map = ScoreMap.make(
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
         fragments = self.make_fragments(shared, cute.arch.make_warp_uniform(thread // WARPGROUP))
-        _, state = self.begin(problem, place, place.head_kv * group)
         steps = Int32(0)
-        for i in cutlass.range(self.key_blocks(problem, place, outputs.mDK), unroll=1):
+        rounds = self.key_blocks(problem, problem.order.place(problem.seqlens), outputs.mDK)
+        for i in cutlass.range(rounds, unroll=1):
+            place = problem.order.place(problem.seqlens)
             block = place.first + i * problem.order.num_splits.divisor
+            _, state = self.begin(problem, place, place.head_kv * group)
             blocks = self.query_blocks(place, state, block)
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
@@ -507,8 +508,7 @@ class BackwardSm90:
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
-            rescale = self.epilogues.rescale(state)
-            self.store_keys(problem, outputs, shared, fragments, place, block, rescale, thread)
+            self.store_keys(problem, outputs, shared, fragments, i)
             shared.ring_k.release(i)
             shared.ring_v.release(i)
 
@@ -599,7 +599,8 @@ class BackwardSm90:
 
         dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
         ds_tile = scores.of(work.score_map.view(acc_dp))
-        score_gradient(scores.acc, ds_tile.acc, dpsum)
+        p_kept = work.score_map.view(p) if self.tile.p_rounded else scores.acc
+        score_gradient(p_kept, ds_tile.acc, dpsum)
         chain.backward(work.state, ds_tile, saved)
         ds = cute.make_rmem_tensor_like(acc_s, self.dtype)
         ds.store(acc_dp.load().to(self.dtype))
@@ -746,17 +747,17 @@ class BackwardSm90:
 
     @cute.jit
     def store_keys(
-        self,
-        problem: Problem,
-        outputs: Outputs,
-        shared: Shared,
-        fragments: Fragments,
-        place: KeyBlocks,
-        block: Int32,
-        rescale: Float32,
-        thread: Int32,
+        self, problem: Problem, outputs: Outputs, shared: Shared, fragments: Fragments, i: Int32
     ) -> None:
-        """dK and dV of a key block, through the shared memory of K and V. All rows that exist are written."""
+        """dK and dV of the i-th key block, through the shared memory of K and V. All rows that exist are written.
+
+        Where the block of threads is, it finds out again: the registers that would hold it are the main loop's.
+        """
+        thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
+        place = problem.order.place(problem.seqlens)
+        block = place.first + i * problem.order.num_splits.divisor
+        _, state = self.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
+        rescale = self.epilogues.rescale(state)
         d, dv = self.dims
         compute_barrier(self.tile.warpgroups)  # no products read K and V any more
         self.to_smem(fragments.acc_dv, rescale, self.mma_dkv(dv), shared.s_v[None, None, 0], thread)
