@@ -3,7 +3,8 @@
 What a kernel does to scores between its two matrix products is ordinary code that the DSL also compiles for the host.
 Here it runs there, on products that torch has computed: the lengths are read, the key blocks of each query block are
 walked as in the main loop, and each thread in turn does to its elements what it does on the GPU. Where threads exchange
-a number (a row's maximum and sum) they proceed in lock-step instead, phase by phase.
+a number (a row's maximum and sum) they proceed in lock-step instead, phase by phase. For the backward the query blocks
+of each key block are walked, in tiles that may be transposed, from products to the gradients of products.
 """
 
 import functools
@@ -20,6 +21,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax
+from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
@@ -49,6 +51,22 @@ class Emulated:
     visits: Tensor
     out: Tensor
     lse: Tensor
+
+
+@dataclass(frozen=True)
+class EmulatedGradients:
+    """What the threads made of the gradients of P.
+
+    Attributes:
+        p: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), rounded to fp16; dropped elements are 0.
+        scores: float32, as p: gradients of softmax_scale * q k^T, but for the factor 1 / (1 - dropout_p).
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED. Elsewhere p and scores
+            are 0.
+    """
+
+    p: Tensor
+    scores: Tensor
+    visits: Tensor
 
 
 def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: ScoreInputs) -> Tensor:
@@ -135,10 +153,7 @@ def attend_on_host(
         seqlen_q,
         seqlen_k,
     )
-    args = kernel.epilogues.host_args(inputs)
-    given = tuple(x is not None for x in seqlens[:4])
-    classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
-    _compiled(kernel, classes, given)(buffers, seqlens, args, float(softmax_scale))
+    _run(_every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
     unit = inputs.softcap or softmax_scale
     seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
     return Emulated(
@@ -148,6 +163,68 @@ def attend_on_host(
         out=buffers.out[:, :, :seqlen_q].masked_fill(buffers.lse[:, :, :seqlen_q, None].isnan(), torch.nan),
         lse=buffers.lse[:, :, :seqlen_q],
     )
+
+
+def differentiate_on_host(
+    kernel: Any,
+    products: Tensor,
+    grad_p: Tensor,
+    lse: Tensor,
+    dpsum: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> EmulatedGradients:
+    """A backward kernel's whole walk over the scores, with everything between its matrix products done as on the GPU.
+
+    Args:
+        kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
+            ``transposed``, that is the MMA of K Q^T.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        grad_p: dO v^T, as products.
+        lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
+        dpsum: (rowsum(dO * O) - dLSE) * (1 - dropout_p), as lse.
+        softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
+    """
+    batch, nheads, seqlen_q, seqlen_k = products.shape
+    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
+    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
+    buffers = GradientBuffers(
+        products=torch.zeros(padded),
+        grad_p=torch.zeros(padded),
+        lse_log2=torch.full(padded[:3], torch.inf),
+        dpsum=torch.zeros(padded[:3]),
+        p=torch.zeros(padded),
+        scores=torch.zeros(padded),
+        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
+    )
+    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
+    buffers.products[seen], buffers.grad_p[seen] = products, grad_p
+    buffers.lse_log2[seen[:3]] = (lse * LOG2_E).masked_fill(lse == -torch.inf, torch.inf)
+    buffers.dpsum[seen[:3]] = dpsum.masked_fill(lse == -torch.inf, 0.0)
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        seqlen_q,
+        seqlen_k,
+    )
+    _run(_every_key_block, kernel, buffers, seqlens, inputs, softmax_scale)
+    return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
+
+
+class GradientBuffers(NamedTuple):
+    """The tensors of an emulated backward, all batches and heads."""
+
+    products: Any
+    grad_p: Any
+    lse_log2: Any
+    dpsum: Any
+    p: Any
+    scores: Any
+    visits: Any
 
 
 class Buffers(NamedTuple):
@@ -167,22 +244,45 @@ class Buffers(NamedTuple):
     statistics: Any
 
 
+_RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "dpsum": 3}
+
+
+def _run(
+    entry: Callable[..., None],
+    kernel: Any,
+    buffers: Buffers | GradientBuffers,
+    seqlens: Seqlens,
+    inputs: ScoreInputs,
+    softmax_scale: float,
+) -> None:
+    args = kernel.epilogues.host_args(inputs)
+    given = tuple(x is not None for x in seqlens[:4])
+    classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
+    compiled = _compiled(entry, type(buffers), kernel, classes, given)
+    compiled(buffers, seqlens, args, float(softmax_scale))
+
+
 @functools.lru_cache(maxsize=64)
-def _compiled(kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]) -> Callable[..., None]:
+def _compiled(
+    entry: Callable[..., None],
+    buffers: type[Buffers] | type[GradientBuffers],
+    kernel: Any,
+    classes: tuple[type, ...],
+    given: tuple[bool, ...],
+) -> Callable[..., None]:
     """The emulation of a kernel, for all sizes.
 
     ``classes`` of its epilogues, which may be registered anew under their names; ``given``: which lengths are tensors.
     """
-    ranks = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1}
-    buffers = Buffers._make(
-        _fake(Int32 if name == "visits" else Float32, ranks.get(name, 4)) for name in Buffers._fields
+    fakes = buffers._make(
+        _fake(Int32 if name == "visits" else Float32, _RANKS.get(name, 4)) for name in buffers._fields
     )
     lengths = (_fake(Int32, 1) if present else None for present in given)
     seqlens = Seqlens._make((*lengths, Int32(0), Int32(0)))
     args = _on_cpu(kernel.epilogues.fake_args())
     return cute.compile(
-        _every_sequence,
-        buffers,
+        entry,
+        fakes,
         seqlens,
         args,
         Float32(0),
@@ -216,7 +316,7 @@ def _on_cpu(args: Any) -> Any:
 class Walk:
     """One query block of one head, and what its threads share."""
 
-    buffers: Buffers  # of this batch and head
+    buffers: Buffers | GradientBuffers  # of this batch and head
     state: ScoreState
     row0: Int32
     seqlen_q: Int32
@@ -224,8 +324,13 @@ class Walk:
     kernel: Constexpr
 
     @property
+    def transposed(self) -> bool:
+        """Whether accumulators are (keys, queries)."""
+        return getattr(self.kernel, "transposed", False)
+
+    @property
     def mma(self) -> cute.TiledMma:
-        """What Q K^T is computed with."""
+        """What Q K^T, or K Q^T, is computed with."""
         return self.kernel.mma_qk() if hasattr(self.kernel, "mma_qk") else self.kernel.tiled_mma()
 
     @property
@@ -236,18 +341,25 @@ class Walk:
     def score_map(self, thread: Int32) -> ScoreMap:
         """As kernels make it."""
         size = self.kernel.tile
-        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread)
+        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed)
+
+    def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
+        """As the accumulator has them."""
+        return (key, query) if self.transposed else (query, key)
 
     def fragment(self, thread: Int32, dtype: Any) -> cute.Tensor:
         """Registers for a score tile."""
         size = self.kernel.tile
         mine = self.mma.get_slice(thread)
-        return cute.make_rmem_tensor(mine.partition_shape_C((size.tile_m, size.tile_n)), dtype)
+        shape = mine.partition_shape_C(self._ordered(size.tile_m, size.tile_n))
+        return cute.make_rmem_tensor(shape, dtype)
 
     def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
         """Where the thread's elements are in a plane (query, key), by the MMA's own word."""
         size = self.kernel.tile
-        tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (self.row0 // size.tile_m, block))
+        plane = cute.make_tensor(plane.iterator, cute.select(plane.layout, list(self._ordered(0, 1))))
+        sizes = self._ordered(size.tile_m, size.tile_n)
+        tile = cute.local_tile(plane, sizes, self._ordered(self.row0 // size.tile_m, block))
         return self.mma.get_slice(thread).partition_C(tile)
 
     def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
@@ -278,10 +390,14 @@ def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float3
 
 
 @cute.jit
-def _plane(buffers: Buffers, batch: Int32, head: Int32) -> Buffers:
+def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
     """The buffers of one batch and head."""
-    planes = [x[(batch, head, *[None] * (cute.rank(x) - 2))] for x in buffers[:-1]]
-    return Buffers._make((*planes, buffers.statistics))
+    own = {
+        name: tensor[(batch, head, *[None] * (cute.rank(tensor) - 2))]
+        for name, tensor in zip(buffers._fields, buffers, strict=True)
+        if name != "statistics"
+    }
+    return buffers._replace(**own)
 
 
 @cute.jit
@@ -399,3 +515,61 @@ def _finish(walk: Walk, thread: Int32):
         row = tile.row0 + tile.rows[r]
         factor, lse = softmax.finish(r, walk.buffers.sums[row], rescale)
         walk.buffers.factors[row], walk.buffers.lse[row] = factor, lse
+
+
+# ---- the backward ----
+
+
+@cute.jit
+def _every_key_block(
+    buffers: GradientBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr
+):
+    batches, nheads, _, _ = buffers.products.shape
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for head in cutlass.range(nheads):
+            chain, size = kernel.epilogues, kernel.tile
+            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
+            state = chain.begin(args, context)
+            plane = _plane(buffers, batch, head)
+            for col0 in cutlass.range(0, info.seqlen_k, size.tile_n):
+                blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
+                for block in cutlass.range(blocks.begin, blocks.end):
+                    row0, scale_log2 = block * size.tile_m, context.unit * LOG2_E
+                    walk = Walk(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                    if block >= blocks.full_begin and block < blocks.full_end:
+                        _gradient_block(walk, col0 // size.tile_n, False)
+                    else:
+                        _gradient_block(walk, col0 // size.tile_n, True)
+
+
+@cute.jit
+def _gradient_block(walk: Walk, block: Int32, masked: Constexpr):
+    walk.buffers.visits[walk.row0 // walk.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
+    for thread in cutlass.range(walk.threads):
+        _differentiate(walk, thread, block, masked)
+
+
+@cute.jit
+def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
+    """A thread's products become probabilities, and gradients of these gradients of the products."""
+    chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
+    acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
+    dp = walk.fragment(thread, Float32)
+    tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    rows = cute.make_layout(len(tile.rows))
+    lse_log2, dpsum = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        row = tile.row0 + tile.rows[r]
+        lse_log2[r], dpsum[r] = buffers.lse_log2[row], buffers.dpsum[row]
+    loaded = chain.load(walk.state, tile)
+    _copy(walk.part(buffers.products, thread, block), acc)
+    saved = chain.forward(walk.state, tile, loaded, masked)
+    probabilities(tile, lse_log2, walk.scale_log2)
+    _copy(acc, p)
+    _copy(walk.part(buffers.grad_p, thread, block), dp)
+    chain.drop_both(walk.state, tile, score_map.view(p), score_map.view(dp))
+    score_gradient(tile.acc, score_map.view(dp), dpsum)
+    chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
+    _copy(p, walk.part(buffers.p, thread, block))
+    _copy(dp, walk.part(buffers.scores, thread, block))

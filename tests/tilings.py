@@ -27,16 +27,20 @@ class TileSize:
 
 @dataclass(frozen=True)
 class Tiling:
-    """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits."""
+    """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
+
+    transposed: the MMA is that of K Q^T.
+    """
 
     tile: TileSize
     make: Callable[[TileSize], Any]
     traits: Traits | None = None
+    transposed: bool = False
 
-    def of(self, features: str = "") -> "Tiling":
+    def of(self, features: str = "", op: str = "forward") -> "Tiling":
         """With the features of a kernel's name, such as "causal-dropout"."""
         return replace(
-            self, traits=Traits.parse("forward-sm80-fp16-d64" + (f"-{features}" if features else ""))
+            self, traits=Traits.parse(f"{op}-sm80-fp16-d64" + (f"-{features}" if features else ""))
         )
 
     def tiled_mma(self) -> Any:
@@ -48,19 +52,21 @@ class Tiling:
         return EpilogueChain.of(self.traits)
 
 
-def _warps(tile_m: int, tile_n: int, num_warps: int, warps_n: int = 1) -> Tiling:
-    return Tiling(
-        TileSize(tile_m, tile_n), lambda tile: layouts.tiled_mma_sm80(Float16, num_warps, warps_n=warps_n)
-    )
-
-
-def _warpgroups(tile_m: int, tile_n: int, warpgroups: int, warpgroups_n: int = 1) -> Tiling:
+def _warps(tile_m: int, tile_n: int, num_warps: int, warps_n: int = 1, transposed: bool = False) -> Tiling:
     def make(tile: TileSize) -> Any:
-        return layouts.tiled_mma_sm90(
-            Float16, tile.tile_m, tile.tile_n, warpgroups=warpgroups, warpgroups_n=warpgroups_n
-        )
+        return layouts.tiled_mma_sm80(Float16, num_warps, warps_n=warps_n)
 
-    return Tiling(TileSize(tile_m, tile_n), make)
+    return Tiling(TileSize(tile_m, tile_n), make, transposed=transposed)
+
+
+def _warpgroups(
+    tile_m: int, tile_n: int, warpgroups: int, warpgroups_n: int = 1, transposed: bool = False
+) -> Tiling:
+    def make(tile: TileSize) -> Any:
+        m, n = (tile.tile_n, tile.tile_m) if transposed else (tile.tile_m, tile.tile_n)
+        return layouts.tiled_mma_sm90(Float16, m, n, warpgroups=warpgroups, warpgroups_n=warpgroups_n)
+
+    return Tiling(TileSize(tile_m, tile_n), make, transposed=transposed)
 
 
 TILINGS = {
@@ -72,6 +78,15 @@ TILINGS = {
     "wgmma1-64x80": _warpgroups(64, 80, 1),
     "wgmma2-128x176": _warpgroups(128, 176, 2),
     "wgmma2-64x128-along-n": _warpgroups(64, 128, 2, 2),
+}
+TRANSPOSED = {
+    "warps4x1-64x64-transposed": _warps(64, 64, 4, 1, True),
+    "warps2x2-32x96-transposed": _warps(32, 96, 4, 2, True),
+    "warps1x2-64x32-transposed": _warps(64, 32, 2, 2, True),
+    "wgmma1-80x64-transposed": _warpgroups(80, 64, 1, 1, True),
+    "wgmma2-64x128-transposed": _warpgroups(64, 128, 2, 1, True),
+    "wgmma3-128x192-transposed": _warpgroups(128, 192, 3, 1, True),
+    "wgmma2-64x64-along-n-transposed": _warpgroups(64, 64, 2, 2, True),
 }
 SMALL = "warps4x1-64x64"
 
@@ -114,6 +129,15 @@ class Scores:
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
+    def differentiate(
+        self, tiling: Tiling, grad_out: Tensor, lse: Tensor, dpsum: Tensor
+    ) -> "emulate.EmulatedGradients":
+        """What all threads of the tiling make of the gradient of out, (batch, seqlen_q, nheads, head_dim)."""
+        grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
+        return emulate.differentiate_on_host(
+            tiling, self.products, grad_p, lse, dpsum, self.scale, self.inputs, self.lengths
+        )
+
     def features(self, traits: Traits) -> reference.Features:
         """The reference's word for the traits."""
         users = tuple(user_epilogue(name).reference for name in traits.epilogues)
@@ -134,3 +158,59 @@ class Scores:
             q, k, v, self.scale, self.features(traits), self.inputs, self.lengths
         )
         return out.transpose(1, 2).float(), lse.float()
+
+    def expected_gradients(self, traits: Traits, grad_out: Tensor) -> "Gradients":
+        """By definition and torch's autograd, in float64; lengths may be seqused ones."""
+        dropout_p = self.inputs.dropout_p
+        raw = (self.products.double() * self.scale).requires_grad_()
+        inputs, bias = self.inputs, None
+        if inputs.bias is not None:
+            bias = inputs.bias.double().requires_grad_()
+            inputs = replace(inputs, bias=bias)
+        coords, exists = self._used_coords(traits)
+        scores = reference.modify_scores(raw, coords, self.features(traits), inputs)
+        scores = scores.masked_fill(~exists, -torch.inf)
+        lse = scores.logsumexp(-1)
+        empty = (lse == -torch.inf).unsqueeze(-1)
+        p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        keep = torch.ones_like(exists)
+        if traits.dropout:
+            mask = reference.DROPOUT_KEEP[traits.dropout]
+            keep = mask(coords, dropout_p, inputs.rng_state).expand_as(p)
+        dropped = p * keep
+        out = torch.einsum("bhqk,bkhd->bqhd", dropped / (1 - dropout_p), self.v.double())
+        (out * grad_out).sum().backward()
+        assert raw.grad is not None
+        dpsum = (out * grad_out).sum(-1).transpose(1, 2) * (1 - dropout_p)
+        grad_bias = None if bias is None else bias.grad
+        return Gradients(dropped.detach(), raw.grad, grad_bias, lse.detach().float(), dpsum.detach().float())
+
+    def _used_coords(self, traits: Traits) -> tuple[reference.ScoreCoords, Tensor]:
+        """Every index, with each batch's own lengths, and which scores these leave."""
+        coords = self.coords(traits)
+        batch, _, seqlen_q, seqlen_k = self.shape
+        used_q, used_k = self.lengths.seqused_q, self.lengths.seqused_k
+        if used_q is not None:
+            coords = replace(coords, seqlen_q=used_q.view(batch, 1, 1, 1))
+        if used_k is not None:
+            coords = replace(coords, seqlen_k=used_k.view(batch, 1, 1, 1))
+        exists = (coords.query < coords.seqlen_q) & (coords.key < coords.seqlen_k)
+        return coords, exists.expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward has to give, and what it is given.
+
+    Attributes:
+        p: float64 (batch, nheads, seqlen_q, seqlen_k), 0 where dropped, not divided by 1 - dropout_p.
+        scores: float64, as p: gradient of softmax_scale * q k^T.
+        bias: float64, gradient of the bias, of its shape without broadcasting; None without one.
+        lse, dpsum: float32 (batch, nheads, seqlen_q), as the backward is given them.
+    """
+
+    p: Tensor
+    scores: Tensor
+    bias: Tensor | None
+    lse: Tensor
+    dpsum: Tensor
