@@ -9,6 +9,7 @@ from typing import Any
 
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
+from cute_attn.kernels.backward_sm80 import BackwardSm80
 from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -18,6 +19,7 @@ from cute_attn.traits import PARTS, Traits
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
+    ("backward", "sm80", ""): BackwardSm80,
     ("backward", "sm90", ""): BackwardSm90,
     ("backward_convert", "sm80", ""): BackwardConvert,
     ("backward_convert", "sm90", ""): BackwardConvert,

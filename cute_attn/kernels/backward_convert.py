@@ -63,8 +63,14 @@ class BackwardConvert:
         return CUTE_DTYPES[self.traits.dtype]
 
     def smem_layout(self) -> cute.ComposedLayout:
-        """(tile_m, padded head_dim) of dQ in shared memory."""
-        return layouts.smem_layout(self.tile.tile_m, padded(self.traits.head_dim), self.dtype)
+        """(tile_m, padded head_dim) of dQ in shared memory.
+
+        On sm90 each warpgroup along head_dim has a part of its own: its columns need not be whole atoms of the whole.
+        """
+        parts = self.tile.dq_warps_n if self.traits.arch == "sm90" else 1
+        cols = padded(self.traits.head_dim) // parts
+        layout = layouts.smem_layout(self.tile.tile_m, cols, self.dtype, stages=parts)
+        return cute.make_composed_layout(layout.inner, layout.offset, cute.group_modes(layout.outer, 1, 3))
 
     def tiled_mma(self) -> cute.TiledMma:
         """The main kernel's."""

@@ -7,7 +7,7 @@ from cute_attn.compiler import compile
 
 # What a kernel must be made of.
 ATTENTION = {"sm80": ("HMMA", "LDGSTS"), "sm90": ("HGMMA", "UTMALDG")}
-PARTS = {"backward_preprocess": ("LDG", "SHFL", "STG"), "backward_convert": ("LDG", "STS", "STG")}
+PARTS = {"backward_preprocess": ("LDG", "SHFL", "STG"), "backward_convert": ("LDG", "LDS", "STG")}
 
 
 @pytest.mark.parametrize("traits, target", registry.defaults(), ids=lambda value: str(value))
