@@ -573,7 +573,11 @@ class BackwardSm90Tile(Tile):
                 f"dq_transposed is true; accepted: with head dims of whole {64 * self.warpgroups}, 64 for each of "
                 f"{self.warpgroups} warpgroups, not {d}"
             )
-        for what, dim, parts in (("dQ", d, self.dq_warps_n), ("dK", d, self.dkv_warps_n), ("dV", dv, self.dkv_warps_n)):
+        for what, dim, parts in (
+            ("dQ", d, self.dq_warps_n),
+            ("dK", d, self.dkv_warps_n),
+            ("dV", dv, self.dkv_warps_n),
+        ):
             if dim % (16 * parts):
                 return f"warpgroups is {self.warpgroups}; accepted: so many that {parts} divide {dim} columns of {what}"
         if min(self.num_stages_q, self.num_stages_do) < 1 or self.num_stages_ds not in (1, 2):
@@ -607,10 +611,17 @@ class BackwardPreprocessTile(Tile):
 
     @staticmethod
     def of(traits: Traits, tile_m: int) -> "BackwardPreprocessTile":
-        """The tile for a main kernel's ``tile_m``: as many rows as give each thread eight vectors to wait for."""
+        """The tile for a main kernel's ``tile_m``: the most rows that keep all threads busy and fit their registers."""
         whole = BackwardPreprocessTile(tile_m, tile_m)
-        rows = min(4 * whole.rows_at_once(traits) // whole.vectors(traits), whole.num_threads)
-        return dataclasses.replace(whole, rows=next(n for n in range(rows, 0, -1) if tile_m % n == n % 4 == 0))
+        tiles = [
+            dataclasses.replace(whole, rows=n) for n in range(4, whole.num_threads + 1, 4) if tile_m % n == 0
+        ]
+
+        def badness(tile: BackwardPreprocessTile) -> tuple[bool, float, int]:
+            vectors = tile.vectors(traits) * tile.passes(traits)
+            return vectors > 5, tile.passes(traits) * tile.rows_at_once(traits) / tile.rows, -tile.rows
+
+        return min(tiles, key=badness)
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads that read one row of O, 16 bytes each at a time: what leaves the fewest of them idle."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.dq import accumulator_rows
 from cute_attn.device.math import LOG2_E
@@ -59,7 +59,13 @@ class Rows:
         """Of the running block."""
         plane, head = divmod(cute.arch.block_idx()[0], grid.nheads)
         batch, block = divmod(plane, grid.blocks)
-        batch, head, row0 = (cute.arch.make_warp_uniform(x) for x in (batch, head, block * rows))
+        batch, head, block = (cute.arch.make_warp_uniform(x) for x in (batch, head, block))
+        return Rows.at(seqlens, batch, head, block * rows, tile_m)
+
+    @staticmethod
+    @cute.jit
+    def at(seqlens: Seqlens, batch: Int32, head: Int32, row0: Int32, tile_m: Constexpr) -> "Rows":
+        """From ``row0`` of a sequence on."""
         info = SeqlenInfo.read(seqlens, batch)
         return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
 
@@ -140,7 +146,7 @@ class BackwardPreprocess:
         keep_prob: Float32,
         grid: RowGrid,
     ) -> None:
-        tile, packed = self.tile, self.traits.varlen
+        tile = self.tile
         thread, _, _ = cute.arch.thread_idx()
         place = Rows.read(seqlens, grid, tile.rows, tile.tile_m)
         if place.row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
@@ -161,12 +167,11 @@ class BackwardPreprocess:
             self.clear_accumulators(mDQaccum, place, thread)
             cute.arch.barrier()
             if thread < tile.rows:
-                exists = place.row0 + thread < place.info.seqlen_q
-                seen = exists and lse != Float32.inf and lse != -Float32.inf
+                packed = self.traits.varlen
                 lse_log2 = workspace_rows(mLSElog2, place.batch, place.head, place.padded0, 1, packed)
                 dpsum = workspace_rows(mDPsum, place.batch, place.head, place.padded0, 1, packed)
-                lse_log2[thread] = lse * LOG2_E if seen else Float32.inf
-                dpsum[thread] = (sums[thread] - dlse) * keep_prob if seen else Float32(0.0)
+                exists = place.row0 + thread < place.info.seqlen_q
+                lse_log2[thread], dpsum[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
 
     @cute.jit
     def load_rows(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> cute.Tensor:
@@ -222,18 +227,32 @@ class BackwardPreprocess:
     @cute.jit
     def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
         """sums[row] = sum of dO * O, in fp32."""
-        tile, traits = self.tile, self.traits
-        per_row = tile.threads_per_row(traits)
-        for i in cutlass.range_constexpr(tile.passes(traits)):
-            total = Float32(0.0)
-            for j in cutlass.range_constexpr(tile.vectors(traits)):
-                products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
-                part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
-                if cutlass.const_expr((j + 1) * per_row * 8 > traits.head_dim_v):
-                    part = part if (thread % per_row + j * per_row) * 8 < traits.head_dim_v else Float32(0.0)
-                total += part
+        per_row = self.tile.threads_per_row(self.traits)
+        for i in cutlass.range_constexpr(self.tile.passes(self.traits)):
+            total = self.part_of_row(do, o, i, thread)
             for step in cutlass.range_constexpr(per_row.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-            row = thread // per_row + i * tile.rows_at_once(traits)
-            if thread % per_row == 0 and row < tile.rows:
+            row = thread // per_row + i * self.tile.rows_at_once(self.traits)
+            if thread % per_row == 0 and row < self.tile.rows:
                 sums[row] = total
+
+    @cute.jit
+    def part_of_row(self, do: cute.Tensor, o: cute.Tensor, i: Constexpr, thread: Int32) -> Float32:
+        """The sum of dO * O over the columns that this thread has of its row of pass i."""
+        per_row, dv = self.tile.threads_per_row(self.traits), self.traits.head_dim_v
+        total = Float32(0.0)
+        for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
+            products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
+            part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
+            if cutlass.const_expr((j + 1) * per_row * 8 > dv):
+                part = part if (thread % per_row + j * per_row) * 8 < dv else Float32(0.0)
+            total += part
+        return total
+
+    @cute.jit
+    def statistics(self, exists: Boolean, total: Float32, lse: Float32, dlse: Float32, keep_prob: Float32):
+        """(lse_log2, D) of a row."""
+        seen = exists and lse != Float32.inf and lse != -Float32.inf
+        lse_log2 = lse * LOG2_E if seen else Float32.inf
+        dpsum = (total - dlse) * keep_prob if seen else Float32(0.0)
+        return lse_log2, dpsum
