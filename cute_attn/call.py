@@ -40,6 +40,8 @@ class Call(NamedTuple):
         epilogues: users' epilogues, see :func:`pack_epilogues`.
         kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel to take, empty for the best that serves.
         tile: text of the tile's fields to change, empty for the default tile.
+        deterministic: whether the gradients have to be bitwise the same every time.
+        backward_tile: as ``tile``, for the backward's main kernel.
     """
 
     q: Tensor
@@ -67,6 +69,8 @@ class Call(NamedTuple):
     return_softmax: bool
     kernel: str
     tile: str
+    deterministic: bool = False
+    backward_tile: str = ""
 
     @property
     def packed(self) -> bool:
@@ -94,13 +98,14 @@ class Call(NamedTuple):
         softmax = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
         return (*self.q.shape[:-1], self.v.shape[-1]), lse, softmax if self.return_softmax else (0,)
 
-    def score_inputs(self) -> ScoreInputs:
-        """What the epilogues are given, tensors as the caller gave them."""
+    def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
+        """What the epilogues are given, tensors as the caller gave them; a backward's have ``grad_bias`` to fill."""
         return ScoreInputs(
             window_left=self.window_left,
             window_right=self.window_right,
             alibi_slopes=self.alibi_slopes,
             bias=self.bias,
+            grad_bias=grad_bias,
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             rng_state=self.rng_state,
@@ -118,10 +123,10 @@ class Call(NamedTuple):
         for i, value in enumerate(self.epilogue_tensors):
             yield f"epilogues' tensor {i}", value
 
-    def traits(self, arch: str, variant: str = "") -> Traits:
-        """What a kernel of ``arch`` would have to compute."""
+    def traits(self, arch: str, variant: str = "", *, op: str = "forward", bias_grad: bool = False) -> Traits:
+        """What a kernel of ``arch`` would have to compute; bias_grad: the backward has to give the bias's gradient."""
         return Traits(
-            op="forward",
+            op=op,
             arch=arch,
             dtype=DTYPE_NAMES[self.q.dtype],
             head_dim=int(self.q.shape[-1]),
@@ -135,7 +140,8 @@ class Call(NamedTuple):
             varlen=self.packed,
             seqused_q=self.seqused_q is not None,
             seqused_k=self.seqused_k is not None,
-            return_softmax=self.return_softmax,
+            return_softmax=self.return_softmax and op == "forward",
+            bias_grad=bias_grad,
             variant=variant,
         )
 
@@ -372,6 +378,30 @@ def _check_strides(name: str, tensor: Tensor) -> None:
             )
 
 
+def check_gradients(
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Raise where what a backward starts from does not fit the call. Assumes :func:`check`."""
+    out_shape, lse_shape, _ = call.output_shapes()
+    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    for name, tensor, shape, dtype in (
+        ("grad_out", grad_out, out_shape, call.q.dtype),
+        ("grad_lse", grad_lse, lse_shape, lse_dtype),
+        ("out", out, out_shape, call.q.dtype),
+        ("lse", lse, lse_shape, lse_dtype),
+    ):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+        if tensor.device != call.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {shape}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
+
+
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise where q, k or v does not start at a multiple of 16 bytes: the one thing that metadata does not tell."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -380,6 +410,16 @@ def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
                 f"accepted: data aligned to {ALIGNMENT_BYTES} bytes"
             )
+
+
+# TMA has 40 bits for a stride in bytes.
+_MAX_STRIDE = 2**38
+
+
+def rows_are_regular(x: Tensor) -> bool:
+    """Whether every stride is what kernels are promised, also those of dimensions of size 1, which mean nothing."""
+    whole = ALIGNMENT_BYTES // x.element_size()
+    return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
 
 
 def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ def attention(
     return_softmax: bool = False,
     kernel: str | None = None,
     tile: Any = None,
+    deterministic: bool = False,
+    backward_tile: Any = None,
 ) -> Result:
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
@@ -87,6 +89,11 @@ def attention(
         Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that serves.
     tile : Tile or str, optional
         A tile, or text that changes fields of the default one, such as "tile_n=32".
+    deterministic : bool
+        Whether gradients are bitwise the same every time (the output always is). Also on under
+        ``torch.use_deterministic_algorithms(True)``. Takes more memory, see :mod:`cute_attn.backward`.
+    backward_tile : Tile or str, optional
+        As tile, for the backward.
 
     Returns
     -------
@@ -97,6 +104,8 @@ def attention(
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
         Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
 
+    out and lse are differentiable in q, k, v and bias; the CPU's also in slopes and in epilogues' tensors.
+
     Raises
     ------
     TypeError, ValueError
@@ -104,7 +113,7 @@ def attention(
     Unsupported
         No kernel serves the call; a ValueError that gives each kernel's reason.
     NotImplementedError
-        A CUDA tensor requires a gradient.
+        A CUDA tensor other than q, k, v and bias requires a gradient.
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, rng_state)
     options = (
@@ -122,6 +131,8 @@ def attention(
         return_softmax,
         kernel,
         tile,
+        deterministic,
+        backward_tile,
     )
     return _attend(tensors, options)
 
@@ -151,6 +162,8 @@ def attention_varlen(
     return_softmax: bool = False,
     kernel: str | None = None,
     tile: Any = None,
+    deterministic: bool = False,
+    backward_tile: Any = None,
 ) -> Result:
     """:func:`attention` for sequences of different lengths, packed one after the other.
 
@@ -170,7 +183,7 @@ def attention_varlen(
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, softcap, dropout_p, dropout_mask, rng_state, epilogues, return_lse, \
-return_softmax, kernel, tile
+return_softmax, kernel, tile, deterministic, backward_tile
         As for :func:`attention`.
 
     Returns
@@ -202,6 +215,8 @@ return_softmax, kernel, tile
         return_softmax,
         kernel,
         tile,
+        deterministic,
+        backward_tile,
     )
     return _attend(tensors, options)
 
@@ -231,6 +246,8 @@ class _Options(NamedTuple):
     return_softmax: bool
     kernel: str | None
     tile: Any
+    deterministic: bool
+    backward_tile: Any
 
 
 def _attend(tensors: Tensors, given: tuple) -> Result:
@@ -249,19 +266,13 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     if direct and not given[_EPILOGUES]:
         plan = known_plan(tensors, given)
         if plan is not None:
-            if torch.is_grad_enabled():
-                _refuse_gradients(tensors, ())
-            out, lse, softmax = plan.launch(tensors)
-            if softmax is None:
-                return (out, lse) if given[_RETURN_LSE] else out
-            return (out, lse, softmax) if given[_RETURN_LSE] else (out, softmax)
-    options = _Options._make(given)
-    call = _call(tensors, options)
-    if torch.is_grad_enabled():
-        _refuse_gradients(tensors, tuple(call.epilogue_tensors))
+            return _result(ops.run(plan, tensors), given[_RETURN_LSE])
+    call = _call(tensors, _Options._make(given))
     if direct and q.is_cuda and ops.all_plain(tensors):
-        return _result(plan_call(call, given).launch(tensors, tuple(call.epilogue_tensors)), options)
-    return _result(ops.forward(call), options)
+        outputs = ops.run(plan_call(call, given), tensors, call.epilogue_tensors)
+    else:
+        outputs = ops.forward(call)
+    return _result(outputs, given[_RETURN_LSE])
 
 
 _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
@@ -269,11 +280,11 @@ _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
 )
 
 
-def _result(outputs: Outputs, options: _Options) -> Result:
+def _result(outputs: Outputs, return_lse: bool) -> Result:
     out, lse, softmax = outputs
     if softmax is not None:
-        return (out, lse, softmax) if options.return_lse else (out, softmax)
-    return (out, lse) if options.return_lse else out
+        return (out, lse, softmax) if return_lse else (out, softmax)
+    return (out, lse) if return_lse else out
 
 
 def _call(tensors: Tensors, options: _Options) -> Call:
@@ -311,6 +322,8 @@ def _call(tensors: Tensors, options: _Options) -> Call:
             options.return_softmax,
             options.kernel or "",
             "" if options.tile is None else str(options.tile),
+            bool(options.deterministic),
+            "" if options.backward_tile is None else str(options.backward_tile),
         )
     )
 
@@ -363,9 +376,3 @@ def _bound(window: Window, side: int) -> int:
             f"window is {window!r}; accepted: numbers of keys from 0, or None or -1 for no bound"
         )
     return min(bound, UNBOUNDED)
-
-
-def _refuse_gradients(tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> None:
-    """Raise where autograd, which is on, would expect a gradient that no kernel computes."""
-    if tensors[0].is_cuda and any(x.requires_grad for x in (*tensors, *epilogue_tensors) if x is not None):
-        raise NotImplementedError(ops.NO_GRADIENT)

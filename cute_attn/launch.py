@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from cute_attn.call import (
-    ALIGNMENT_BYTES,
     NUM_TENSORS,
     Call,
     check,
     check_alignment,
     check_for_kernels,
     regular_strides,
+    rows_are_regular,
 )
 
 Tensors = tuple[Any, ...]
@@ -36,7 +36,7 @@ _reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
-def _new_empty_strided(
+def new_empty_strided(
     like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Memory for an output on the current device, ``like``'s. A test replaces it to find what no kernel writes."""
@@ -45,11 +45,11 @@ def _new_empty_strided(
     return _empty_strided_cuda(shape, strides, dtype)
 
 
-def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """``tensor`` seen otherwise, from its first element on."""
+def as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
+    """``tensor`` seen otherwise, from its element ``first`` on."""
     if _reinterpret_tensor is None:
-        return tensor.as_strided(shape, strides)
-    return _reinterpret_tensor(tensor, shape, strides, 0)
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
+    return _reinterpret_tensor(tensor, shape, strides, first)
 
 
 # ---- a kernel's arguments, prepared ----
@@ -68,19 +68,21 @@ class ScoreArgs:
 
     Attributes:
         parts: the arguments, a tuple of them for each epilogue.
-        places: for each tensor the part it is in, what comes before it there, which tensor, and what comes after.
+        places: for each tensor the part that it is in, where in that, and which tensor.
     """
 
     parts: tuple
-    places: tuple[tuple[int, tuple, int, tuple], ...]
+    places: tuple[tuple[int, int, int], ...]
 
     def fill(self, tensors: Tensors) -> tuple:
         """The arguments with ``tensors`` in their places."""
         if not self.places:
             return self.parts
         parts = list(self.parts)
-        for part, before, tensor, after in self.places:
-            parts[part] = (*before, tensors[tensor], *after)
+        for part, place, tensor in self.places:
+            own = list(parts[part])
+            own[place] = tensors[tensor]
+            parts[part] = tuple(own)
         return tuple(parts)
 
     @classmethod
@@ -96,11 +98,14 @@ class ScoreArgs:
             parts = kernel.score_args(call._replace(**marks).score_inputs())
         except (TypeError, AttributeError, ValueError):  # it computes with what it is given
             return None
-        places = []
-        for i, part in enumerate(parts):
-            at = [j for j, x in enumerate(part) if isinstance(x, _Place)] if isinstance(part, tuple) else []
-            places += [(i, part[:j], part[j].tensor, part[j + 1 :]) for j in at]
-        if sorted(tensor for _, _, tensor, _ in places) != sorted(mark.tensor for mark in marks.values()):
+        places = [
+            (i, j, x.tensor)
+            for i, part in enumerate(parts)
+            if isinstance(part, tuple)
+            for j, x in enumerate(part)
+            if isinstance(x, _Place)
+        ]
+        if sorted(tensor for _, _, tensor in places) != sorted(mark.tensor for mark in marks.values()):
             return None
         return cls(tuple(parts), tuple(places))
 
@@ -149,8 +154,8 @@ class Plan:
         q, k, v = tensors[:3]
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             check_alignment(q, k, v)
-        out = _new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
-        lse = _new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+        out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+        lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # Blocks outside the mask's band are never visited, so their zeros have to be there already.
         softmax = None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
         if self.prefill:
@@ -161,7 +166,7 @@ class Plan:
         if self.views:
             seen = list(tensors)
             for place, shape, strides in self.views:
-                seen[place] = _as_strided(seen[place], shape, strides)
+                seen[place] = as_strided(seen[place], shape, strides)
             tensors, (q, k, v) = tuple(seen), seen[:3]
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
@@ -212,7 +217,7 @@ def plan_call(call: Call, options: Hashable = None) -> Plan:
     Raises:
         TypeError, ValueError, Unsupported: something is wrong with the call.
     """
-    tensors, classes = call[:NUM_TENSORS], _classes(call)
+    tensors, classes = call[:NUM_TENSORS], user_classes(call)
     if options is None or classes:
         options = (call[NUM_TENSORS + 1 :], *classes)
         tensors = (*tensors, *call.epilogue_tensors)
@@ -226,14 +231,15 @@ def plan_call(call: Call, options: Hashable = None) -> Plan:
     return plan
 
 
-def _classes(call: Call) -> tuple[Any, ...]:
+def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
+    """The classes of users that a call names."""
     if not (call.epilogues or ":" in call.kernel):
         return ()
     from cute_attn import registry
     from cute_attn.epilogues.base import user_epilogue
 
     arch, _, variant = call.kernel.partition(":")
-    kernel = registry.KERNELS.get(("forward", arch, variant))
+    kernel = registry.KERNELS.get((op, arch, variant))
     return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
 
 
@@ -246,7 +252,7 @@ def _make_plan(call: Call) -> Plan:
         kernel=None,
         seqlens=None,
         shapes=(out_shape, lse_shape),
-        strides=(_contiguous(out_shape), _contiguous(lse_shape)),
+        strides=(contiguous_strides(out_shape), contiguous_strides(lse_shape)),
         softmax_shape=softmax_shape if call.return_softmax else None,
         views=(),
         score_args=None,
@@ -271,13 +277,13 @@ def _make_plan(call: Call) -> Plan:
         seqlens=Seqlens
         if any(x is not None for x in lengths)
         else Seqlens(*lengths, call.max_seqlen_q, call.max_seqlen_k),
-        views=tuple(_views(call)),
+        views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call),
         prefill=call.seqused_q is not None,
     )
 
 
-def _views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Where a kernel needs other strides: for odd ones of dimensions of size 1, and to broadcast slopes and bias."""
     shapes = {
         "alibi_slopes": (call.batch, call.nheads),
@@ -285,37 +291,34 @@ def _views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(call, name)
-        if x is None or (name not in shapes and _rows_are_regular(x)):
+        if x is None or (name not in shapes and rows_are_regular(x)):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
             yield Call._fields.index(name), shape, regular_strides(x, shape)
 
 
-# TMA has 40 bits for a stride in bytes.
-_MAX_STRIDE = 2**38
-
-
-def _rows_are_regular(x: Tensor) -> bool:
-    """Whether every stride is what kernels are promised, also those of dimensions of size 1, which mean nothing."""
-    whole = ALIGNMENT_BYTES // x.element_size()
-    return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
-
-
-def choose_kernel(call: Call, target: str) -> Any:
+def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
     """The kernel with its tile: the newest generation that serves the call on ``target``, unless the call names one.
+
+    A variant that is named and registered for the forward alone leaves the backward to its generation's own kernel.
 
     Raises:
         Unsupported: no kernel serves it, with each one's reason.
     """
     from cute_attn import registry
 
+    tile = call.tile if op == "forward" else call.backward_tile
     names = [call.kernel] if call.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
     reasons = []
     for name in names:
         arch, _, variant = name.partition(":")
+        if op != "forward" and (op, arch, variant) not in registry.KERNELS:
+            variant = ""
         try:
-            return registry.lookup(call.traits(arch, variant), call.tile or None, target)
+            return registry.lookup(
+                call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
+            )
         except ValueError as reason:
             if len(names) == 1:
                 raise
@@ -323,5 +326,6 @@ def choose_kernel(call: Call, target: str) -> Any:
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor of that shape."""
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))

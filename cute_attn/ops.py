@@ -1,14 +1,15 @@
-"""The torch operator ``cute_attn::forward``: for CUDA, for the CPU, for fake tensors, and its gradient."""
+"""The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.call import NUM_TENSORS, Call, check
-from cute_attn.launch import Outputs, Tensors, plan_call
+from cute_attn.backward import Gradients, gradients
+from cute_attn.call import NUM_TENSORS, Call, check, check_gradients
+from cute_attn.launch import Outputs, Plan, Tensors, plan_call
 
 _library = torch.library.Library("cute_attn", "DEF")
 _ARGUMENTS = (
@@ -17,12 +18,13 @@ _ARGUMENTS = (
     "Tensor? alibi_slopes, Tensor? bias, Tensor? rng_state, Tensor[] epilogue_tensors, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
     "str mask, SymInt window_left, SymInt window_right, float softcap, str dropout, float dropout_p, "
-    "str[] epilogues, float[] epilogue_numbers, bool return_softmax, str kernel, str tile"
+    "str[] epilogues, float[] epilogue_numbers, bool return_softmax, str kernel, str tile, bool deterministic, "
+    "str backward_tile"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
-    f"backward(Tensor grad_out, Tensor grad_lse, bool[] needed, {_ARGUMENTS}) "
+    f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)",
     tags=_TAGS,
 )
@@ -33,17 +35,42 @@ _PLAIN = (Tensor, type(None), torch.nn.Parameter)
 def forward(call: Call) -> Outputs:
     """out, lse, and softmax where the call asks for it, through the dispatcher where anything may watch."""
     if nobody_watches() and all_plain(call[:NUM_TENSORS]):
-        return forward_cuda(call) if call.q.is_cuda else forward_cpu(call)
+        return (
+            run(plan_call(call), call[:NUM_TENSORS], call.epilogue_tensors)
+            if call.q.is_cuda
+            else forward_cpu(call)
+        )
     out, lse, softmax = torch.ops.cute_attn.forward.default(*call)
     return out, lse, softmax if call.return_softmax else None
+
+
+def run(plan: Plan, tensors: Tensors, epilogue_tensors: Sequence[Tensor] = ()) -> Outputs:
+    """Launch, with nobody watching, and let autograd know where it has to."""
+    if torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
+        return Attention.apply(plan, *tensors, *epilogue_tensors)
+    return plan.launch(tensors, tuple(epilogue_tensors))
+
+
+def backward(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+) -> Gradients:
+    """Gradients of q, k, v and bias, those that are needed, through the dispatcher where anything may watch."""
+    if call.q.is_cuda and nobody_watches() and all_plain((*call[:NUM_TENSORS], grad_out, grad_lse, out, lse)):
+        return gradients(call, grad_out, grad_lse, out, lse, needed)
+    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *call)
+    return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
 
 def nobody_watches() -> bool:
     """Whether, with plain tensors, calling an implementation at once cannot be told from calling the operator.
 
     The dispatcher costs more time than the launch. It is needed wherever something observes or transforms operators:
-    compilers and tracers, modes, function transforms, profilers. (Where autograd would have to record the call, the
-    direct way either raises, on CUDA, or is recorded by itself, on the CPU.)
+    compilers and tracers, modes, function transforms, profilers. Autograd is told by the direct way itself.
     """
     return not (
         torch.compiler.is_compiling()
@@ -123,68 +150,150 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the gradient ----
 
 
-def _backward_cpu(
-    grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *arguments: Any
+def _backward_cuda(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = _call(arguments)
-    inputs = {name: getattr(call, name).detach().requires_grad_() for name in _chosen(needed)}
+    return _filled(call, gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
+
+
+def _backward_cpu(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    call = _call(arguments)
+    check(call)
+    check_gradients(call, grad_out, grad_lse, out, lse)
+    inputs = {
+        name: getattr(call, name).detach().requires_grad_()
+        for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
+        if wanted
+    }
     with torch.enable_grad():
-        out, lse, _ = forward_cpu(call._replace(**inputs, return_softmax=False))
-    grads = torch.autograd.grad((out, lse), tuple(inputs.values()), (grad_out, grad_lse))
-    return _all_gradients(call, dict(zip(inputs, grads, strict=True)))
+        outputs = forward_cpu(call._replace(**inputs, return_softmax=False))[:2]
+    pairs = [(x, g) for x, g in zip(outputs, (grad_out, grad_lse), strict=True) if g is not None]
+    grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
+    if inputs:
+        starts, weights = zip(*pairs, strict=True)
+        found = torch.autograd.grad(starts, tuple(inputs.values()), weights, materialize_grads=True)
+        grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
+    return _filled(call, tuple(grads.values()))  # type: ignore[arg-type]
 
 
-def _chosen(needed: list[bool]) -> list[str]:
-    return [name for name, wanted in zip(DIFFERENTIABLE, needed, strict=True) if wanted]
+def _filled(call: Call, grads: Gradients) -> tuple[Tensor, ...]:
+    """One tensor for each, as an operator must return; those not needed are empty."""
+    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
 
 
-def _all_gradients(call: Call, grads: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """One tensor for each differentiable argument, as an operator must return; those not needed are empty."""
-    return tuple(grads[name] if name in grads else call.q.new_empty(0) for name in DIFFERENTIABLE)
-
-
+_library.impl("backward", _backward_cuda, "CUDA")
 _library.impl("backward", _backward_cpu, "CPU")
 
 
 @torch.library.register_fake("cute_attn::backward", lib=_library)
 def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor, needed: list[bool], *arguments: Any
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = _call(arguments)
-    return _all_gradients(call, {name: torch.empty_like(getattr(call, name)) for name in _chosen(needed)})
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    call = _call(inputs)
-    if call.q.is_cuda:
-        raise NotImplementedError(NO_GRADIENT)
-    # The reference itself is differentiable in everything; this is reached under a compiler.
-    if any(x is not None and x.requires_grad for x in (call.alibi_slopes, *call.epilogue_tensors)):
-        raise NotImplementedError(
-            "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
-            "accepted: tensors without one, or CPU tensors outside torch.compile"
-        )
-    ctx.save_for_backward(*call[:NUM_TENSORS], *call.epilogue_tensors)
-    ctx.rest = call[NUM_TENSORS + 1 :]
-    ctx.mark_non_differentiable(output[2])
-
-
-def _differentiate(ctx: Any, grad_out: Tensor, grad_lse: Tensor, _: Tensor) -> tuple:
-    tensors = ctx.saved_tensors
-    call = Call._make((*tensors[:NUM_TENSORS], tensors[NUM_TENSORS:], *ctx.rest))
-    wanted = [ctx.needs_input_grad[Call._fields.index(name)] for name in DIFFERENTIABLE]
-    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, wanted, *call)
-    by_name = dict(zip(DIFFERENTIABLE, grads, strict=True))
+    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
     return tuple(
-        by_name[name]
-        if name in by_name and needed
-        else ([None] * len(value) if isinstance(value, tuple) else None)
-        for name, value, needed in zip(Call._fields, call, ctx.needs_input_grad, strict=True)
+        x.new_empty(x.shape) if wanted else call.q.new_empty(0)
+        for x, wanted in zip(tensors, needed, strict=True)
     )
 
 
+def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool:
+    """Whether autograd has to record a call of these.
+
+    Raises:
+        NotImplementedError: it would expect a gradient that no kernel computes.
+    """
+    q, k, v, *_, slopes, bias, _ = tensors
+    if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
+        raise NotImplementedError(NO_GRADIENT)
+    return q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+
+
 NO_GRADIENT = (
-    "q, k, v or bias requires a gradient, which the CUDA kernels cannot give yet; accepted: tensors without one, "
-    "a call under torch.no_grad(), or CPU tensors"
+    "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
+    "accepted: tensors without one, or CPU tensors outside torch.compile"
 )
-torch.library.register_autograd("cute_attn::forward", _differentiate, setup_context=_save, lib=_library)
+
+
+def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple) -> None:
+    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
+    out, lse, softmax = outputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, out, lse)
+    ctx.rest = rest
+    if softmax is not None:
+        ctx.mark_non_differentiable(softmax)
+
+
+@torch.autograd.function.once_differentiable
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+) -> Gradients:
+    if grad_out is None and grad_lse is None:
+        return None, None, None, None
+    *tensors, out, lse = ctx.saved_tensors
+    call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+    return backward(call, grad_out, grad_lse, out, lse, wanted)
+
+
+class Attention(torch.autograd.Function):
+    """The direct way's node in autograd's graph; the operator's does the same behind the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Outputs:
+        """tensors: q to rng_state, and the epilogues' own."""
+        outputs = plan.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
+        _save(ctx, tensors, plan.rest, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
+        """A gradient, or None, for each argument of forward."""
+        wanted = tuple(ctx.needs_input_grad[1 + place] for place in _PLACES)
+        grads = dict(zip(_PLACES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+        return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
+
+
+_PLACES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
+
+
+def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
+    call = _call(inputs)
+    # On the CPU the reference itself is differentiable in everything; this is reached under a compiler.
+    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors)
+    _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
+
+
+def _differentiate_operator(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+) -> tuple:
+    wanted = tuple(bool(ctx.needs_input_grad[place]) for place in _PLACES)
+    grads = dict(zip(_PLACES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+    own = len(ctx.saved_tensors) - 2 - NUM_TENSORS
+    lists = {NUM_TENSORS: own} | {
+        i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)
+    }
+    return tuple([None] * lists[i] if i in lists else grads.get(i) for i in range(len(Call._fields)))
+
+
+torch.library.register_autograd(
+    "cute_attn::forward", _differentiate_operator, setup_context=_save_operator, lib=_library
+)

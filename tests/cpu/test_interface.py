@@ -402,7 +402,7 @@ def test_every_option_reaches_the_reference():
     out, lse, softmax = attention(
         **arguments, rng_state=rng_state, seqused_k=used, return_lse=True, return_softmax=True
     )
-    inputs = ScoreInputs(9, 0, slopes, bias, 2.0, 0.25, rng_state)
+    inputs = ScoreInputs(9, 0, slopes, bias, softcap=2.0, dropout_p=0.25, rng_state=rng_state)
     features = reference.Features("window_top_left", "mem_efficient")
     q, k, v = (arguments[name] for name in "qkv")
     lengths = reference.Lengths(seqused_k=used)

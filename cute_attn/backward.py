@@ -1,0 +1,401 @@
+"""From the gradients of out and lse to those of q, k, v and bias on CUDA: three launches and their workspace.
+
+    preprocess   out, grad_out, lse, grad_lse  ->  two numbers a query, and dQ accumulators of zeros
+    main         dK, dV, the bias's gradient; adds to the accumulators
+    convert      accumulators  ->  dQ
+
+As in :mod:`cute_attn.launch`, all that follows from metadata is kept as a plan under that metadata.
+
+Memory beside the gradients themselves: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole
+blocks, and two numbers a query and head. Deterministic: as many times that as there are splits, at most
+``MAX_SPLITS``, see :func:`key_splits`; and for a bias that is broadcast, its gradient before it is summed, 4 bytes for
+each score. Otherwise such a bias's gradient is added up in fp32 in the bias's own size.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import launch
+from cute_attn.call import (
+    ALIGNMENT_BYTES,
+    NUM_TENSORS,
+    Call,
+    check,
+    check_alignment,
+    check_for_kernels,
+    check_gradients,
+    rows_are_regular,
+)
+from cute_attn.launch import ScoreArgs, as_strided, choose_kernel, contiguous_strides, plan_key, user_classes
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of q, k, v and bias; None where they are not needed."""
+
+MAX_SPLITS = 16
+"""The most accumulators of dQ that the deterministic mode takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """fp32 numbers of one allocation: shape, strides and first element of what lies in it.
+
+    Attributes:
+        size: all of it.
+        lse_log2, dpsum, dq: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
+            rows * head_dim) or packed without the batch.
+    """
+
+    size: int
+    lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
+    dpsum: tuple[tuple[int, ...], tuple[int, ...], int]
+    dq: tuple[tuple[int, ...], tuple[int, ...], int]
+
+    @staticmethod
+    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
+        """Rows are padded to whole blocks of tile_m, packed sequences each."""
+        if call.packed:
+            rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
+            heads: tuple[int, ...] = (call.nheads,)
+        else:
+            rows = -(-call.max_seqlen_q // tile_m) * tile_m
+            heads = (call.batch, call.nheads)
+        shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded))
+        places, size = [], 0
+        for shape in shapes:
+            places.append((shape, contiguous_strides(shape), size))
+            size += math.prod(shape)
+        return Workspace(size, *places)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasGradient:
+    """How the bias's gradient comes about.
+
+    Attributes:
+        shape, dtype: of what the kernel fills.
+        strides: as the kernel sees it, (batch, nheads, max_seqlen_q, max_seqlen_k), where those are not its own.
+        clear: whether some of it is not written, or all of it added to.
+        sum_over: the dimensions to sum afterwards.
+        result: the dtype to turn it into.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seen: tuple[tuple[int, ...], tuple[int, ...]]
+    clear: bool
+    sum_over: tuple[int, ...]
+    result: torch.dtype
+
+    @staticmethod
+    def of(call: Call, deterministic: bool) -> "BiasGradient":
+        """For a call with a bias."""
+        assert call.bias is not None
+        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
+        shape = tuple(call.bias.shape)
+        shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
+        lengths_differ = any(
+            x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+        )
+        if not shared:
+            clear = bool(call.mask) or lengths_differ
+            return BiasGradient(
+                shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
+            )
+        if deterministic:
+            seen = (full, contiguous_strides(full))
+            return BiasGradient(full, torch.float32, seen, True, shared, call.bias.dtype)
+        strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """What the kernel fills."""
+        gradient = launch.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
+        return gradient.zero_() if self.clear else gradient
+
+    def finish(self, gradient: Tensor) -> Tensor:
+        """The bias's gradient of what the kernel filled."""
+        if self.sum_over:
+            gradient = gradient.sum(self.sum_over, keepdim=True)
+        return gradient.to(self.result)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from the metadata of a call and of its outputs' gradients.
+
+    Attributes:
+        preprocess, main, convert: launch the kernels. The last is None where q needs no gradient, all are where there
+            is nothing to launch.
+        kernel: the main kernel object, which picks the epilogues' arguments.
+        needed: which of the gradients of q, k, v and bias are asked for.
+        shapes, strides: of those of q, k and v.
+        clear: which of those have rows that no thread writes.
+        copy: which of grad_out and out no kernel can read as they lie.
+        views: as of :class:`cute_attn.launch.Plan`.
+        workspace: or None where there is nothing to launch.
+        bias: or None where its gradient is not asked for.
+        num_splits, split_stride: see ``cute_attn.kernels.arguments.backward_fake_args``.
+        seqlens, part_seqlens: make the lengths as the main kernel takes them, and as the others do.
+        score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
+        rest: the call's arguments that are not tensors.
+    """
+
+    preprocess: Callable[..., None] | None
+    main: Callable[..., None] | None
+    convert: Callable[..., None] | None
+    kernel: Any
+    needed: tuple[bool, bool, bool, bool]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    clear: tuple[bool, bool, bool]
+    copy: tuple[bool, bool]
+    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    workspace: Workspace | None
+    bias: BiasGradient | None
+    num_splits: int
+    split_stride: int
+    seqlens: Any
+    softmax_scale: float
+    dropout_p: float
+    score_args: ScoreArgs | None
+    rest: tuple
+
+    def launch(
+        self, call: Call, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+    ) -> Gradients:
+        """Allocate everything and launch on the current stream of q's device.
+
+        Args:
+            grads: of out and lse.
+            outputs: out and lse.
+        """
+        device = call.q.get_device()
+        if device == launch._current_device():
+            return self._launch(call, grads, outputs)
+        with torch.cuda.device(device):
+            return self._launch(call, grads, outputs)
+
+    def _launch(
+        self, call: Call, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+    ) -> Gradients:
+        q = call.q
+        if self.main is None or self.workspace is None:
+            return self._zeros(call)
+        grad_out, out = (
+            _readable(x, copy) for x, copy in zip((grads[0], outputs[0]), self.copy, strict=True)
+        )
+        check_alignment(*call[:3])
+        lse = outputs[1]
+        if lse.stride(-1) != 1:
+            lse = lse.clone(memory_format=torch.contiguous_format)
+        dq, dk, dv = (
+            launch.new_empty_strided(q, shape, strides, q.dtype)
+            for shape, strides in zip(self.shapes, self.strides, strict=True)
+        )
+        for gradient, clear in zip((dq, dk, dv), self.clear, strict=True):
+            if clear:
+                gradient.zero_()
+        space = self.workspace
+        memory = launch.new_empty_strided(q, (space.size,), (1,), torch.float32)
+        lse_log2, dpsum, accumulators = (
+            as_strided(memory, *place) for place in (space.lse_log2, space.dpsum, space.dq)
+        )
+        dbias = self.bias.allocate(q) if self.bias is not None else None
+        if self.views:
+            seen: list[Any] = list(call)
+            for place, shape, strides in self.views:
+                seen[place] = as_strided(seen[place], shape, strides)
+            call = Call._make(seen)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q)
+        longest = (call.max_seqlen_q, call.max_seqlen_k)
+        part_seqlens = self.seqlens(*lengths, None, *longest)
+        keep = 1.0 - self.dropout_p
+        assert self.preprocess is not None
+        self.preprocess(grad_out, out, lse, grads[1], lse_log2, dpsum, accumulators, part_seqlens, keep)
+        self.main(
+            *call[:3],
+            grad_out,
+            lse_log2,
+            dpsum,
+            accumulators,
+            dk,
+            dv,
+            self.seqlens(*lengths, call.seqused_k, *longest),
+            self.softmax_scale,
+            self.num_splits,
+            self.split_stride,
+            self._score_args(call, dbias),
+        )
+        if self.convert is not None:
+            self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
+        results = (dq, dk, dv, None if dbias is None or self.bias is None else self.bias.finish(dbias))
+        return tuple(x if needed else None for x, needed in zip(results, self.needed, strict=True))  # type: ignore[return-value]
+
+    def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
+        if self.score_args is not None:
+            return self.score_args.fill(call)
+        if dbias is not None and self.bias is not None:
+            dbias = as_strided(dbias, *self.bias.seen)
+        return self.kernel.score_args(call.score_inputs(dbias))
+
+    def _zeros(self, call: Call) -> Gradients:
+        tensors = (call.q, call.k, call.v, call.bias)
+        return tuple(
+            x.new_zeros(x.shape) if needed and x is not None else None
+            for x, needed in zip(tensors, self.needed, strict=True)
+        )  # type: ignore[return-value]
+
+
+def _readable(x: Tensor, copy: bool) -> Tensor:
+    """``x``, or a copy where its strides or its address are nothing that a kernel reads."""
+    if copy or x.data_ptr() % ALIGNMENT_BYTES:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+# ---- plans ----
+
+_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def gradients(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+) -> Gradients:
+    """The gradients of q, k, v and bias, those that are needed, where ``out`` and ``lse`` are what the call gave.
+
+    ``grad_out`` or ``grad_lse`` is None where it is zero. A call is deterministic if it says so, or if
+    ``torch.use_deterministic_algorithms`` is on.
+
+    Raises:
+        TypeError, ValueError, Unsupported: something is wrong with the call, or no kernel serves it.
+    """
+    if grad_out is None:  # a row of zeros, again and again
+        shape, _, _ = call.output_shapes()
+        grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    classes = user_classes(call, "backward")
+    tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
+    key = plan_key(tensors, (call[NUM_TENSORS + 1 :], needed, deterministic, classes))
+    plan = _plans.get(key)
+    if plan is None:
+        check(call)
+        check_for_kernels(call)
+        check_gradients(call, grad_out, grad_lse, out, lse)
+        plan = _make_plan(call, grad_out, grad_lse, out, needed, deterministic)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan.launch(call, (grad_out, grad_lse), (out, lse))
+
+
+def _make_plan(
+    call: Call,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    needed: tuple[bool, ...],
+    deterministic: bool,
+) -> Plan:
+    from cute_attn.device.seqlen import Seqlens
+
+    shapes = tuple(tuple(x.shape) for x in call[:3])
+    plan = Plan(
+        preprocess=None,
+        main=None,
+        convert=None,
+        kernel=None,
+        needed=needed,  # type: ignore[arg-type]
+        shapes=shapes,
+        strides=tuple(map(contiguous_strides, shapes)),
+        # Packed rows may belong to no sequence.
+        clear=(
+            call.packed or call.seqused_q is not None,
+            call.packed or call.seqused_k is not None,
+            call.packed or call.seqused_k is not None,
+        ),
+        copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
+        views=(),
+        workspace=None,
+        bias=None,
+        num_splits=0,
+        split_stride=0,
+        seqlens=Seqlens,
+        softmax_scale=call.softmax_scale,
+        dropout_p=call.dropout_p,
+        score_args=None,
+        rest=call[NUM_TENSORS + 1 :],
+    )
+    if 0 in (out.numel(), call.max_seqlen_q, call.max_seqlen_k, call.k.numel()):
+        return plan
+    from cute_attn import compiler, registry
+    from cute_attn.tiles import padded
+
+    bias = BiasGradient.of(call, deterministic) if needed[3] else None
+    with torch.cuda.device(call.q.device):
+        target = compiler.default_target("sm80")
+        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
+        traits, tile = kernel.traits, kernel.tile
+        parts = [traits.part("backward_preprocess", lse_grad=grad_lse is not None)]
+        if needed[0]:
+            parts.append(traits.part("backward_convert"))
+        functions = [compiler.compile(traits, tile, target).function]
+        for part in parts:
+            beside = registry.KERNELS[part.op, part.arch, ""].beside(part, tile)
+            functions.append(compiler.compile(part, beside, target).function)
+        blocks = -(-call.max_seqlen_k // tile.tile_n)
+        num_splits = (
+            key_splits(blocks, call.batch * call.k.shape[-2], multiprocessors(call.q.get_device()))
+            if deterministic
+            else blocks
+        )
+    workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    return replace(
+        plan,
+        main=functions[0],
+        preprocess=functions[1],
+        convert=functions[2] if needed[0] else None,
+        kernel=kernel,
+        views=tuple(launch.views(call)),
+        workspace=workspace,
+        bias=bias,
+        num_splits=num_splits,
+        split_stride=workspace.dq[1][0] if deterministic else 0,
+        score_args=ScoreArgs.of(kernel, call) if bias is None else None,
+    )
+
+
+def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
+    """How many parts the deterministic mode divides a (batch, kv head)'s key blocks into, each with an accumulator.
+
+    The fewest within a twentieth of the least time that up to ``MAX_SPLITS`` take, where time is rounds of thread
+    blocks over the GPU times key blocks of each.
+
+    Args:
+        blocks: key blocks of the longest sequence.
+        planes: batch times kv heads.
+        multiprocessors: of the GPU.
+    """
+    times = {
+        splits: -(-splits * planes // multiprocessors) * -(-blocks // splits)
+        for splits in range(1, min(blocks, MAX_SPLITS) + 1)
+    }
+    least = min(times.values())
+    return next(splits for splits, time in times.items() if time <= 1.05 * least)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
