@@ -624,9 +624,10 @@ class BackwardPreprocessTile(Tile):
         return min(tiles, key=badness)
 
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads that read one row of O, 16 bytes each at a time: what leaves the fewest of them idle."""
+        """Adjacent threads that read one row of O, three times 16 bytes each at most: what leaves the fewest idle."""
         pieces = traits.head_dim_v // 8
-        return min((16, 8, 4), key=lambda threads: -(-pieces // threads) * threads)
+        enough = [threads for threads in (16, 8, 4) if 3 * threads >= pieces]
+        return min(enough, key=lambda threads: -(-pieces // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
         """Vectors of 16 bytes that a thread reads of a row of O."""

@@ -1,0 +1,433 @@
+"""The backward's workspace, preprocess and convert: the kernels' own steps, every thread, compiled for the CPU."""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Float16, Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import layouts
+from cute_attn import registry
+from cute_attn.device import dq
+from cute_attn.device.accumulate import add_fragment, load_fragment
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.device.work import QueryBlock
+from cute_attn.kernels.backward_convert import BackwardConvert
+from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
+from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+ARCH = {"sm80": cute.GPUArch("sm_80"), "sm90": cute.GPUArch("sm_90a")}
+
+
+def on_cpu(tensor: torch.Tensor | None):
+    """As the kernels' fakes have it: any extents, last dimension contiguous, 16-byte strides where rows are read."""
+    if tensor is None:
+        return None
+    given = from_dlpack(tensor, assumed_align=16 if tensor.dtype != torch.int32 else 4)
+    return given.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
+
+
+# ---- where rows lie ----
+
+
+@cute.jit
+def first_rows(cu_seqlens: cute.Tensor, out: cute.Tensor, tile_m: Constexpr):
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), Int32(0))
+    for batch in cutlass.range(out.shape[0]):
+        out[batch] = padded_row0(seqlens, SeqlenInfo.read(seqlens, batch), batch, tile_m)
+
+
+@functools.cache
+def compiled_first_rows(tile_m: int):
+    lengths = on_cpu(torch.zeros(2, dtype=torch.int32))
+    return cute.compile(first_rows, lengths, on_cpu(torch.zeros(1, dtype=torch.int32)), tile_m)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from((16, 64, 80, 128)), st.lists(st.integers(0, 300), min_size=1, max_size=12))
+def test_padded_sequences_share_no_block_and_fit(tile_m, lengths):
+    cumulative = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    starts = torch.full((len(lengths),), -1, dtype=torch.int32)
+    compiled_first_rows(tile_m)(on_cpu(cumulative), on_cpu(starts))
+    end = 0
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        assert start % tile_m == 0 and start >= end
+        end = start + -(-length // tile_m) * tile_m
+    assert end <= (sum(lengths) // tile_m + len(lengths)) * tile_m
+
+
+# ---- the accumulator ----
+
+# The main kernels' ways to multiply: what a tile says about dQ, with the arch and the head dim.
+ORDERS = {
+    "sm80-warps-4x2": ("sm80", 128, BackwardSm80Tile(64, 128, 8, 2, 4, 4)),
+    "sm80-warps-2x2": ("sm80", 40, BackwardSm80Tile(32, 32, 4, 2, 2, 2, dq_vector=4)),
+    "sm80-warps-1x4": ("sm80", 64, BackwardSm80Tile(16, 64, 4, 1, 4, 1, dq_vector=2)),
+    "sm90": ("sm90", 96, BackwardSm90Tile(64, 64, 1)),
+    "sm90-along-m": ("sm90", 64, BackwardSm90Tile(128, 128, 2)),
+    "sm90-along-n": ("sm90", 192, BackwardSm90Tile(64, 64, 2, p_in_smem=True)),
+    "sm90-transposed": ("sm90", 128, BackwardSm90Tile(80, 128, 2, dq_transposed=True)),
+    "sm90-transposed-scalar": ("sm90", 64, BackwardSm90Tile(64, 64, 1, dq_transposed=True, dq_vector=1)),
+}
+
+
+@cute.jit
+def add_and_load(
+    memory: cute.Tensor, values: cute.Tensor, matrix: cute.Tensor, traits: Constexpr, tile: Constexpr
+):
+    """Each thread adds its elements' numbers to memory, twice, and writes out what it then reads there."""
+    mma = dq.mma_dq(traits, tile)
+    shape = dq.accumulator_shape(traits, tile)
+    acc = dq.make_accumulator(mma, traits, tile)
+    flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+    coords = cute.make_identity_tensor(shape)
+    for _ in cutlass.range(2, unroll=1):
+        for thread in cutlass.range(tile.mma_threads, unroll=1):
+            place = mma.get_slice(thread).partition_C(coords)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
+            add_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector)
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                values[thread, i] = 2 * flat[i]
+    for thread in cutlass.range(tile.mma_threads, unroll=1):
+        load_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector)
+        load_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector, more=True)
+        mine = mma.get_slice(thread).partition_C(matrix)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            mine[i] = acc[i]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_fragments_lie_where_documented_and_come_back(name):
+    arch, head_dim, tile = ORDERS[name]
+    traits = Traits("backward", arch, "fp16", head_dim)
+    m, n = dq.accumulator_shape(traits, tile)
+    size = m * n // tile.mma_threads
+    assert dq.block_floats(traits, tile) == m * n == tile.tile_m * padded(head_dim)
+    memory, values, matrix = torch.zeros(m * n), torch.zeros(tile.mma_threads, size), torch.zeros(m, n)
+    given = [from_dlpack(x, assumed_align=16) for x in (memory, values, matrix)]
+    cute.compile[ARCH[arch]](add_and_load, *given, traits, tile)(*given)
+
+    elements = torch.arange(m * n, dtype=torch.float32)
+    assert torch.equal(memory.sort().values, 2 * elements)  # every element once
+    thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
+    vector = tile.dq_vector
+    assert torch.equal(memory[(i // vector * tile.mma_threads + thread) * vector + i % vector], values)
+    assert torch.equal(matrix.view(-1), 4 * elements)
+
+
+def test_a_fragment_of_no_whole_vectors_is_refused():
+    @cute.jit
+    def broken(memory: cute.Tensor):
+        add_fragment(cute.make_rmem_tensor(cute.make_layout(6), Float32), memory.iterator, Int32(0), 32, 4)
+
+    with pytest.raises(ValueError, match="vector is 4: whole vectors"):
+        cute.compile(broken, from_dlpack(torch.zeros(256)))
+
+
+# ---- preprocess ----
+
+
+@cute.jit
+def preprocess(
+    mDO: cute.Tensor,
+    mO: cute.Tensor,
+    mLSE: cute.Tensor,
+    mDLSE: cute.Tensor | None,
+    mLSElog2: cute.Tensor,
+    mDPsum: cute.Tensor,
+    mDQaccum: cute.Tensor,
+    sums: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    seqused: cute.Tensor | None,
+    sizes: cute.Tensor,
+    keep_prob: Float32,
+    kernel: Constexpr,
+):
+    """Every block and thread of the kernel in turn; where lanes shuffle, they add up in memory."""
+    tile, traits = kernel.tile, kernel.traits
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
+    for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
+        batch, head = i // sizes[1], i % sizes[1]
+        for row0 in cutlass.range(0, cute.round_up(seqlens.max_seqlen_q, tile.tile_m), tile.rows, unroll=1):
+            place = Rows.at(seqlens, batch, head, row0, tile.tile_m)
+            if row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
+                for row in cutlass.range(tile.rows):
+                    sums[row] = Float32(0.0)
+                for thread in cutlass.range(tile.num_threads, unroll=1):
+                    do, o = kernel.load_rows(mDO, place, thread), kernel.load_rows(mO, place, thread)
+                    for j in cutlass.range_constexpr(tile.passes(traits)):
+                        part = kernel.part_of_row(do, o, j, thread)
+                        row = thread // tile.threads_per_row(traits) + j * tile.rows_at_once(traits)
+                        if row < tile.rows:
+                            sums[row] = sums[row] + part
+                    kernel.clear_accumulators(mDQaccum, place, thread)
+                for thread in cutlass.range(tile.rows, unroll=1):
+                    lse, dlse = kernel.load_number(mLSE, place, thread), Float32(0.0)
+                    if cutlass.const_expr(mDLSE is not None):
+                        dlse = kernel.load_number(mDLSE, place, thread)
+                    exists = row0 + thread < place.info.seqlen_q
+                    out = kernel.statistics(exists, sums[thread], lse, dlse, keep_prob)
+                    for workspace, number in zip((mLSElog2, mDPsum), out, strict=True):
+                        rows = workspace_rows(workspace, batch, head, place.padded0, 1, traits.varlen)
+                        rows[thread] = number
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A batch: its lengths, how it is stored, and a tile."""
+
+    head_dim: int
+    head_dim_v: int
+    tile: BackwardPreprocessTile
+    lengths: tuple[int, ...]
+    packed: bool = False
+    used: tuple[int, ...] | None = None
+    lse_grad: bool = False
+    accumulators: int = 1
+
+
+T = BackwardPreprocessTile
+CASES = {
+    "odd": Case(40, 72, T(16, 16, 64), (33, 33)),
+    "wide-values": Case(8, 256, T(32, 8, 32), (40,), accumulators=2),
+    "lse-grad": Case(64, 64, T(48, 24, 128), (49,), lse_grad=True),
+    "used": Case(32, 96, T(16, 16, 64), (40, 40, 40), used=(40, 0, 17), lse_grad=True),
+    "packed": Case(64, 32, T(32, 16, 64), (32, 0, 31, 33, 1), packed=True),
+    "packed-used": Case(96, 24, T(16, 4, 32), (16, 5, 40), packed=True, used=(16, 0, 18), accumulators=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_preprocess_on_every_thread(name):
+    torch.manual_seed(0)
+    case, heads, keep = CASES[name], 2, 0.75
+    d, dv, m = padded(case.head_dim), case.head_dim_v, case.tile.tile_m
+    batch, longest, total = len(case.lengths), max(case.lengths), sum(case.lengths)
+    used = case.used or case.lengths
+    traits = Traits(
+        "backward_preprocess",
+        "sm80",
+        "fp16",
+        case.head_dim,
+        dv,
+        varlen=case.packed,
+        seqused_q=case.used is not None,
+        lse_grad=case.lse_grad,
+    )
+    assert case.tile.reject(traits, "sm80") is None
+    plane = (heads,) if case.packed else (batch, heads)
+    tokens = (total,) if case.packed else (batch, longest)
+    do, o = (torch.randn(*tokens, heads, dv).half() for _ in range(2))
+    lse = torch.randn(*plane, tokens[-1])
+    lse[..., 3::7], lse[..., 5::11] = -math.inf, math.inf
+    dlse = torch.randn(*plane, tokens[-1]) if case.lse_grad else None
+    starts = [0, *itertools.accumulate(case.lengths)]
+    if case.packed:
+        firsts = [(starts[b] // m + b) * m for b in range(batch)]
+        rows = (total // m + batch) * m
+    else:
+        firsts, rows = [0] * batch, -(-longest // m) * m
+    outputs = [torch.full((*plane, rows), math.nan) for _ in range(2)]
+    accumulators = torch.full((case.accumulators, *plane, rows * d), math.nan)
+
+    expected = [torch.full_like(x, math.nan) for x in outputs]
+    cleared = torch.full((case.accumulators, *plane, rows, d), math.nan)
+    for b in range(batch):
+        n, first = min(used[b], case.lengths[b]), firsts[b]
+        end = first + -(-n // m) * m
+        here = (slice(starts[b], starts[b] + n),) if case.packed else (b, slice(0, n))
+        numbers = (slice(None), *here) if case.packed else (b, slice(None), slice(0, n))
+        dpsum = (do[here].float() * o[here].float()).sum(-1).T - (dlse[numbers] if dlse is not None else 0.0)
+        seen = lse[numbers].isfinite()
+        found = [
+            torch.where(seen, lse[numbers] * math.log2(math.e), math.inf),
+            torch.where(seen, dpsum * keep, 0.0),
+        ]
+        for target, value, nothing in zip(expected, found, (math.inf, 0.0), strict=True):
+            sequence_rows = target if case.packed else target[b]
+            sequence_rows[:, first:end] = nothing
+            sequence_rows[:, first : first + n] = value
+        (cleared if case.packed else cleared[:, b])[:, :, first:end] = 0.0
+
+    lengths = (
+        on_cpu(torch.tensor(starts, dtype=torch.int32)) if case.packed else None,
+        on_cpu(torch.tensor(case.used, dtype=torch.int32)) if case.used else None,
+    )
+    sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
+    tensors = [on_cpu(x) for x in (do, o, lse, dlse, *outputs, accumulators, torch.zeros(case.tile.rows))]
+    kernel = BackwardPreprocess(traits, case.tile)
+    cute.compile(preprocess, *tensors, *lengths, sizes, Float32(keep), kernel)(
+        *tensors, *lengths, sizes, keep
+    )
+
+    for got, want in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(accumulators, cleared.view_as(accumulators), rtol=0, atol=0, equal_nan=True)
+
+
+@given(st.integers(1, 32), st.integers(1, 32), st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 192, 256)))
+def test_a_preprocess_tile_for_every_main_kernel(head_dim, head_dim_v, tile_m):
+    traits = Traits("backward_preprocess", "sm80", "bf16", 8 * head_dim, 8 * head_dim_v)
+    tile = BackwardPreprocessTile.of(traits, tile_m)
+    assert tile.tile_m == tile_m and tile.reject(traits, "sm86") is None
+    assert tile.threads_per_row(traits) * tile.vectors(traits) * 8 >= traits.head_dim_v
+    assert tile.passes(traits) * tile.rows_at_once(traits) >= tile.rows
+
+
+@pytest.mark.parametrize(
+    "tile, message",
+    [
+        (T(128, 64, 48), "num_threads is 48; accepted: multiples of 32 up to 1024"),
+        (T(40, 8, 64), "tile_m is 40; accepted: multiples of 16"),
+        (T(128, 48, 64), "rows is 48; accepted: divisors of tile_m, 128"),
+        (T(128, 2, 64), "rows is 2; accepted: divisors of tile_m"),
+        (T(128, 128, 64), "rows is 128; accepted: .* at most 64"),
+    ],
+)
+def test_a_preprocess_tile_that_cannot_work_is_refused(tile, message):
+    with pytest.raises(registry.Unsupported, match=message):
+        registry.lookup(Traits("backward_preprocess", "sm80", "bf16", 64), tile)
+
+
+def test_parts_know_nothing_of_scores():
+    for op in ("backward_preprocess", "backward_convert"):
+        with pytest.raises(
+            registry.Unsupported, match=f"knows nothing of scores; accepted: {op}-sm80-bf16-d64$"
+        ):
+            registry.lookup(Traits(op, "sm80", "bf16", 64, mask="causal"))
+
+
+# ---- convert ----
+
+
+class HostConvert(BackwardConvert):
+    """Stores to shared memory one by one, since no stmatrix runs on the CPU."""
+
+    @cute.jit
+    def to_shared(self, acc: cute.Tensor, s_dq: cute.Tensor, scale: Float32, thread: Int32) -> None:
+        target = layouts.transposed(s_dq) if cutlass.const_expr(self.tile.dq_transposed) else s_dq
+        mine = self.tiled_mma().get_slice(thread).partition_C(cute.make_identity_tensor(target.shape))
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            target[mine[i]] = Float16(acc[i] * scale)
+
+
+@cute.jit
+def convert(
+    mDQaccum: cute.Tensor,
+    mDQ: cute.Tensor,
+    shared: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    seqused: cute.Tensor | None,
+    sizes: cute.Tensor,
+    scale: Float32,
+    kernel: Constexpr,
+):
+    """Every block and thread of the kernel, one step after the other."""
+    tile, packed = kernel.tile, kernel.traits.varlen
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
+    s_dq = cute.make_tensor(shared.iterator, kernel.smem_layout())
+    for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
+        batch, head = i // sizes[1], i % sizes[1]
+        info = SeqlenInfo.read(seqlens, batch)
+        for row0 in cutlass.range(0, info.seqlen_q, tile.tile_m, unroll=1):
+            place = QueryBlock(row0, head, head, batch, info)
+            padded0 = padded_row0(seqlens, info, batch, tile.tile_m) + row0
+            for thread in cutlass.range(tile.mma_threads, unroll=1):
+                kernel.to_shared(kernel.load(mDQaccum, place, padded0, thread), s_dq, scale, thread)
+            rows = sequence(mDQ, batch, head, info.offset_q, packed)
+            for thread in cutlass.range(tile.mma_threads, unroll=1):
+                kernel.store_rows(s_dq, rows, row0, info.seqlen_q, thread)
+
+
+@cute.jit
+def register_order(out: cute.Tensor, traits: Constexpr, tile: Constexpr):
+    """out[thread, i] = the element (row * columns + column) in register i of the thread's accumulator."""
+    mma, shape = dq.mma_dq(traits, tile), dq.accumulator_shape(traits, tile)
+    for thread in cutlass.range(tile.mma_threads, unroll=1):
+        place = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(cute.size(place)):
+            out[thread, i] = place[i][0] * shape[1] + place[i][1]
+
+
+def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """(query, column) of every float of a query block's accumulator."""
+    size, vector = dq.block_floats(traits, tile) // tile.mma_threads, tile.dq_vector
+    order = torch.zeros(tile.mma_threads, size, dtype=torch.int32)
+    given = from_dlpack(order)
+    cute.compile[ARCH[traits.arch]](register_order, given, traits, tile)(given)
+    thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
+    elements = torch.empty(order.numel(), dtype=torch.int32)
+    elements[(i // vector * tile.mma_threads + thread) * vector + i % vector] = order
+    rows, cols = (
+        elements // dq.accumulator_shape(traits, tile)[1],
+        elements % dq.accumulator_shape(traits, tile)[1],
+    )
+    return (cols.long(), rows.long()) if tile.dq_transposed else (rows.long(), cols.long())
+
+
+CONVERTS = {
+    "batched": ("sm80-warps-2x2", (33, 33), None, False),
+    "packed": ("sm80-warps-1x4", (16, 0, 15, 17), None, True),
+    "used": ("sm90", (70, 70), (70, 3), False),
+    "along-m": ("sm90-along-m", (130,), None, False),
+    "along-n": ("sm90-along-n", (65, 63), None, True),
+    "transposed": ("sm90-transposed", (81, 20), (81, 19), True),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTS)
+def test_convert_on_every_thread(name):
+    torch.manual_seed(0)
+    order, lengths, used, packed = CONVERTS[name]
+    arch, head_dim, tile = ORDERS[order]
+    traits = Traits("backward_convert", arch, "fp16", head_dim, varlen=packed, seqused_q=used is not None)
+    batch, longest, total, heads, scale, m = len(lengths), max(lengths), sum(lengths), 2, 0.375, tile.tile_m
+    starts = [0, *itertools.accumulate(lengths)]
+    plane = (heads,) if packed else (batch, heads)
+    blocks = total // m + batch if packed else -(-longest // m)
+    accumulators = torch.randn(3, *plane, blocks, m, padded(head_dim))
+    rows, cols = elements_in_memory(traits, tile)
+    memory = accumulators[..., rows, cols].reshape(3, *plane, -1).contiguous()
+    out = torch.full(
+        (total, heads, head_dim) if packed else (batch, longest, heads, head_dim), math.nan
+    ).half()
+
+    summed = (accumulators[0] + accumulators[1] + accumulators[2]) * scale
+    summed = summed.half().reshape(*plane, blocks * m, padded(head_dim))[..., :head_dim]
+    expected = torch.full_like(out, math.nan)
+    for b in range(batch):
+        n = min(used[b], lengths[b]) if used else lengths[b]
+        first = (starts[b] // m + b) * m if packed else 0
+        if packed:
+            expected[starts[b] : starts[b] + n] = summed[:, first : first + n].transpose(0, 1)
+        else:
+            expected[b, :n] = summed[b, :, :n].transpose(0, 1)
+
+    given = [on_cpu(x) for x in (memory, out, torch.zeros(m * padded(head_dim)).half())]
+    ends = (
+        on_cpu(torch.tensor(starts, dtype=torch.int32)) if packed else None,
+        on_cpu(torch.tensor(used, dtype=torch.int32)) if used else None,
+    )
+    sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
+    kernel = HostConvert(traits, tile)
+    cute.compile[ARCH[arch]](convert, *given, *ends, sizes, Float32(scale), kernel)(
+        *given, *ends, sizes, scale
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_parts_take_the_main_kernels_tile():
+    main = registry.lookup(Traits("backward", "sm80", "bf16", 128, mask="causal"), target="sm86").tile
+    part = Traits("backward_convert", "sm80", "bf16", 128)
+    assert registry.lookup(part, main, "sm86").tile == main
+    before = BackwardPreprocess.beside(part, main)
+    assert before == BackwardPreprocessTile.of(part, main.tile_m)
