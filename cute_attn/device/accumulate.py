@@ -7,8 +7,7 @@ Memory holds fragments in the order of threads rather than of a matrix: value i 
 so that a warp always touches whole lines, whatever MMA the fragment is of. Whoever reads it makes the same fragment.
 """
 
-import cutlass
-from cutlass import Constexpr, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
 from cute_attn.device.math import on_device
 
@@ -16,10 +15,7 @@ VECTORS = (1, 2, 4)
 """Floats that one reduction adds: 1 everywhere, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
 
 
-@cute.jit
-def add_fragment(
-    acc: cute.Tensor, base: cute.Pointer, thread: Int32, num_threads: Constexpr, vector: Constexpr
-) -> None:
+def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, num_threads: int, vector: int) -> None:
     """Add ``acc`` (fp32 in registers, read in its own flat order) to the fragment of ``thread`` at ``base``.
 
     base: global memory of num_threads * size(acc) floats, aligned to 4 * vector bytes. No order is kept among threads
@@ -27,27 +23,26 @@ def add_fragment(
     """
     values = _flat(acc, vector)
     first = base + thread * vector
-    for i in cutlass.range_constexpr(0, cute.size(values), vector):
+    for i in range(0, cute.size(values), vector):
         _reduce(first, i * num_threads, [values[i + j] for j in range(vector)])
 
 
-@cute.jit
 def load_fragment(
     acc: cute.Tensor,
     base: cute.Pointer,
     thread: Int32,
-    num_threads: Constexpr,
-    vector: Constexpr,
-    more: Constexpr = False,
+    num_threads: int,
+    vector: int,
+    more: bool = False,
 ) -> None:
     """Read into ``acc`` what :func:`add_fragment` added up at ``base``; ``more``: add it to what acc holds."""
     values = _flat(acc, vector)
     first = base + cute.assume(thread * vector, divby=vector)
     piece = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
-    for i in cutlass.range_constexpr(0, cute.size(values), vector):
+    for i in range(0, cute.size(values), vector):
         cute.autovec_copy(cute.make_tensor(first + i * num_threads, cute.make_layout(vector)), piece)
-        for j in cutlass.range_constexpr(vector):
-            values[i + j] = values[i + j] + piece[j] if cutlass.const_expr(more) else piece[j]
+        for j in range(vector):
+            values[i + j] = values[i + j] + piece[j] if more else piece[j]
 
 
 def _flat(acc: cute.Tensor, vector: int) -> cute.Tensor:
