@@ -14,6 +14,9 @@ from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
+NO_QUERY = 1 << 30
+"""A query's index that no sequence reaches."""
+
 
 @dataclass(frozen=True)
 class Mask(Epilogue):
@@ -39,8 +42,15 @@ class Mask(Epilogue):
             return Band(True, True, context.shift - left, context.shift + right + 1, context.seqlen_k)
         return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k)
 
-    @cute.jit
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
+        """Bounds are taken along the axis of which a thread has fewer: keys of a row, or queries of a column."""
+        if tile.transposed:
+            self._bound_queries(state, tile)
+        else:
+            self._bound_keys(state, tile)
+
+    @cute.jit
+    def _bound_keys(self, state: Band, tile: ScoreTile) -> None:
         row0 = anew(tile.row0)  # or each row's bounds would wait in registers for the blocks that need them
         for r in cutlass.range_constexpr(len(tile.rows)):
             query = row0 + tile.rows[r]
@@ -50,6 +60,19 @@ class Mask(Epilogue):
                 visible = tile.cols[c] < end
                 if cutlass.const_expr(state.has_left):
                     visible = visible & (tile.cols[c] >= first)
+                tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
+
+    @cute.jit
+    def _bound_queries(self, state: Band, tile: ScoreTile) -> None:
+        col0 = anew(tile.col0)
+        for c in cutlass.range_constexpr(len(tile.cols)):
+            key = col0 + tile.cols[c]
+            first = state.first_query(key) - tile.row0 if key < state.seqlen_k else Int32(NO_QUERY)
+            end = state.end_query(key, Int32(NO_QUERY)) - tile.row0
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                visible = tile.rows[r] >= first
+                if cutlass.const_expr(state.has_left):
+                    visible = visible & (tile.rows[r] < end)
                 tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
 
     def backward(self, state: Band, tile: ScoreTile, saved: Any) -> None:
