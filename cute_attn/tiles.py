@@ -482,6 +482,8 @@ class BackwardSm90Tile(Tile):
         num_stages_ds: copies of dS (and P) in shared memory; with 2 a step has one barrier, with 1 it has two.
         dq_transposed: dQ is computed as its transpose, so that the warpgroups divide the head dim in steps of 64.
         dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
+        p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
+            Not with dropout, which has set elements of it to zero by then.
     """
 
     tile_m: int = 64
@@ -554,9 +556,9 @@ class BackwardSm90Tile(Tile):
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
-        # At dS: scores, dP and P in 16 bits. At dQ: dQ and dS in 16 bits.
-        kept = 0 if self.p_in_smem else acc_s // 2
-        return acc_dkv + max(2 * acc_s + kept, acc_dq + 2 * kept) + 8
+        p16 = 0 if self.p_in_smem else acc_s // 2
+        at_ds = acc_s + (2 * p16 if self.p_rounded else acc_s + p16)
+        return acc_dkv + max(2 * acc_s, at_ds, acc_dq + 2 * p16) + 20
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.warpgroups not in (1, 2, 3):
@@ -585,6 +587,8 @@ class BackwardSm90Tile(Tile):
                 f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
                 "accepted: 1 or more, 1 or more, 1 or 2"
             )
+        if self.p_rounded and traits.dropout:
+            return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
         if self.registers(traits) > self.compute_registers:

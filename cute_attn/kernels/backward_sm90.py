@@ -8,23 +8,24 @@
     dK = rp * softmax_scale * dS^T Q
     dQ = rp * softmax_scale * dS K
 
-A block of threads has a key block, and walks over all query blocks that see it, of every query head in the group: dK and
-dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel converts it.
+A block of threads has a key block, and walks over all query blocks that see it, of every query head in the group: dK
+and dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel converts it.
 
-One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings. The warpgroups compute
-S and dP transposed, each for 64 keys of its own, so that P^T and dS^T are operands of dV and dK as they lie in registers:
+One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings. The warpgroups
+compute S and dP transposed, each for 64 keys of its own, so that P and dS are operands of dV and dK as they lie in
+registers (all as (keys, queries) here):
 
     start S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
     start dV += P dO
     wait for dP; dS, which goes to shared memory as well
     barrier: all keys' dS are there
-    start dQ = dS^T K of this query block, each warpgroup some of its columns or rows
+    start dQ = dS K of this query block, each warpgroup some of its columns or rows
     start dK += dS Q
     wait for dQ, and add it to memory
 
-Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory too:
-the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
+Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
+too: the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
 aligned with a contiguous last dimension.
@@ -60,7 +61,7 @@ from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 L2_SECTION_BYTES = 32 << 20
-"""How many bytes of dQ the heads that are worked on together may have: fp32 additions beyond it go at half the speed."""
+"""How many bytes of dQ the heads that are worked on together may have: fp32 additions beyond go at half the speed."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,8 @@ class BackwardSm90:
 
     def layout_v(self) -> cute.ComposedLayout:
         """V, (tile_n, head_dim_v). dV takes it over."""
-        return operand_layout(self.tile.tile_n, self.dims[1], self.dtype, stages=1)
+        tile = self.tile
+        return operand_layout(tile.tile_n, self.dims[1], self.dtype, stages=1, parts=tile.dkv_warps_n)
 
     def layout_q(self) -> cute.ComposedLayout:
         """Q, (tile_m, head_dim, stage): an operand of S, and transposed of dK."""
@@ -243,7 +245,7 @@ class BackwardSm90:
         return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
 
     def mma_dkv(self, head_dim: int) -> cute.TiledMma:
-        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, or with p_in_smem from shared memory."""
+        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory."""
         tile = self.tile
         return layouts.tiled_mma_sm90(
             self.dtype,
@@ -268,7 +270,7 @@ class BackwardSm90:
 
     @property
     def foreign_queries(self) -> bool:
-        """Whether rows of Q and dO behind a sequence's last are somebody else's: they may be NaN, and 0 * NaN is NaN."""
+        """Whether rows of Q and dO behind a sequence's last are somebody else's: perhaps NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_q
 
     @property
@@ -813,14 +815,21 @@ class BackwardSm90:
 
 
 def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
-    """Best first; the first one that fits is the default."""
+    """Best first; the first one that fits is the default.
+
+    What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
+    would have.
+    """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    heavy = bool(traits.softcap or traits.bias or traits.epilogues or traits.dropout)
+    narrow = BackwardSm90Tile(64, 128)
     if d <= 64:
-        return [BackwardSm90Tile(128, 128), BackwardSm90Tile(64, 128)]
+        return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True), narrow]
     if d <= 128:
-        transposed = padded(traits.head_dim) == 128 and not traits.mask
-        tiles = [BackwardSm90Tile(80, 128, dq_transposed=True)] if transposed else []
-        return [*tiles, BackwardSm90Tile(64, 128)]
+        many = BackwardSm90Tile(80, 128, dq_transposed=True, p_rounded=True)
+        tiles = [] if heavy or traits.mask or padded(traits.head_dim) < 128 else [many]
+        rounded = [dataclasses.replace(narrow, p_rounded=True)] if traits.bias == "fp32" else []
+        return [*tiles, *rounded, narrow]
     wide = BackwardSm90Tile(64, 64, p_in_smem=True)
     return [
         wide,
