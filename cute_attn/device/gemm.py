@@ -59,7 +59,7 @@ class SmemOperand:
     def start(self, stage: Int32) -> Int32:
         """The address of the thread's first vector in ``stage``, computed here rather than kept through a loop."""
         rows, cols, _ = self.tile.layout.shape
-        coords = self.tiled_copy.get_slice(anew(self.thread)).partition_S(
+        coords = self.tiled_copy.get_slice(small(anew(self.thread))).partition_S(
             cute.make_identity_tensor((cute.size(rows), cute.size(cols)))
         )
         row, col = coords[0]
@@ -178,7 +178,7 @@ class SmemResult:
         Pairs lie at static distances from the first one, but for the swizzle, as with ``SmemOperand.address``.
         """
         modes = row_col_modes(self.tiled_mma, *self.shape)
-        row, col = thread_row_col(self.tiled_mma, *self.shape, anew(self.thread))
+        row, col = thread_row_col(self.tiled_mma, *self.shape, small(anew(self.thread)))
         start = (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
@@ -194,6 +194,11 @@ class SmemResult:
                 place = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
                 target = cute.make_tensor(place + (distance - swizzled) // 2, cute.make_layout(1))
                 target[0] = pairs[cute.crd2idx((r, c), view.layout) // 2]
+
+
+def small(thread: Int32) -> Int32:
+    """A thread's number as one that the compiler knows to be small and not negative: divisions of it are shifts."""
+    return thread & Int32(1023)
 
 
 def _swizzled_bits(layout: object) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 import layouts
@@ -35,7 +35,7 @@ from cute_attn.device import dq
 from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
+from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.probabilities import probabilities, score_gradient
@@ -97,13 +97,14 @@ class Gradients:
 class BlockLoad:
     """One head's Q or dO in global memory with its row statistics, and their stages in shared memory."""
 
-    row_copy: RowCopy
     g: cute.Tensor  # (seqlen_q, head_dim)
+    valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
     seqlen_q: Int32
     thread: Int32
+    num_threads: Constexpr
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
@@ -117,20 +118,54 @@ class BlockLoad:
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``."""
-        queries, cols = cute.size(self.s, mode=[0]), cute.size(self.s, mode=[1])
-        pieces: Constexpr = cute.size(self.s_row, mode=[0]) // queries
-        for piece in cutlass.range_constexpr(pieces):
-            part = block * pieces + piece
-            tile = block_of_rows(self.g, part, queries, cols)
-            rows = self.seqlen_q - part * queries
-            self.row_copy.copy(tile, self.s[None, None, stage * pieces + piece], rows, whole)
+        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows exist.
+
+        A thread's vectors lie whole rows of the swizzle's pattern apart, so that one address in shared memory serves
+        all of them. The row stride is opaque, or each vector's offset would be kept in registers.
+        """
+        (tile_m, _), (queries, cols, _) = (
+            tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
+        )
+        per_row = 8 if cols % 64 == 0 else 4
+        row_step, col_step = self.num_threads // per_row, per_row * 8
+        thread = small(anew(self.thread))
+        row, col = thread // per_row, thread % per_row * 8
+        layout = self.s.layout
+        first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
+        stride = opaque(Int64(self.g.stride[0]))
+        source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * 2
+        exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.s.element_type, num_bits_per_copy=128
+        )
+        vector = cute.make_layout(((8, 1), 1))
+        for m in cutlass.range_constexpr(0, tile_m, row_step):
+            for k in cutlass.range_constexpr(0, cols, col_step):
+                distance = cute.crd2idx((m % queries, k, m // queries), layout.outer)
+                g, s = (
+                    cute.make_tensor(
+                        cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
+                    )
+                    for address, space in (
+                        (source + (m * stride + k) * 2, cute.AddressSpace.gmem),
+                        (first + distance * 2, cute.AddressSpace.smem),
+                    )
+                )
+                exists[0, 0] = Boolean(True)
+                if cutlass.const_expr(k + col_step > self.valid_cols):
+                    exists[0, 0] = col + k < self.valid_cols
+                if cutlass.const_expr(not whole):
+                    exists[0, 0] = exists[0, 0] & (row + m < self.seqlen_q - block * tile_m)
+                if cutlass.const_expr(whole and k + col_step <= self.valid_cols):
+                    cute.copy(atom, g, s)
+                else:
+                    cute.copy(atom, g, s, pred=exists)
 
     @cute.jit
     def row_statistics(self, block: Int32, stage: Int32) -> None:
         """A number a row, 16 bytes a thread; the workspace has all rows of the block."""
         tile_m = cute.size(self.s_row, mode=[0])
-        thread = anew(self.thread)
+        thread = small(anew(self.thread))
         if thread < tile_m // 4:
             source = (self.g_row.iterator + (block * tile_m + thread * 4)).toint()
             target = (self.s_row.iterator + (stage * tile_m + thread * 4)).toint()
@@ -455,10 +490,10 @@ class BackwardSm80:
         packed = self.traits.varlen
 
         def load(m, head_dim, s, m_row, s_row):
-            row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, padded(head_dim), head_dim)
             g = sequence(m, place.batch, head, place.info.offset_q, packed)
             g_row = workspace_rows(m_row, place.batch, head, row0, 1, packed)
-            return BlockLoad(row_copy, g, s, g_row, s_row, place.info.seqlen_q, thread)
+            seqlen, threads = place.info.seqlen_q, self.tile.num_threads
+            return BlockLoad(g, head_dim, s, g_row, s_row, seqlen, thread, threads)
 
         return (
             load(mQ, self.traits.head_dim, mem.q, mLSElog2, mem.lse),
@@ -594,7 +629,7 @@ class BackwardSm80:
         """A scores' accumulator in terms of queries and keys."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp, tile.queries, tile.tile_n, anew(work.thread), tile.p_in_regs
+            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
         )
         return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, work.key0)
 
@@ -607,7 +642,7 @@ class BackwardSm80:
         """LSE or D of the thread's rows, from shared memory."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp, tile.queries, tile.tile_n, anew(work.thread), tile.p_in_regs
+            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
         )
         rows = score_map.modes.rows
         stage = self.stage(opaque(block), cute.size(s_row, mode=[1]))
@@ -626,7 +661,7 @@ class BackwardSm80:
         gemm(op.mma_dq, acc, op.ds, op.k_t, Int32(0), tile.steps_at_once(tile.tile_n, tile.dq_unroll))
         floats = dq.block_floats(self.traits, tile)
         place = work.dq_blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, place, anew(work.thread), tile.mma_threads, tile.dq_vector)
+        add_fragment(acc, place, small(anew(work.thread)), tile.mma_threads, tile.dq_vector)
 
     @cute.jit
     def stage_gradient(
