@@ -243,7 +243,6 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple) -> None
         ctx.mark_non_differentiable(softmax)
 
 
-@torch.autograd.function.once_differentiable
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Gradients:
@@ -251,7 +250,27 @@ def _differentiate(
         return None, None, None, None
     *tensors, out, lse = ctx.saved_tensors
     call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
-    return backward(call, grad_out, grad_lse, out, lse, wanted)
+    if not torch.is_grad_enabled():
+        return backward(call, grad_out, grad_lse, out, lse, wanted)
+    with torch.no_grad():
+        grads = backward(call, grad_out, grad_lse, out, lse, wanted)
+    return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
+
+
+class _Once(torch.autograd.Function):
+    """Marks a gradient that depends on what autograd, asked to keep its graph, cannot follow."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        """The same."""
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        """Refuse."""
+        raise NotImplementedError(
+            "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
+        )
 
 
 class Attention(torch.autograd.Function):

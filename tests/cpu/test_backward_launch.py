@@ -1,0 +1,436 @@
+"""The host side of the backward: CPU tensors go through its plans, and kernels in plain torch stand for the real ones.
+
+They take exactly what the real ones take and write exactly what those write, the workspace in a layout of their own, so
+that what comes out are gradients only if every shape, stride, offset and constant was right.
+"""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launch, ops, reference
+from cute_attn.backward import MAX_SPLITS, BiasGradient, Workspace, gradients, key_splits
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.tiles import padded
+from tests.problem import Case
+
+BF16 = torch.bfloat16
+
+
+class Torch:
+    """Stands for the compiler; what it builds computes in float32 by loops."""
+
+    def __init__(self):
+        self.built, self.launched = [], []
+
+    def compile(self, traits, tile, target):
+        self.built.append((traits, tile))
+        kernels = {"forward": self.forward, "backward": self.main}
+        kernels |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
+        return Compiled(kernels[traits.op], traits, tile, self.launched)
+
+    @staticmethod
+    def sequences(traits, tile, seqlens, q, k=None):
+        """For each batch its rows of q and of k, as slices, and its first row in the workspace."""
+        for b in range(q.shape[0] if seqlens.cu_seqlens_q is None else len(seqlens.cu_seqlens_q) - 1):
+            rows = []
+            for side in "qk":
+                cu, used = getattr(seqlens, f"cu_seqlens_{side}"), getattr(seqlens, f"seqused_{side}")
+                start, end = (
+                    (0, getattr(seqlens, f"max_seqlen_{side}")) if cu is None else cu[b : b + 2].tolist()
+                )
+                used_end = end if used is None else min(end, start + int(used[b]))
+                rows.append((slice(start, used_end), slice(start, end)))
+            first = (rows[0][0].start // tile.tile_m + b) * tile.tile_m if traits.varlen else 0
+            yield b, *rows, first
+
+    @classmethod
+    def preprocess(cls, traits, tile, do, o, lse, dlse, lse_log2, dpsum, accumulators, seqlens, keep):
+        for x in (lse_log2, dpsum, accumulators):
+            assert x.is_contiguous() and x.data_ptr() % 16 == 0
+        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
+            at = (slice(None),) if traits.varlen else (b,)
+            n, end = rows.stop - rows.start, first + -(-(rows.stop - rows.start) // tile.tile_m) * tile.tile_m
+            products = (do.float() * o.float()).sum(-1)
+            products = (products if traits.varlen else products[b])[rows].T
+            own = lse[at][:, rows]
+            change = 0 if dlse is None else dlse[at][:, rows]
+            lse_log2[at][:, first:end] = math.inf
+            dpsum[at][:, first:end] = 0
+            lse_log2[at][:, first : first + n] = torch.where(own.isinf(), math.inf, own * math.log2(math.e))
+            dpsum[at][:, first : first + n] = torch.where(own.isinf(), 0, (products - change) * keep)
+            width = padded(traits.head_dim)
+            for accumulator in accumulators:
+                accumulator[at][:, first * width : end * width] = 0
+
+    @classmethod
+    def main(cls, traits, tile, *args):
+        (
+            q,
+            k,
+            v,
+            do,
+            lse_log2,
+            dpsum,
+            accumulators,
+            dk,
+            dv,
+            seqlens,
+            scale,
+            num_splits,
+            split_stride,
+            score,
+        ) = args
+        width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
+        score = list(score)
+        cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
+        slopes = score.pop(0)[0] if traits.alibi else None
+        bias = score.pop(0) if traits.bias else (None,)
+        state, rescale = (score[0][0], score[0][2]) if traits.dropout else (None, 1.0)
+        inputs = ScoreInputs(left, right, slopes, bias[0], softcap=cap if traits.softcap else 0.0)
+        packed = traits.varlen
+        for b, (rows, _), (keys, all_keys), first in cls.sequences(traits, tile, seqlens, q, k):
+            own = [x if packed else x[b] for x in (q, k, v, do, dk, dv)]
+            own_dk, own_dv = own[4][all_keys], own[5][all_keys]
+            own_dk.zero_(), own_dv.zero_()
+            n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
+            sums_k, sums_v = own_dk[:n_k].float(), own_dv[:n_k].float()
+            for h in range(q.shape[-2]):
+                qh, doh = own[0][rows, h].float(), own[3][rows, h].float()
+                kh, vh = own[1][keys, h // group].float(), own[2][keys, h // group].float()
+                coords = reference.ScoreCoords(
+                    *(torch.tensor(x).view(1, 1, 1, 1) for x in (b, h)),
+                    torch.arange(n_q).view(1, 1, -1, 1),
+                    torch.arange(n_k).view(1, 1, 1, -1),
+                    q.shape[-2],
+                    n_q,
+                    n_k,
+                    seqlens.max_seqlen_q,
+                    seqlens.max_seqlen_k,
+                    traits.top_left,
+                )
+                raw = (scale * qh @ kh.T)[None, None].requires_grad_()
+                with torch.enable_grad():
+                    features = reference.Features(traits.mask)
+                    scores = reference.modify_scores(raw, coords, features, inputs)
+                at = (h,) if packed else (b, h)
+                lse = lse_log2[at][first : first + n_q, None] / math.log2(math.e)
+                p = torch.exp(scores.detach()[0, 0] - lse)
+                keep = 1.0
+                if traits.dropout:
+                    keep = reference.DROPOUT_KEEP[traits.dropout](coords, 1 - 1 / rescale, state)[0, 0]
+                ds = p * (keep * (doh @ vh.T) - dpsum[at][first : first + n_q, None])
+                if traits.bias_grad:
+                    grad = bias[1]
+                    if bias[2] and bias[0].dtype != torch.float32:
+                        grad = grad.view(torch.float32)
+                    for i in range(n_q):
+                        if bias[2]:
+                            grad[b, h, i, :n_k] += rescale * ds[i]
+                        else:
+                            grad[b, h, i, :n_k] = (rescale * ds[i]).to(grad.dtype)
+                (ds,) = torch.autograd.grad(scores, raw, ds[None, None])
+                ds = ds[0, 0]
+                sums_k[:, h // group] += rescale * scale * ds.T @ qh
+                sums_v[:, h // group] += rescale * (p * keep).T @ doh
+                for block in range(-(-n_k // tile.tile_n)):
+                    part = slice(block * tile.tile_n, (block + 1) * tile.tile_n)
+                    accumulator = accumulators.view(-1)[block % num_splits * split_stride :]
+                    accumulator = accumulator[: accumulators[0].numel()].view(accumulators.shape[1:])
+                    target = accumulator[at][first * width : (first + n_q) * width].view(n_q, width)
+                    target[:, : traits.head_dim] += ds[:, part] @ kh[part]
+            own_dk[:n_k], own_dv[:n_k] = sums_k.to(BF16), sums_v.to(BF16)
+
+    @classmethod
+    def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
+        width = padded(traits.head_dim)
+        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, dq):
+            n = rows.stop - rows.start
+            at = (slice(None),) if traits.varlen else (b,)
+            total = sum(
+                a[at][:, first * width : (first + n) * width].view(dq.shape[-2], n, width)
+                for a in accumulators
+            )
+            (dq if traits.varlen else dq[b])[rows] = (
+                (scale * total[..., : traits.head_dim]).transpose(0, 1).to(BF16)
+            )
+
+    @staticmethod
+    def forward(traits, tile, *args):
+        raise AssertionError("the forward is the reference's")
+
+
+class Compiled:
+    def __init__(self, kernel, traits, tile, launched):
+        self.kernel, self.traits, self.tile, self.launched = kernel, traits, tile, launched
+
+    def function(self, *arguments):
+        self.launched.append((self.traits, self.tile, arguments))
+        self.kernel(self.traits, self.tile, *arguments)
+
+
+@pytest.fixture
+def torch_kernels(monkeypatch):
+    kernels = Torch()
+    monkeypatch.setattr(compiler, "compile", kernels.compile)
+    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
+    monkeypatch.setattr(backward, "_plans", {})
+    monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(launch, "_current_device", lambda: -1)
+
+    def poisoned(like, shape, strides, dtype):
+        return torch.full((math.prod(shape),), math.nan, dtype=dtype).as_strided(shape, strides)
+
+    monkeypatch.setattr(launch, "new_empty_strided", poisoned)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("cute_attn.kernels.forward_sm90._multiprocessors", lambda: 132)
+    return kernels
+
+
+SMALL = Case("small", seqlen_q=21, seqlen_k=150, nheads=4, nheads_kv=2, head_dim=40, head_dim_v=24)
+VARLEN = replace(SMALL, lengths_q=(5, 0, 66, 1), lengths_k=(30, 7, 0, 141))
+CASES = {
+    "plain": SMALL,
+    "causal": replace(SMALL, causal=True, layout="padded"),
+    "window-softcap": replace(SMALL, window=(20, 3), softcap=2.0),
+    "alibi-expanded": replace(SMALL, alibi="heads", layout="expanded"),
+    "bias": replace(SMALL, bias="bf16"),
+    "bias-fp32-over-b": replace(SMALL, bias="fp32", bias_broadcast="b"),
+    "bias-over-hq": replace(SMALL, bias="bf16", bias_broadcast="hq", causal=True),
+    "bias-hides-dropout": replace(SMALL, bias="fp16", bias_hides=True, dropout_p=0.25),
+    "mem_efficient": replace(SMALL, dropout_p=0.25, dropout_mask="mem_efficient"),
+    "seqused_k": replace(SMALL, seqused_k=(150, 0), causal=True),
+    "varlen": replace(VARLEN, causal=True),
+    "varlen-seqused-bias": replace(
+        VARLEN, seqused_q=(3, 0, 66, 1), seqused_k=(30, 7, 0, 129), bias="bf16", bias_broadcast="q"
+    ),
+    "no-queries": replace(SMALL, seqlen_q=0),
+    "no-keys": replace(SMALL, seqlen_k=0),
+    "one-by-one": replace(SMALL, seqlen_q=1, seqlen_k=1, batch=1, layout="odd_strides"),
+}
+
+
+def the_call(problem, **options):
+    """What attention makes of a problem, as the operator's call."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "forward", lambda call: calls.append(call) or (call.q, call.q, None))
+        with contextlib.suppress(TypeError, IndexError):
+            problem.run(**options)
+    (call,) = calls
+    return call
+
+
+def expected_gradients(problem, inputs, grads):
+    """By autograd through the reference in float32."""
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
+    changed = replace(
+        problem,
+        tensors=tuple(x.float() for x in leaves[:3]),
+        inputs=replace(problem.inputs, bias=leaves[3]),
+        owned=slice(None),
+    )
+    results = changed.expected(torch.float32)
+    outputs = [(results[name], g) for name, g in zip(("out", "lse"), grads, strict=True) if g is not None]
+    finite = [(x, g.masked_fill(x.isinf(), 0)) for x, g in outputs]
+    wanted = [x for x in leaves if x is not None]
+    starts, weights = [x for x, _ in finite], [g.to(x.dtype) for x, g in finite]
+    return torch.autograd.grad(starts, wanted, weights, materialize_grads=True)
+
+
+@pytest.mark.parametrize(
+    ("lse_only", "deterministic"), [(False, False), (False, True), (True, False)], ids=["out", "both", "lse"]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(torch_kernels, name, lse_only, deterministic):
+    case = CASES[name]
+    problem = case.build("cpu")
+    call = the_call(problem, deterministic=deterministic)
+    out, lse, _ = ops.forward_cpu(call)
+    grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
+    grads = (None if lse_only else grad_out, grad_lse if lse_only or deterministic else None)
+    needed = (True, True, True, case.bias != "")
+    inputs = (call.q, call.k, call.v, call.bias)
+    actual = gradients(call, *grads, out, lse, needed)
+    if case.packed:  # what no sequence owns is NaN
+        inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias)
+        problem = replace(problem, tensors=inputs[:3])
+    elif case.seqused_k:
+        inputs = (call.q, call.k.nan_to_num(0), call.v.nan_to_num(0, 0, 0), call.bias)
+    expected = expected_gradients(problem, inputs, grads)
+    for x, found, right in zip("qkvb", actual, expected, strict=False):
+        assert found.dtype == right.dtype and found.shape == right.shape and found.is_contiguous()
+        size = max(1e-3, float(right.abs().max())) if right.numel() else 1.0
+        torch.testing.assert_close(
+            found / size, right / size, atol=0.02, rtol=0.02, msg=lambda m, x=x: f"{x}: {m}"
+        )
+    splits = [arguments[11] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
+    strides = [arguments[12] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
+    assert len(splits) == (0 if 0 in (case.seqlen_q, case.seqlen_k) else 1)
+    assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
+
+
+def test_only_what_is_needed(torch_kernels):
+    problem = CASES["bias"].build("cpu")
+    call = the_call(problem)
+    out, lse, _ = ops.forward_cpu(call)
+    grad = torch.randn(out.shape).to(BF16)
+    for needed in ((False, True, False, False), (False, False, False, True), (True, False, False, False)):
+        torch_kernels.built.clear()
+        found = gradients(call, grad, None, out, lse, needed)
+        assert tuple(x is not None for x in found) == needed
+        names = [traits.name for traits, _ in torch_kernels.built]
+        assert any(name.startswith("backward_convert") for name in names) == needed[0]
+        assert any("bias_grad" in name for name in names) == needed[3]
+
+
+def test_any_gradient_of_the_output_can_be_read(torch_kernels):
+    call = the_call(SMALL.build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    dense = torch.randn(out.shape).to(BF16)
+    storage = torch.empty(out.numel() + 1, dtype=BF16)
+    grads = {
+        "transposed": dense.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns": dense.transpose(2, 3).contiguous().transpose(2, 3),
+        "unaligned": storage[1:].view(out.shape).copy_(dense),
+        "repeated": dense[:, :1].expand(out.shape),
+        "one number": torch.ones((), dtype=BF16).expand(out.shape),
+    }
+    for name, grad in grads.items():
+        found = gradients(call, grad, None, out, lse, (True, True, True, False))
+        right = gradients(call, grad.contiguous().clone(), None, out.clone(), lse, (True, True, True, False))
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True)), name
+        given = torch_kernels.launched[-6][2][0]
+        assert given.stride(-1) == 1 and given.data_ptr() % 16 == 0
+        assert (given.data_ptr() == grad.data_ptr()) == (name in ("transposed", "repeated"))
+
+
+def test_the_second_call_plans_nothing(torch_kernels):
+    call = the_call(SMALL.build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    for n in (1, 2):
+        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
+    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, (True, True, True, False))
+    assert len(torch_kernels.built) == 6
+    with torch_deterministic():
+        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][12] > 0
+
+
+@contextlib.contextmanager
+def torch_deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_kernel_and_tile_are_the_callers(torch_kernels):
+    call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
+    out, lse, _ = ops.forward_cpu(call)
+    gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
+    assert torch_kernels.built[0][1].tile_n == 128
+    with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
+        wrong = call._replace(backward_tile="rows=3")
+        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory"):
+        wrong = call._replace(backward_tile="tile_n=8192")
+        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False))
+
+
+def test_what_does_not_fit_is_refused(torch_kernels):
+    call = the_call(SMALL.build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    needed = (True, True, True, False)
+    with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
+        gradients(call, out[..., :8], None, out, lse, needed)
+    with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
+        gradients(call, out.float(), None, out, lse, needed)
+    with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 20\); accepted: \(2, 4, 21\)"):
+        gradients(call, out, None, out, lse[..., 1:], needed)
+
+
+# ---- autograd's node ----
+
+
+def test_the_node_asks_for_what_is_missing(monkeypatch):
+    """Attention.apply with a plan that answers from the reference."""
+    asked = []
+
+    class Plan:
+        rest = None
+
+        def launch(self, tensors, epilogue_tensors=()):
+            call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
+            return ops.forward_cpu(call)
+
+    def answer(call, grad_out, grad_lse, out, lse, needed):
+        asked.append((grad_out, grad_lse, needed))
+        return tuple(
+            torch.zeros_like(x) if n else None for x, n in zip((*call[:3], call.bias), needed, strict=True)
+        )
+
+    monkeypatch.setattr(ops, "backward", answer)
+    the_case = the_call(SMALL.build("cpu"))
+    plan = Plan()
+    plan.rest = the_case[11:]
+    q = the_case.q.clone().requires_grad_()
+    out, _, softmax = ops.Attention.apply(plan, q, *the_case[1:10])
+    assert softmax is None
+    out.sum().backward()
+    lse2 = ops.Attention.apply(plan, q, *the_case[1:10])[1]
+    lse2.sum().backward()
+    assert asked[0][1] is None and asked[0][0] is not None and asked[0][2] == (True, False, False, False)
+    assert asked[1][0] is None and asked[1][1] is not None
+    (again,) = torch.autograd.grad(
+        ops.Attention.apply(plan, q, *the_case[1:10])[0].sum(), q, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
+        again.sum().backward()
+
+
+# ---- numbers ----
+
+
+def test_key_splits():
+    assert key_splits(64, 1000, 132) == 1
+    assert key_splits(64, 32, 132) == 4
+    assert key_splits(3, 1, 132) == 3 and key_splits(1, 1, 132) == 1
+    assert all(1 <= key_splits(1000, n, 132) <= MAX_SPLITS for n in range(1, 300))
+
+
+def test_workspace():
+    call = the_call(VARLEN.build("cpu"))
+    space = Workspace.of(call, 64, 64, 3)
+    rows = (call.q.shape[0] // 64 + 4) * 64
+    assert space.lse_log2[0] == (4, rows) and space.dq[0] == (3, 4, rows * 64)
+    assert space.size == 2 * 4 * rows + 3 * 4 * rows * 64
+    batched = Workspace.of(the_call(SMALL.build("cpu")), 64, 64, 1)
+    assert batched.dq[0] == (1, 2, 4, 64 * 64) and batched.dq[2] == 2 * 2 * 4 * 64
+
+
+def test_a_bias_that_is_not_broadcast_has_its_gradient_written_once():
+    full = BiasGradient.of(the_call(CASES["bias"].build("cpu")), True)
+    assert full.dtype == BF16 and not full.clear and not full.sum_over
+    causal = BiasGradient.of(the_call(replace(CASES["bias"], causal=True).build("cpu")), False)
+    assert causal.dtype == BF16 and causal.clear
+    shared = BiasGradient.of(the_call(CASES["bias-over-hq"].build("cpu")), False)
+    assert (
+        shared.dtype == torch.float32 and shared.shape == (2, 1, 1, 150) and shared.seen[1] == (150, 0, 0, 1)
+    )
+    summed = BiasGradient.of(the_call(CASES["bias-over-hq"].build("cpu")), True)
+    assert summed.shape == (2, 4, 21, 150) and summed.sum_over == (1, 2)
+
+
+def test_the_public_functions_take_the_options():
+    q = torch.randn(1, 4, 2, 8)
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    assert torch.equal(attention(q, q, q, deterministic=True, backward_tile="x"), attention(q, q, q))
+    packed = attention_varlen(q[0], q[0], q[0], cu, cu, 4, 4, deterministic=True)
+    torch.testing.assert_close(packed, attention(q, q, q)[0])
