@@ -425,6 +425,43 @@ def test_convert_on_every_thread(name):
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@cute.jit
+def stores(values: cute.Tensor, places: cute.Tensor, kernel: Constexpr):
+    """For each thread which elements it hands to the copies to shared memory, and which ones its addresses are of."""
+    tile, shape = kernel.tile, dq.accumulator_shape(kernel.traits, kernel.tile)
+    mma = kernel.tiled_mma()
+    store, coords = kernel.store_copy(mma), cute.make_identity_tensor(shape)
+    for thread in cutlass.range(tile.mma_threads, unroll=1):
+        place = mma.get_slice(thread).partition_C(coords)
+        acc = dq.make_accumulator(mma, kernel.traits, tile)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
+        handed, target = store.get_slice(thread).retile(acc), store.get_slice(thread).partition_D(coords)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            values[thread, i] = handed[i]
+            places[thread, i] = Float32(target[i][0] * shape[1] + target[i][1])
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("sm90")])
+def test_stmatrix_brings_every_element_to_its_place(name):
+    """stmatrix.x4 by its definition: lane l's address is of row l % 8 of matrix l // 8, 8 elements long.
+
+    Register r of lane l has elements 2 (l % 4) and the next one of row l // 4 of matrix r; transposed, of that column.
+    """
+    arch, head_dim, tile = ORDERS[name]
+    kernel = BackwardConvert(Traits("backward_convert", arch, "fp16", head_dim), tile)
+    size = dq.block_floats(kernel.traits, tile) // tile.mma_threads
+    values, places = (torch.full((tile.mma_threads, size), -1.0) for _ in range(2))
+    given = [from_dlpack(values), from_dlpack(places)]
+    cute.compile[ARCH[arch]](stores, *given, kernel)(*given)
+
+    lane, value = torch.arange(32).unsqueeze(1), torch.arange(8).unsqueeze(0)
+    matrix, pair = value // 2, 2 * (lane % 4) + value % 2
+    row, column = (pair, lane // 4) if tile.dq_transposed else (lane // 4, pair)
+    written = places.view(-1, 32, size // 8, 8).transpose(1, 2)[:, :, 8 * matrix + row, column]
+    assert torch.equal(written, values.view(-1, 32, size // 8, 8).transpose(1, 2))
+
+
 def test_parts_take_the_main_kernels_tile():
     main = registry.lookup(Traits("backward", "sm80", "bf16", 128, mask="causal"), target="sm86").tile
     part = Traits("backward_convert", "sm80", "bf16", 128)
