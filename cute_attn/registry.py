@@ -98,11 +98,8 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
     """The kernel's own choice; a part of the backward goes by the main kernel's."""
     if traits.op not in PARTS:
         return kernel.default_tile(traits, target)
-    main = KERNELS.get(("backward", traits.arch, ""))
-    if main is None:
-        raise Unsupported(f"no backward-{traits.arch} is registered that {traits} could take its tile from")
-    main_traits = dataclasses.replace(traits, op="backward", lse_grad=False)
-    return kernel.beside(traits, main.default_tile(main_traits, target))
+    main = dataclasses.replace(traits, op="backward", lse_grad=False)
+    return kernel.beside(traits, KERNELS["backward", traits.arch, ""].default_tile(main, target))
 
 
 def defaults() -> list[tuple[Traits, str]]:
@@ -118,7 +115,7 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         targets = RUNS_ON[arch]
         if op in PARTS:
-            pairs += _part_defaults(op, arch) if ("backward", arch, "") in KERNELS else []
+            pairs += _part_defaults(op, arch)
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):
