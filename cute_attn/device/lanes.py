@@ -77,7 +77,7 @@ def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
 def add_to(pointer: Pointer, x: Float32) -> None:
     """Add to an fp32 in global memory, which other threads may do at the same time; on the host none does."""
     if on_device():
-        cute.arch.red(pointer, x, op="add", dtype="f32")
+        cute.arch.red(pointer, x, op="add", dtype="f32", sem="relaxed", scope="gpu")
     else:
         cell = cute.make_tensor(pointer, cute.make_layout(1))
         cell[0] = cell[0] + x

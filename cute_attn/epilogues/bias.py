@@ -19,6 +19,7 @@ from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+PAIRED, SINGLE, ADDED = "paired", "single", "added"  # how a gradient is stored
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Bias(Epilogue):
         lines: Constexpr = cols if tile.transposed else rows
         loaded = cute.make_rmem_tensor(cute.make_layout((along // 2 * self._pair_words, lines)), Int32)
         if cutlass.const_expr(tile.transposed):
-            self._load_singly(state, tile, self._elements(loaded, along, lines))
+            self._load_transposed(state, tile, self._elements(loaded, along, lines))
         # A branch that whole warps take together: predicated off, the single loads would still cost their issue slots.
         elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
@@ -139,12 +140,22 @@ class Bias(Epilogue):
                     layout = cute.make_layout(self._pair_words)
                     cute.autovec_copy(cute.make_tensor(source, layout), cute.make_tensor(target, layout))
         else:
-            self._load_singly(state, tile, self._elements(loaded, along, lines))
+            self._load_singly(state, tile, anew(tile.row0), self._elements(loaded, along, lines))
         return loaded
 
     @cute.jit
-    def _load_singly(self, state: BiasRows, tile: ScoreTile, elements: cute.Tensor) -> None:
+    def _load_transposed(self, state: BiasRows, tile: ScoreTile, elements: cute.Tensor) -> None:
         row0 = anew(tile.row0)
+        if _inside(state, tile, row0):
+            rows = _row_pointers(state.pointer, state.row_stride, tile, row0)
+            for r in cutlass.range_constexpr(len(tile.rows)):
+                for c in cutlass.range_constexpr(len(tile.cols)):
+                    elements[r, c] = cute.make_tensor(rows[r] + tile.cols[c], cute.make_layout(1))[0]
+        else:
+            self._load_singly(state, tile, row0, elements)
+
+    @cute.jit
+    def _load_singly(self, state: BiasRows, tile: ScoreTile, row0: Int32, elements: cute.Tensor) -> None:
         for r in cutlass.range_constexpr(len(tile.rows)):
             row = self._row(state, tile, row0, r)
             for c in cutlass.range_constexpr(len(tile.cols)):
@@ -185,89 +196,123 @@ class Bias(Epilogue):
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """The score's gradient is what it was, and the bias's is the same."""
         if cutlass.const_expr(self.gradient):
-            if uniform(Uint32(state.gradient.summed)) != Uint32(0):
-                self._add(state, tile)
+            gradient, row0 = state.gradient, anew(tile.row0)
+            if uniform(Uint32(gradient.summed)) == Uint32(0):
+                if cutlass.const_expr(tile.transposed):
+                    self._store(state, tile, row0, SINGLE)
+                elif uniform(Uint32(gradient.paired)) != Uint32(0):
+                    self._store(state, tile, row0, PAIRED)
+                else:
+                    self._store(state, tile, row0, SINGLE)
+            elif gradient.row_stride == 0:
+                self._add_columns(state, tile, row0)
             else:
-                self._write(state, tile)
+                self._store(state, tile, row0, ADDED)
 
     @cute.jit
-    def _write(self, state: BiasRows, tile: ScoreTile) -> None:
-        """Each element from the one score that it belongs to."""
-        row0 = anew(tile.row0)
-        if cutlass.const_expr(tile.transposed):
-            self._write_singly(state, tile, row0)
-        elif uniform(Uint32(state.gradient.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
-            for r in cutlass.range_constexpr(len(tile.rows)):
-                if row0 + tile.rows[r] < state.seqlen_q:
-                    row = self._gradient_row(state, tile, row0, r).align(self._pair_bytes)
-                    for c in cutlass.range_constexpr(0, len(tile.cols), 2):
-                        pair = self._scaled(state, tile, (r, c), (r, c + 1))
-                        target = cute.make_tensor(
-                            cute.recast_ptr(row + tile.cols[c], dtype=Int32),
-                            cute.make_layout(self._pair_words),
-                        )
-                        cute.autovec_copy(cute.recast_tensor(pair, Int32), target)
+    def _store(self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr) -> None:
+        """Rows and columns that exist; without a look at each where all of the thread's do."""
+        if _inside(state, tile, row0):
+            self._store_rows(state, tile, row0, how, False)
         else:
-            self._write_singly(state, tile, row0)
+            self._store_rows(state, tile, row0, SINGLE if how == PAIRED else how, True)
 
     @cute.jit
-    def _write_singly(self, state: BiasRows, tile: ScoreTile, row0: Int32) -> None:
+    def _store_rows(
+        self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr, guarded: Constexpr
+    ) -> None:
+        pointer, stride = state.gradient.pointer, state.gradient.row_stride
+        if cutlass.const_expr(how == ADDED):
+            pointer, stride = self._as_floats(pointer), stride // self._in_a_float
+        rows = _row_pointers(pointer, stride, tile, row0)
         for r in cutlass.range_constexpr(len(tile.rows)):
-            if row0 + tile.rows[r] < state.seqlen_q:
-                row = self._gradient_row(state, tile, row0, r)
-                for c in cutlass.range_constexpr(0, len(tile.cols), 2):
-                    pair = self._scaled(state, tile, (r, c), (r, c + 1))
+            for c in cutlass.range_constexpr(0, len(tile.cols), 2):
+                if cutlass.const_expr(how == PAIRED):
+                    self._store_elements(state.gradient, tile, rows[r], r, (c, c + 1))
+                else:
                     for i in cutlass.range_constexpr(2):
-                        column = tile.cols[c + i]
-                        if tile.col0 + column < state.seqlen_k:
-                            cute.make_tensor(row + column, cute.make_layout(1))[0] = pair[i]
+                        exists = (row0 + tile.rows[r] < state.seqlen_q) & (
+                            tile.col0 + tile.cols[c + i] < state.seqlen_k
+                        )
+                        if cutlass.const_expr(guarded):
+                            if exists:
+                                self._put(state.gradient, tile, rows[r], r, c + i, how)
+                        else:
+                            self._put(state.gradient, tile, rows[r], r, c + i, how)
 
-    def _gradient_row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
-        """The gradient of row r at the thread's first column."""
-        row = row0 + tile.rows[r]
-        return state.gradient.pointer + (Int64(row) * state.gradient.row_stride + Int64(tile.col0))
+    def _put(
+        self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, c: int, how: str
+    ) -> None:
+        if how == ADDED:
+            add_to(row + tile.cols[c], tile.acc[r, c] * gradient.scale)
+        else:
+            self._store_elements(gradient, tile, row, r, (c,))
 
-    def _scaled(self, state: BiasRows, tile: ScoreTile, *places: tuple[int, int]) -> cute.Tensor:
-        """Two gradients in the bias's dtype."""
-        wide, pair = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, self._dtype)
-        for i, place in enumerate(places):
-            wide[i] = tile.acc[place] * state.gradient.scale
+    def _store_elements(
+        self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, cols: tuple[int, ...]
+    ) -> None:
+        """One gradient, or two neighbouring ones as one number."""
+        wide = cute.make_rmem_tensor(len(cols), Float32)
+        for i, c in enumerate(cols):
+            wide[i] = tile.acc[r, c] * gradient.scale
+        narrow, target = self._rounded(wide), row + tile.cols[cols[0]]
+        if len(cols) == 2:
+            narrow = cute.recast_tensor(narrow, Int32)
+            target = cute.recast_ptr(target.align(self._pair_bytes), dtype=Int32)
+        cute.autovec_copy(narrow, cute.make_tensor(target, narrow.layout))
+
+    def _rounded(self, wide: cute.Tensor) -> cute.Tensor:
+        """In the bias's dtype."""
+        narrow = cute.make_rmem_tensor(wide.layout, self._dtype)
         if on_device() or self.dtype != "bf16":
-            pair.store(wide.load().to(self._dtype))
+            narrow.store(wide.load().to(self._dtype))
         else:  # the host's library has no such conversion
-            bits, halves = cute.recast_tensor(wide, Int32), cute.recast_tensor(pair, Int16)
-            for i in range(2):
+            bits, halves = cute.recast_tensor(wide, Int32), cute.recast_tensor(narrow, Int16)
+            for i in range(cute.size(wide)):
                 halves[i] = Int16(
                     (bits[i] + Int32(0x7FFF) + ((bits[i] >> Int32(16)) & Int32(1))) >> Int32(16)
                 )
-        return pair
+        return narrow
+
+    @property
+    def _in_a_float(self) -> int:
+        """Elements of the bias's dtype in one of fp32."""
+        return 32 // self._dtype.width
+
+    def _as_floats(self, pointer: cute.Pointer) -> cute.Pointer:
+        return cute.recast_ptr(pointer.align(4), dtype=Float32)
 
     @cute.jit
-    def _add(self, state: BiasRows, tile: ScoreTile) -> None:
-        """To elements of fp32 that several scores share: of one row if the row stride is 0, and of other blocks."""
-        elements: Constexpr = 32 // self._dtype.width  # of the bias's dtype, in one of fp32
-        pointer = cute.recast_ptr(state.gradient.pointer.align(4), dtype=Float32)
-        row_stride = state.gradient.row_stride // elements
-        row0 = anew(tile.row0)
-        if row_stride == 0:
-            for c in cutlass.range_constexpr(len(tile.cols)):
-                total = Float32(0.0)
-                for r in cutlass.range_constexpr(len(tile.rows)):
-                    exists = row0 + tile.rows[r] < state.seqlen_q
-                    total = total + (tile.acc[r, c] if exists else Float32(0.0))
-                lanes = QUAD_LANES if cutlass.const_expr(tile.transposed) else COLUMN_LANES
-                total = lanes_sum(total, lanes) * state.gradient.scale
-                column = tile.col0 + tile.cols[c]
-                if adds_for(tile.row0 & 7) & (column < state.seqlen_k):
-                    add_to(pointer + column, total)
-        else:
+    def _add_columns(self, state: BiasRows, tile: ScoreTile, row0: Int32) -> None:
+        """To a gradient of one row: a warp's sum over its rows, by one lane."""
+        gradient, lanes = state.gradient, QUAD_LANES if tile.transposed else COLUMN_LANES
+        first = self._as_floats(gradient.pointer) + tile.col0
+        for c in cutlass.range_constexpr(len(tile.cols)):
+            total = Float32(0.0)
             for r in cutlass.range_constexpr(len(tile.rows)):
-                if row0 + tile.rows[r] < state.seqlen_q:
-                    row = pointer + Int64(row0 + tile.rows[r]) * row_stride
-                    for c in cutlass.range_constexpr(len(tile.cols)):
-                        column = tile.col0 + tile.cols[c]
-                        if column < state.seqlen_k:
-                            add_to(row + column, tile.acc[r, c] * state.gradient.scale)
+                exists = row0 + tile.rows[r] < state.seqlen_q
+                total = total + (tile.acc[r, c] if exists else Float32(0.0))
+            total = lanes_sum(total, lanes) * gradient.scale
+            if adds_for(tile.row0 & 7) & (tile.col0 + tile.cols[c] < state.seqlen_k):
+                add_to(first + tile.cols[c], total)
+
+
+def _inside(state: BiasRows, tile: ScoreTile, row0: Int32) -> Boolean:
+    """Whether all of the thread's rows and columns exist."""
+    return (row0 + tile.rows[-1] < state.seqlen_q) & (tile.col0 + tile.cols[-1] < state.seqlen_k)
+
+
+def _row_pointers(pointer: cute.Pointer, stride: Int64, tile: ScoreTile, row0: Int32) -> list[cute.Pointer]:
+    """The thread's first column in each of its rows, each from the one before: an addition instead of a product."""
+    at = pointer + (Int64(row0) * stride + Int64(tile.col0))
+    steps: dict[int, Int64] = {}
+    pointers = [at]
+    for last, row in zip(tile.rows, tile.rows[1:], strict=False):
+        if row - last not in steps:
+            steps[row - last] = stride * Int64(row - last)
+        at = at + steps[row - last]
+        pointers.append(at)
+    return pointers
 
 
 def _end(tile: ScoreTile) -> Int32:

@@ -176,9 +176,11 @@ def _flash_upright(state: DropoutState, tile: ScoreTile):
     """A thread's own Philox call has its own 16 elements of a 16 x 32 block."""
     block_rows = FLASH_BLOCK[0]
     lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
+    above = functools.partial(_bytes_above, *_byte_limits(state.threshold))
     for row_block in sorted({row // block_rows for row in tile.rows}):
         z = Uint32((tile.row0 + row_block * block_rows) >> 4)
-        word_of = _flash_words(state, tile, (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5)))
+        counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
+        word_of = _flash_words(state, tile, counter, above)
         for c in range(0, len(tile.cols), 2):
             word = word_of(tile.cols[c])
             for r, row in enumerate(tile.rows):
@@ -194,8 +196,8 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
     The bytes between belong to the lane with the neighbouring key, 4 lanes on. So each of the two does one call.
     """
     block_rows = FLASH_BLOCK[0]
-    _check_blocks(tile)
-    odd = tile.col0 & 1
+    odd, skip = tile.col0 & 1, _half_of_block(tile) * 8
+    limits = _byte_limits(state.threshold)
     for row_block in sorted({row // block_rows for row in tile.rows}):
         z = Uint32((tile.row0 + row_block * block_rows) >> 4)
         rows = [r for r in range(0, len(tile.rows), 2) if tile.rows[r] // block_rows == row_block]
@@ -204,39 +206,50 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
             def compute(query: Int32, z: Uint32 = z, c: int = c) -> tuple[Int32, Int32]:
                 lane = Uint32(((tile.row0 & 7) + query) * 4 + ((tile.col0 & 7) >> 1))
                 counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
-                word_of = _flash_words(state, tile, counter)
+                word_of = _flash_words(state, tile, counter, lambda word: word)
                 return word_of(tile.cols[c]), word_of(tile.cols[c + 1])
 
-            even_query, odd_query = share_two(compute, lambda made, odd: every_other_byte(*made, odd), odd, 4)
+            shared = share_two(compute, lambda made, odd: every_other_byte(*made, odd), odd, 4)
+            queries = [_bytes_above(*limits, own >> skip) for own in shared]
             for r in rows:
                 for i in range(2):
                     byte = 2 * i + (tile.rows[r] >> 3 & 1)
-                    dropped = byte_permute(even_query, odd_query, 0xCC88 + 0x1111 * byte)
+                    dropped = byte_permute(*queries, 0xCC88 + 0x1111 * byte)
                     yield (r, c + i), (r + 1, c + i), dropped
 
 
-def _check_blocks(tile: ScoreTile) -> None:
-    """Transposed tiles must be whole blocks of 16 queries, and hold keys 8 apart."""
+def _half_of_block(tile: ScoreTile) -> Int32:
+    """In which 8 of 16 queries a transposed tile's first row is, where a thread has rows in one half only; else 0."""
     halves = [row >> 3 & 1 for row in tile.rows]
-    if 2 * sum(halves) != len(halves):
+    if any(halves) and 2 * sum(halves) != len(halves):
         raise ValueError(f"a thread holds queries {tile.rows}: dropout needs whole blocks of 16 queries")
-    assert all(tile.cols[c + 1] == tile.cols[c] + 8 for c in range(0, len(tile.cols), 2))
+    return Int32(0) if any(halves) else (tile.row0 >> 3) & 1
 
 
-def _flash_words(state: DropoutState, tile: ScoreTile, counter: tuple) -> Callable[[int], Int32]:
-    """A function of a column's offset: the bytes of its 8 columns, whose top bits say which drop.
+def _flash_words(
+    state: DropoutState, tile: ScoreTile, counter: tuple, prepare: Callable[[Int32], Int32]
+) -> Callable[[int], Int32]:
+    """A function of a column's offset: what ``prepare`` makes of the word that has the bytes of its 8 columns.
 
     ``counter`` is that of the block with the thread's first column.
     """
     starts, start = _starts(tile), (tile.col0 >> 3) & 3
-    above: dict[int, Int32] = {}
+    prepared: dict[int, Int32] = {}
+
+    def word_at(eighth: int) -> Int32:
+        """Counted from the block of ``counter``."""
+        if eighth not in prepared:
+            x, y, z, w = counter
+            call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, 7)
+            for i, word in enumerate(call):
+                prepared[eighth // 4 * 4 + i] = prepare(Int32(word))
+        return prepared[eighth]
 
     def word_of(column: int) -> Int32:
         eighth = column // 8
-        word = _flash_word(above, starts[0] + eighth, counter, state)
+        word = word_at(starts[0] + eighth)
         for other in starts[1:]:
-            alternative = _flash_word(above, other + eighth, counter, state)
-            word = cutlass.select_(start == other, alternative, word)
+            word = cutlass.select_(start == other, word_at(other + eighth), word)
         return word
 
     return word_of
@@ -279,7 +292,6 @@ def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
 
     These divide the 4 calls of either query among them and exchange what comes out: a bit a score, 16 a query.
     """
-    _check_blocks(tile)
     lane = tile.col0 & 7
     corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - lane))
     for r in range(0, len(tile.rows), 2):
@@ -308,20 +320,6 @@ def _starts(tile: ScoreTile) -> tuple[int, ...]:
     return tuple(sorted({(block * tile.tile_n // 8 + first) % 4 for block in range(4) for first in firsts}))
 
 
-def _flash_word(above: dict[int, Int32], eighth: int, counter: tuple, state: DropoutState) -> Int32:
-    """The bytes of 8 columns: their top bits say which drop. ``above`` keeps what a call has given.
-
-    eighth: counted from the block of ``counter``.
-    """
-    if eighth not in above:
-        x, y, z, w = counter
-        call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, 7)
-        add, either = _byte_limits(state.threshold)
-        for i, word in enumerate(call):
-            above[eighth // 4 * 4 + i] = _bytes_above(Int32(word), add, either)
-    return above[eighth]
-
-
 def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
     """(what to add to the low 7 bits of each byte, whether the sum or the byte's own top bit suffices).
 
@@ -333,7 +331,7 @@ def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
     return add, either
 
 
-def _bytes_above(word: Int32, add: Int32, either: Int32) -> Int32:
+def _bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
     """The top bit of each byte of the result says whether that byte of ``word`` is above the threshold."""
     total = (word & Int32(0x7F7F7F7F)) + add
     return (total & word) | ((total | word) & either)

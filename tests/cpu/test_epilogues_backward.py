@@ -3,6 +3,7 @@
 Tiles are upright and transposed. The masks of dropout are those of the forward bit for bit, whichever way a tile lies.
 """
 
+import mmap
 from dataclasses import replace
 
 import cutlass
@@ -12,7 +13,7 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn import reference
-from cute_attn.emulate import MASKED, UNMASKED
+from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -95,15 +96,20 @@ def compare(name, features, problem, grad_bias=None):
     got = given.differentiate(tiling, grad_out, expected.lse, expected.dpsum)
     rescale = 1 / (1 - problem.inputs.dropout_p)
     torch.testing.assert_close(got.p.double(), expected.p, atol=6e-8, rtol=2**-10)
-    largest = float(expected.scores.abs().max())
+    # A gradient is a difference of two numbers as large as those of P.
+    largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
     rtol = 2**-10 if tiling.traits.softcap else 1e-5
-    torch.testing.assert_close(
-        got.scores.double() * rescale, expected.scores, atol=largest * 1e-5 + 1e-9, rtol=rtol
-    )
+    torch.testing.assert_close(got.scores.double() * rescale, expected.scores, atol=largest * 1e-6, rtol=rtol)
     return got, expected
 
 
 ROUND = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}
+
+
+def check_bias(grad_bias, expected):
+    largest = float(expected.bias.abs().max())
+    rtol = 1e-5 + ROUND[grad_bias.dtype]
+    torch.testing.assert_close(grad_bias.double(), expected.bias, atol=largest * 1e-5 + 1e-6, rtol=rtol)
 
 
 # ---- everything together ----
@@ -113,13 +119,14 @@ ROUND = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}
     ("name", "features"),
     [
         (SMALL, "window-softcap-alibi-bias_fp16-squared-dropout"),
-        ("wgmma2-128x176", "causal-softcap-bias_fp32-dropout_mem_efficient"),
+        ("wgmma1-64x80", "causal-softcap-bias_fp32-dropout_mem_efficient"),
         (SMALL_TRANSPOSED, "window-softcap-alibi-bias_fp16-squared-dropout"),
         ("wgmma2-64x128-transposed", "causal-softcap-bias_bf16-dropout"),
         ("wgmma1-80x64-transposed", "window-softcap-bias_fp32-squared-dropout_mem_efficient"),
     ],
 )
 def test_the_whole_chain(name, features):
+    """In this order, over several blocks, and a bias whose gradient is written besides."""
     dtype = next(DTYPES[word[5:]] for word in features.split("-") if word.startswith("bias_"))
     for seqlen_q, seqlen_k in [(130, 259), (70, 40)]:
         bias = torch.randn(2, 2, seqlen_q, seqlen_k).to(dtype)
@@ -135,11 +142,215 @@ def test_the_whole_chain(name, features):
             extra={"squared": (torch.rand(2),)},
         )
         grad_bias = torch.zeros_like(bias)
-        got, expected = compare(name, features, problem, grad_bias)
+        _, expected = compare(name, features, problem, grad_bias)
         check_bias(grad_bias, expected)
 
 
-def check_bias(grad_bias, expected):
-    largest = float(expected.bias.abs().max())
-    rtol = 1e-5 + ROUND[grad_bias.dtype]
-    torch.testing.assert_close(grad_bias.double(), expected.bias, atol=largest * 1e-5 + 6e-8, rtol=rtol)
+# ---- masks and the walk ----
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        (SMALL, "causal"),
+        (SMALL_TRANSPOSED, ""),
+        ("warps2x2-32x96-transposed", "window"),
+        ("warps1x2-64x32-transposed", "causal_top_left"),
+        ("wgmma3-128x192-transposed", "window_top_left"),
+    ],
+)
+def test_masks(name, mask):
+    """Blocks that hide nothing are visited without a mask, blocks that hide some with one, others not at all."""
+    tile = ALL[name].tile
+    for seqlen_q, seqlen_k in [(130, 200), (200, 130), (1, 1), (65, 321), (300, 64)]:
+        for left, right in [(0, 0), (70, 5), (0, 130)] if "window" in mask else [(0, 0)]:
+            problem = Scores.random(1, 1, seqlen_q, seqlen_k, window_left=left, window_right=right)
+            got, _ = compare(name, mask, problem)
+            hidden = problem.expected_scores(ALL[name].of(mask).traits)[0, 0] == -torch.inf
+            for m, row in enumerate(got.visits[0, 0].tolist()):
+                for n, visit in enumerate(row):
+                    columns = slice(n * tile.tile_n, (n + 1) * tile.tile_n)
+                    block = hidden[m * tile.tile_m : (m + 1) * tile.tile_m, columns]
+                    partial = bool(block.any()) or columns.stop > seqlen_k
+                    if visit != UNVISITED:
+                        assert visit == (MASKED if partial else UNMASKED)
+                    else:
+                        assert block.all()
+
+
+def test_rows_that_see_nothing_have_no_gradient():
+    """More queries than keys under a causal mask, and a bias that hides whole rows and blocks."""
+    bias = torch.randn(1, 1, 200, 60)
+    bias[:, :, 150:153] = -torch.inf
+    for name in (SMALL, SMALL_TRANSPOSED):
+        got, _ = compare(name, "causal-bias_fp32", Scores.random(1, 1, 200, 60, bias=bias))
+        assert (got.scores[..., :140, :] == 0).all() and (got.scores[..., 150:153, :] == 0).all()
+
+
+@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
+def test_lengths_of_each_batch(name):
+    """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
+    used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
+    bias = torch.randn(5, 1, 130, 200).half().expand(5, 2, 130, 200)
+    problem = Scores.random(
+        *(5, 2, 130, 200),
+        alibi_slopes=torch.rand(5, 2),
+        bias=bias,
+        window_left=90,
+        window_right=20,
+        dropout_p=0.25,
+        rng_state=torch.tensor([5, 12]),
+    )
+    lengths = reference.Lengths(seqused_q=as_int32(used_q), seqused_k=as_int32(used_k))
+    grad_bias = torch.full((5, 2, 130, 200), torch.nan)
+    for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
+        grad_bias[batch, :, :n_q, :n_k] = 0.0
+    problem = replace(problem, lengths=lengths)
+    _, expected = compare(
+        name, "window_top_left-alibi-bias_fp16-dropout-seqused_q-seqused_k", problem, grad_bias
+    )
+    for batch, (n_q, n_k) in enumerate(zip(used_q, used_k, strict=True)):
+        assert grad_bias[batch, :, n_q:].isnan().all() and grad_bias[batch, :, :, n_k:].isnan().all()
+    check_bias(grad_bias.nan_to_num(), expected)
+
+
+# ---- softcap and users' epilogues ----
+
+
+@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
+def test_softcap(name):
+    for cap in (0.5, 30.0):
+        problem = Scores.random(1, 2, 70, 140, softcap=cap, head_dim=64)
+        compare(name, "softcap", problem)
+        # So far out that tanh is 1 to the last bit, and nothing is left of the gradient.
+        got, _ = compare(name, "softcap", replace(problem, q=problem.q * 1000))
+        assert got.scores.isfinite().all()
+
+
+def test_an_epilogue_without_a_derivative_is_refused():
+    traits = Traits("backward", "sm80", "bf16", 64, epilogues=("squared", "one_way"))
+    reason = "epilogue 'one_way' has no backward: a forward kernel can use it, no backward can"
+    assert EpilogueChain.decline(traits) == reason
+    with pytest.raises(NotImplementedError, match="'one_way' has no backward"):
+        EpilogueChain.of(traits)
+    forward = replace(traits, op="forward")
+    assert EpilogueChain.decline(forward) is None
+    assert not EpilogueChain.of(forward).differentiable
+    only = replace(traits, epilogues=("squared",))
+    assert EpilogueChain.decline(only) is None and EpilogueChain.of(only).differentiable
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[(name, "dropout") for name in TRANSPOSED],
+        *[(name, "dropout_mem_efficient") for name in TRANSPOSED if name.startswith(("warps", "wgmma1"))],
+        ("warps2x2-64x64", "dropout"),
+        ("warps2x4-32x128", "dropout_mem_efficient"),
+    ],
+)
+def test_dropout_draws_pytorchs_masks(name, kind):
+    """Bit for bit, with numbers of scores that are aligned to Philox calls and that are not; P and dP alike."""
+    for seqlen_q, seqlen_k, dropout_p, rng_state in [
+        (70, 200, 0.1, (2**40 + 12345, 8)),
+        (65, 131, 0.5, (-5, 7)),
+        (33, 66, 0.9, (3, 2**62 + 1)),
+    ]:
+        problem = Scores.random(
+            *(1, 3, seqlen_q, seqlen_k), dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
+        )
+        # No P is so small that it is 0 in fp16.
+        got, expected = compare(name, kind, replace(problem, scale=0.05))
+        keep = expected.p != 0  # of which the definition is that of the forward's tests
+        assert torch.equal(got.p != 0, keep)
+        assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
+
+
+def test_dropout_refuses_parts_of_blocks():
+    """24 queries, where the masks of flash go by 16."""
+    tiling = replace(TRANSPOSED["wgmma1-80x64-transposed"], tile=replace(ALL[SMALL].tile, tile_m=24))
+    problem = Scores.random(1, 1, 24, 64, dropout_p=0.5, rng_state=torch.tensor([1, 0]))
+    zeros = torch.zeros(1, 1, 24)
+    with pytest.raises(ValueError, match="whole blocks of 16 queries"):
+        problem.differentiate(tiling.of("dropout", op="backward"), torch.zeros_like(problem.q), zeros, zeros)
+
+
+# ---- the bias's gradient ----
+
+
+def gradient_like(bias, dtype, pad=(1, 1), offset=0):
+    """Zeros with a bias's extents and broadcasts in the midst of NaN, where nothing must be written."""
+    sizes = [1 if step == 0 else size for size, step in zip(bias.shape, bias.stride(), strict=True)]
+    *outer, rows, cols = sizes
+    storage = torch.full(
+        (offset + outer[0] * outer[1] * (rows + pad[0]) * (cols + pad[1]),), torch.nan, dtype=dtype
+    )
+    whole = storage[offset:].view(*outer, rows + pad[0], cols + pad[1])
+    inner = whole[:, :, :rows, :cols]
+    inner.zero_()
+    return storage, inner, inner.expand(bias.shape)
+
+
+@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_gradient(name, dtype):
+    """Written where the bias is full, added up in fp32 where it is broadcast; any strides and alignment."""
+    dtype_of = DTYPES[dtype]
+    for seqlen_q, seqlen_k in [(64, 128), (70, 83), (1, 1), (33, 2)]:
+        for broadcast in [(), (0,), (1,), (2,), (0, 1, 2)]:
+            sizes = [1 if axis in broadcast else n for axis, n in enumerate((2, 2, seqlen_q))]
+            bias = torch.randn(*sizes, seqlen_k).to(dtype_of).expand(2, 2, seqlen_q, seqlen_k)
+            problem = Scores.random(
+                *(2, 2, seqlen_q, seqlen_k), bias=bias, dropout_p=0.2, rng_state=torch.tensor([4, 4])
+            )
+            shared = any(step == 0 and n > 1 for n, step in zip(bias.shape, bias.stride(), strict=True))
+            for pad, offset in [((0, 0), 0), ((1, 16 - seqlen_k % 16), 0), ((2, 1), 1)]:
+                storage, inner, grad = gradient_like(bias, torch.float32 if shared else dtype_of, pad, offset)
+                _, expected = compare(name, f"bias_{dtype}-dropout", problem, grad)
+                written = int(storage.isfinite().sum())
+                assert written == inner.numel(), "written outside"
+                summed = expected.bias.sum_to_size(inner.shape)
+                check_bias(inner, replace(expected, bias=summed))
+
+
+def test_full_bias_gradient_in_fp32():
+    """Of a broadcast 16-bit bias, as in the deterministic mode: nothing is added to twice."""
+    bias = torch.randn(1, 1, 70, 90).half().expand(2, 2, 70, 90)
+    for name in (SMALL, SMALL_TRANSPOSED):
+        grad = torch.zeros(2, 2, 70, 90)
+        _, expected = compare(name, "bias_fp16", Scores.random(2, 2, 70, 90, bias=bias), grad)
+        check_bias(grad, expected)
+
+
+def test_bias_gradient_far_apart(tmp_path):
+    """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
+    with open(tmp_path / "sparse", "wb+") as file:
+        file.truncate(2 * (2**32 + 8 * 64))
+        memory = mmap.mmap(file.fileno(), 0)
+    grad = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
+    bias = torch.randn(2, 1, 8, 64).half()
+    for name in (SMALL, SMALL_TRANSPOSED):
+        grad.zero_()
+        _, expected = compare(name, "bias_fp16", Scores.random(2, 1, 8, 64, bias=bias), grad)
+        check_bias(grad, expected)
+
+
+def test_bias_gradients_that_cannot_be_are_refused():
+    chain = EpilogueChain.of(Traits("backward", "sm80", "bf16", 64, bias="bf16", bias_grad=True))
+    bias = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
+    for grad, message in [
+        (
+            torch.zeros(1, 1, 8, 8, dtype=torch.float16),
+            "grad_bias is torch.float16; accepted: torch.float32, or",
+        ),
+        (torch.zeros(1, 1, 1, 8).bfloat16().expand(1, 1, 8, 8), "torch.bfloat16 and broadcast; accepted"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            chain.host_args(ScoreInputs(bias=bias, grad_bias=grad))
+
+
+def as_int32(values):
+    return torch.tensor(values, dtype=torch.int32)
