@@ -29,7 +29,9 @@ _HOME = {
     "Epilogue": "epilogues.base",
     "register_epilogue": "epilogues.base",
     "attention": "interface",
+    "attention_backward": "interface",
     "attention_varlen": "interface",
+    "attention_varlen_backward": "interface",
 }
 __all__ = ["__version__", *_HOME]
 

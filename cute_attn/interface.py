@@ -14,6 +14,7 @@ from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
+RngState = Tensor | tuple[Tensor | int, Tensor | int]
 
 
 def attention(
@@ -219,6 +220,215 @@ return_softmax, kernel, tile, deterministic, backward_tile
         backward_tile,
     )
     return _attend(tensors, options)
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: RngState | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients of :func:`attention` where its forward was run already, by it or by PyTorch.
+
+    ``aten._flash_attention_forward`` and ``aten._efficient_attention_forward`` give what this takes, dropout included:
+    their out and logsumexp, and their seed and offset as rng_state, with the dropout_mask of the same name. (The
+    latter's causal masks are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
+
+    Parameters
+    ----------
+    grad_out : Tensor (batch, seqlen_q, nheads, head_dim_v) or None
+        The gradient of out; any strides. None for zeros.
+    q, k, v
+        As for :func:`attention`.
+    out : Tensor (batch, seqlen_q, nheads, head_dim_v)
+    lse : Tensor (batch, nheads, seqlen_q), float32
+        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch has it, +inf.
+    grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
+        The gradient of lse.
+    wanted : sequence of {"q", "k", "v", "bias"}
+        Whose gradients to return.
+    rng_state : Tensor (2,), int64 or uint64, or (seed, offset), each a tensor or an int
+        What the forward drew its dropout mask from, on any device.
+    tile : Tile or str, optional
+        Of the backward.
+    softmax_scale, causal, window, alibi_slopes, bias, softcap, dropout_p, dropout_mask, seqused_k, epilogues, kernel, \
+deterministic
+        As for :func:`attention`: what the forward had.
+
+    Returns
+    -------
+    tuple of Tensor
+        The gradients wanted, in that order, each of the shape and dtype of what it is the gradient of.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`attention`.
+    """
+    state = _rng_state(rng_state, q)
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, state)
+    options = _Options(
+        False,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        False,
+        False,
+        kernel,
+        None,
+        deterministic,
+        tile,
+    )
+    call = _call(tensors, options)
+    if lse.dim() == 3 and lse.shape[2] > call.max_seqlen_q:
+        lse = lse[:, :, : call.max_seqlen_q]
+    return _backward(call, grad_out, grad_lse, out, lse, wanted)
+
+
+def attention_varlen_backward(
+    grad_out: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    grad_lse: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: RngState | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+) -> tuple[Tensor, ...]:
+    """:func:`attention_backward` for packed sequences: gradients of :func:`attention_varlen`.
+
+    Parameters
+    ----------
+    grad_out, out : Tensor (total_q, nheads, head_dim_v)
+    lse : Tensor (nheads, total_q), or (batch, nheads, max_seqlen_q or more), float32
+        The latter is how PyTorch's memory-efficient attention returns it.
+    others
+        As for :func:`attention_varlen` and :func:`attention_backward`.
+
+    Returns
+    -------
+    tuple of Tensor
+        The gradients wanted. Rows that no sequence owns have zeros.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`attention`.
+    """
+    state = _rng_state(rng_state, q)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, state)
+    options = _Options(
+        True,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        False,
+        False,
+        kernel,
+        None,
+        deterministic,
+        tile,
+    )
+    call = _call(tensors, options)
+    if lse.dim() == 3:
+        lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
+    return _backward(call, grad_out, grad_lse, out, lse, wanted)
+
+
+def _backward(
+    call: Call,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[str],
+) -> tuple[Tensor, ...]:
+    accepted = [name for name in ops.DIFFERENTIABLE if getattr(call, name) is not None]
+    if isinstance(wanted, str) or not all(name in accepted for name in wanted):
+        raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {', '.join(map(repr, accepted))}")
+    if grad_out is None and grad_lse is None:
+        raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
+    needed = tuple(name in wanted for name in ops.DIFFERENTIABLE)
+    grads = dict(
+        zip(ops.DIFFERENTIABLE, ops.backward(call, grad_out, grad_lse, out, lse, needed), strict=True)
+    )
+    return tuple(grads[name] for name in wanted)  # type: ignore[misc]
+
+
+def _packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """(batch, nheads, seqlen) as (nheads, total). Rows that no sequence owns get some other row's."""
+    row = torch.arange(total, device=lse.device, dtype=cu_seqlens.dtype)
+    batch = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=lse.shape[0] - 1)
+    place = (row - cu_seqlens[batch]).clamp(0, lse.shape[2] - 1)
+    return lse[batch, :, place].T.contiguous()
+
+
+def _rng_state(rng_state: RngState | None, q: Tensor) -> Tensor | None:
+    """Seed and offset as the kernels read them."""
+    if rng_state is None or not isinstance(q, Tensor):
+        return None
+    if not isinstance(rng_state, Tensor):
+        words = [torch.tensor(_signed(x)) if isinstance(x, int) else x for x in rng_state]
+        rng_state = torch.stack([x.to(q.device).view(torch.int64).flatten()[0] for x in words])
+    if rng_state.dtype == torch.uint64:
+        rng_state = rng_state.view(torch.int64)
+    return rng_state.to(q.device)
+
+
+def _signed(word: int) -> int:
+    """An unsigned word of 64 bits as the signed one of the same bits."""
+    return (word + 2**63) % 2**64 - 2**63
 
 
 def draw_rng_state(device: torch.device | str) -> Tensor:

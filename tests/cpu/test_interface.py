@@ -10,7 +10,15 @@ import torch
 from cute_attn import ops, reference
 from cute_attn.call import Call, check, check_alignment, check_for_kernels, pack_epilogues, unpack_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.interface import attention, attention_varlen, draw_rng_state, resolve_mask
+from cute_attn.interface import (
+    _packed_lse,
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    draw_rng_state,
+    resolve_mask,
+)
 
 BF16 = torch.bfloat16
 
@@ -497,3 +505,85 @@ def test_gradients_reach_everything_on_the_cpu():
         return attention(*inputs[:3], bias=inputs[3], alibi_slopes=inputs[4], causal=True, return_lse=True)
 
     assert torch.autograd.gradcheck(f, (q, k, v, bias, slopes))
+
+
+# ---- continuing a forward ----
+
+
+def test_backward_of_a_forward_that_was_run_elsewhere():
+    q, k, v = (x.float().requires_grad_() for x in dense().values())
+    bias = randn(1, 4, 1, 24).requires_grad_()
+    options = {"causal": True, "softcap": 3.0, "dropout_p": 0.3}
+    out, lse = attention(q, k, v, bias=bias, **options, rng_state=torch.tensor([-1, 7]), return_lse=True)
+    grad_out, grad_lse = randn(*out.shape, seed=5), randn(*lse.shape, seed=6)
+    expected = torch.autograd.grad((out, lse), (q, k, v, bias), (grad_out, grad_lse))
+    longer = torch.nn.functional.pad(lse.detach(), (0, 16))
+    given = [x.detach() for x in (q, k, v, out)]
+    for state in (
+        torch.tensor([-1, 7]),
+        torch.tensor([-1, 7]).view(torch.uint64),
+        (2**64 - 1, 7),
+        (torch.tensor(-1), torch.tensor([7])),
+    ):
+        grads = attention_backward(
+            grad_out,
+            *given,
+            longer,
+            grad_lse=grad_lse,
+            bias=bias.detach(),
+            wanted=("bias", "v", "k", "q"),
+            rng_state=state,
+            **options,
+        )
+        for a, b in zip(grads, reversed(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_backward_of_a_packed_forward():
+    arguments = packed()
+    tensors = [arguments.pop(name).float().requires_grad_() for name in "qkv"]
+    lengths = tuple(arguments.values())
+    out, lse = attention_varlen(*tensors, *lengths, causal=True, return_lse=True)
+    grad_out = randn(*out.shape, seed=5)
+    expected = torch.autograd.grad(out, tensors, grad_out)
+    given = [x.detach() for x in (*tensors, out)]
+    apart = torch.full((2, 4, 32), math.nan)
+    apart[0, :, :6], apart[1, :, :10] = lse.detach()[:, :6], lse.detach()[:, 6:]
+    for one in (lse.detach(), apart):
+        grads = attention_varlen_backward(grad_out, *given, one, *lengths, causal=True)
+        for a, b in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert torch.equal(_packed_lse(apart, lengths[0], 16), lse.detach())
+
+
+def test_wrong_backward_calls():
+    q, k, v = dense().values()
+    out, lse = attention(q, k, v, return_lse=True)
+    with pytest.raises(ValueError, match=r"wanted is \('bias',\); accepted: a tuple of 'q', 'k', 'v'"):
+        attention_backward(out, q, k, v, out, lse, wanted=("bias",))
+    with pytest.raises(ValueError, match="grad_out and grad_lse are None; accepted: one of them, or both"):
+        attention_backward(None, q, k, v, out, lse)
+    with pytest.raises(ValueError, match="rng_state is None; accepted: int64"):
+        attention_backward(out, q, k, v, out, lse, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 15\); accepted: \(2, 4, 16\)"):
+        attention_backward(out, q, k, v, out, lse[:, :, 1:])
+
+
+def test_a_backward_takes_what_its_forward_takes():
+    for forward, backward in ((attention, attention_backward), (attention_varlen, attention_varlen_backward)):
+        own = {"grad_out", "out", "lse", "grad_lse", "wanted"}
+        names = set(inspect.signature(backward).parameters) - own
+        assert names == set(inspect.signature(forward).parameters) - {
+            "return_lse",
+            "return_softmax",
+            "backward_tile",
+        }
+
+
+def test_gradients_of_the_lse_alone_and_of_the_output_alone():
+    q, k, v = (randn(1, 5, 2, 8, seed=s).double().requires_grad_() for s in range(3))
+    for which in (0, 1):
+        assert torch.autograd.gradcheck(
+            lambda *x, which=which: attention(*x, window=(2, 1), softcap=2.0, return_lse=True)[which],
+            (q, k, v),
+        )
