@@ -47,7 +47,7 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
-from cute_attn.device.math import LOG2_E, anew, opaque
+from cute_attn.device.math import LOG2_E, anew
 from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -568,7 +568,6 @@ class BackwardSm90:
     @cute.jit
     def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
         """Query blocks [begin, end)."""
-        begin, end = opaque(begin), opaque(end)
         for block in cutlass.range(begin, end, unroll=1):
             self.step(work, block, masked)
 
@@ -678,7 +677,7 @@ class BackwardSm90:
         if cutlass.const_expr(tile.num_stages_ds == 1):
             compute_barrier(tile.warpgroups)
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90")
-        mine = store.get_slice(work.thread)
+        mine = store.get_slice(anew(work.thread))  # kept through the loop, addresses would cost registers
         stage = self.ds_stage(n)
         cute.copy(store, mine.retile(ds), mine.partition_D(shared.s_ds[None, None, stage]))
         if cutlass.const_expr(tile.p_in_smem):
@@ -691,7 +690,7 @@ class BackwardSm90:
         """Add to the query block's accumulator in memory."""
         tile = self.tile
         base = work.dq + Int64(block) * block_floats(self.traits, tile)
-        add_fragment(acc_dq, base, work.thread, tile.mma_threads, tile.dq_vector)
+        add_fragment(acc_dq, base, anew(work.thread), tile.mma_threads, tile.dq_vector)
 
     @cute.jit
     def row_values(self, work: Work, s_rows: cute.Tensor, stage: Int32) -> cute.Tensor:
@@ -820,16 +819,15 @@ def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     would have.
     """
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    heavy = bool(traits.softcap or traits.bias or traits.epilogues or traits.dropout)
+    d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+    held = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     narrow = BackwardSm90Tile(64, 128)
-    if d <= 64:
+    if max(d, dv) <= 64:
+        heavy = held or traits.softcap or traits.dropout
         return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True), narrow]
-    if d <= 128:
-        many = BackwardSm90Tile(80, 128, dq_transposed=True, p_rounded=True)
-        tiles = [] if heavy or traits.mask or padded(traits.head_dim) < 128 else [many]
-        rounded = [dataclasses.replace(narrow, p_rounded=True)] if traits.bias == "fp32" else []
-        return [*tiles, *rounded, narrow]
+    if max(d, dv) <= 128:
+        fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if held and d == 128 else []
+        return [*fewer, narrow]
     wide = BackwardSm90Tile(64, 64, p_in_smem=True)
     return [
         wide,
