@@ -220,6 +220,8 @@ class ForwardSm90Tile(Tile):
         rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many
             powers of two; 0 rescales in every step.
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
+        optimistic: in steps without mask, scores become probabilities under the maximum in use, with no look at the
+            scores. A row's sum says at the end if that was wrong, and then the query block is computed again.
     """
 
     tile_m: int = 128
@@ -231,6 +233,7 @@ class ForwardSm90Tile(Tile):
     q_in_regs: bool = False
     rescale_threshold: int = 0
     share_qo_smem: bool = False
+    optimistic: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -259,6 +262,7 @@ class ForwardSm90Tile(Tile):
         return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o)) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
+    REDO_START: ClassVar[int] = 512  # of them: which query blocks have to be done again
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2

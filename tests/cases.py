@@ -207,6 +207,10 @@ def _magnitudes() -> list[Case]:
         Case("large-logits", logits=40.0, seqlen_q=113, seqlen_k=203),
         Case("large-logits-causal", logits=40.0, seqlen_q=203, seqlen_k=203, causal=True),
         Case("large-logits-fp16", logits=40.0, dtype="fp16", causal=True, seqlen_q=203, seqlen_k=203),
+        # Scores that outgrow the first key blocks' maxima again and again.
+        Case("wild-logits", logits=60.0, seqlen_q=333, seqlen_k=1023),
+        Case("wild-logits-causal", logits=60.0, seqlen_q=1023, seqlen_k=1023, head_dim=128, causal=True),
+        Case("wild-logits-fp16", logits=60.0, dtype="fp16", seqlen_q=333, seqlen_k=1023, head_dim=128),
         Case("negative-logits", logits="negative", seqlen_q=192, seqlen_k=192),
         Case("negative-logits-causal", logits="negative", seqlen_q=192, seqlen_k=192, causal=True),
         Case("negative-logits-d128", logits="negative", seqlen_q=64, seqlen_k=320, head_dim=128, causal=True),

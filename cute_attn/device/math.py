@@ -132,3 +132,15 @@ def anew(x: Int32) -> Int32:
     A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
+
+
+@cute.jit
+def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
+    """Round fp32 registers to the 16-bit ones of ``target``, laid out alike, two at a time as the instruction does.
+
+    As one vector, of a length that is no power of two, they would be rounded singly and packed afterwards.
+    """
+    pairs = cute.make_layout((2, cute.size(wide) // 2))
+    source, result = cute.make_tensor(wide.iterator, pairs), cute.make_tensor(target.iterator, pairs)
+    for i in cutlass.range_constexpr(cute.size(wide) // 2):
+        result[None, i].store(source[None, i].load().to(target.element_type))

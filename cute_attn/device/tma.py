@@ -30,10 +30,17 @@ class Tma:
     @cute.jit
     def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
         """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
+        self.load_part(tiles, n, target[None, None, ring.stage(filling)], ring, filling)
+
+    @cute.jit
+    def load_part(
+        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32
+    ) -> None:
+        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of the ring's filling."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        cute.copy(self.atom, t_g[None, n], t_s[None, ring.stage(filling)], tma_bar_ptr=ring.full(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
 
     @cute.jit
     def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32
+from cutlass import Boolean, Constexpr, Float32
 
 from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, reciprocal
 
@@ -99,6 +99,30 @@ class OnlineSoftmax:
         self.row_max[r] = new_max
         self.row_sum[r] = total
         return factor
+
+    @cute.jit
+    def advance_unseen(self, acc: cute.Tensor) -> None:
+        """One block under the maxima in use, whatever its scores are; ``exceeded`` says later if that was right."""
+        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+            max_scaled = self.row_max[r] * self.scale_log2
+            total = self.row_sum[r]
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
+                acc[r, c] = p
+                total = total + p
+            self.row_sum[r] = total
+
+    @cute.jit
+    def exceeded(self, limit: Constexpr) -> Boolean:
+        """Whether a maximum in use was too small, or was none (the sum is then infinite or NaN).
+
+        As long as a sum is within ``limit``, so is each of its terms: nothing has overflowed, and floating point is as
+        exact under too small a maximum as under the right one.
+        """
+        within = self.row_sum[0] <= Float32(limit)
+        for r in cutlass.range_constexpr(1, cute.size(self.row_sum)):
+            within = within & (self.row_sum[r] <= Float32(limit))
+        return ~within
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:

@@ -514,11 +514,14 @@ class ForwardSm80:
 
 def _burden(traits: Traits) -> str:
     """What the epilogues ask of a thread beside its scores: a key of the tables in ``_TILES``."""
+    modified = traits.softcap or traits.alibi
     if traits.dropout == "mem_efficient" or (traits.bias and (traits.dropout or traits.return_softmax)):
         return "most"
     if traits.bias == "fp32" or traits.return_softmax:
         return "much"
-    return "bias" if traits.bias or traits.epilogues else traits.dropout
+    if traits.bias or traits.epilogues or (traits.dropout and modified):
+        return "more"
+    return "some" if traits.dropout or modified else "none"
 
 
 def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
@@ -534,39 +537,39 @@ def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: 
 # stages save a barrier. bench/notes.md has the others.
 _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     32: {
-        "": [_tile(128, 128, 4, 2)],
-        "flash": [_tile(128, 64, 4, 2)],
-        "bias": [_tile(128, 64, 4, 2)],
-        "much": [_tile(128, 64, 4, 1)],
+        "none": [_tile(128, 128, 4, 2)],
+        "some": [_tile(128, 64, 4, 2)],
+        "more": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "much": [_tile(128, 64, 4, 2, qk_unroll=1)],
         "most": [_tile(64, 64, 4, 1)],
     },
     64: {
-        "": [_tile(128, 96, 4, 2)],
-        "flash": [_tile(128, 96, 4, 2, qk_unroll=2)],
-        "bias": [_tile(128, 96, 4, 2, qk_unroll=1)],
-        "much": [_tile(128, 64, 4, 1)],
+        "none": [_tile(128, 96, 4, 2)],
+        "some": [_tile(128, 96, 4, 2, qk_unroll=2)],
+        "more": [_tile(128, 96, 4, 2, qk_unroll=1)],
+        "much": [_tile(128, 64, 4, 2, qk_unroll=2)],
         "most": [_tile(64, 64, 4, 1)],
     },
     96: {
-        "": [_tile(128, 64, 4, 2)],
-        "flash": [_tile(128, 64, 4, 2, qk_unroll=2)],
-        "bias": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "none": [_tile(128, 64, 4, 2)],
+        "some": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "more": [_tile(128, 64, 4, 2, qk_unroll=2)],
         "much": [_tile(128, 32, 4, 2, qk_unroll=2)],
         "most": [_tile(64, 64, 4, 1)],
     },
     128: {
-        "": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
-        "bias": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
+        "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
+        "more": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
         "much": [_tile(128, 32, 4, 2, qk_unroll=4)],
         "most": [_tile(64, 64, 4, 1)],
     },
     192: {
-        "": [_tile(128, 64, 8, 1)],
+        "none": [_tile(128, 64, 8, 1)],
         "much": [_tile(64, 64, 4, 1)],
         "most": [_tile(64, 32, 4, 1)],
     },
     256: {
-        "": [_tile(64, 64, 4, 1)],
+        "none": [_tile(64, 64, 4, 1)],
         "most": [_tile(64, 32, 4, 1, qk_unroll=4)],
     },
 }
@@ -576,4 +579,4 @@ _FITS_ALWAYS = _tile(64, 32, 4, 1)
 def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     """Best first."""
     table = next(table for dim, table in _TILES.items() if traits.head_dim_v <= dim)
-    return [*table.get(_burden(traits), table[""]), *table["most"], _FITS_ALWAYS]
+    return [*table.get(_burden(traits), table["none"]), *table["most"], _FITS_ALWAYS]

@@ -16,6 +16,9 @@ One to three warpgroups compute, each 64 of the block's queries:
     wait for O; rescale it; P[j] to 16 bits
     O += P V of the last block
 
+Most steps do not look for a maximum (``optimistic``): the one in use after the first step is nearly always large enough
+for 2^40 to spare, a row's sum says if it was not, and then its query block is computed a second time, with maxima.
+
 Within a warpgroup the tensor cores work while it exponentiates (overlap), and between warpgroups they never stand still
 (turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
 FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
@@ -36,9 +39,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.math import LOG2_E, opaque
+from cute_attn.device.math import LOG2_E, anew, narrow, opaque
 from cute_attn.device.output import normalized, store_lse, store_probabilities
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
+from cute_attn.device.redo import SECTION, Redo
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -55,18 +59,22 @@ from cute_attn.traits import Traits
 L2_SECTION_BYTES = 32 << 20
 """How many bytes of K and V the heads that are worked on together may have: what stays in a 50 MB L2."""
 
+LARGEST_SUM = 2.0**40
+"""What a thread's probabilities of a row may add up to under too small a maximum: far from where fp32 ends."""
+
 
 @dataclass(frozen=True)
 class Shared:
     """Shared memory: operands with their stages last, and the rings that guard them."""
 
-    s_q: cute.Tensor
+    s_q: cute.Tensor  # (64, head_dim, warpgroup)
     s_k: cute.Tensor
     s_v: cute.Tensor
     s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
     ring_q: Ring
     ring_k: Ring
     ring_v: Ring
+    redo: Redo
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,17 @@ class Work:
     row0: Int32
     softmax: OnlineSoftmax
     first_filling: Int32  # of the rings of K and V
+    optimistic: Constexpr  # the maxima in use are right, until the sums say otherwise
+
+
+@dataclass(frozen=True)
+class Crew:
+    """A thread's place among those that compute, and what it works with."""
+
+    group: Int32
+    thread: Int32
+    turns: Turns
+    fragments: Fragments
 
 
 @dataclass(frozen=True)
@@ -246,7 +265,7 @@ class ForwardSm90:
         order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, blocks, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
-            self.tma(load, mQ, tile.tile_m, traits.head_dim),
+            self.tma(load, mQ, 64, traits.head_dim),
             self.tma(load, mK, tile.tile_n, traits.head_dim),
             self.tma(load, mV, tile.tile_n, traits.head_dim_v),
         )
@@ -279,6 +298,7 @@ class ForwardSm90:
                 for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
                     ring.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
+            shared.redo.clear(thread)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
@@ -309,11 +329,12 @@ class ForwardSm90:
         if tile.share_qo_smem:
             o_start = tile.BARRIER_BYTES
         return Shared(
-            self.smem_tensor(base + tile.BARRIER_BYTES, tile.tile_m, d, 1),
+            self.smem_tensor(base + tile.BARRIER_BYTES, 64, d, tile.warpgroups),
             self.smem_tensor(base + k_start, tile.tile_n, d, tile.num_stages),
             self.smem_tensor(base + v_start, tile.tile_n, dv, tile.num_stages),
             self.smem_tensor(base + o_start, 64, dv, tile.warpgroups),
             *rings,
+            Redo.make(base + tile.REDO_START, 32 + 128 * tile.warpgroups),
         )
 
     def smem_tensor(self, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
@@ -339,15 +360,34 @@ class ForwardSm90:
     @cute.jit
     def load_all(self, problem: Problem, inputs: Inputs, shared: Shared) -> None:
         """Q, K and V of every query block that this block is dealt."""
-        queries, keys = Int32(0), Int32(0)  # fillings so far
-        for deal in cutlass.range(problem.order.rounds, unroll=1):
-            place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
-            _, state = self.begin(problem, place)
-            blocks = self.key_blocks(place, state)
-            if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
-                self.load_one(inputs, shared, place, blocks, queries, keys)
-                queries += 1
-                keys += (blocks.end - blocks.begin) * self.walks
+        counts = (Int32(0), Int32(0))
+        rounds = problem.order.rounds
+        for first in cutlass.range(0, rounds, SECTION, unroll=1):
+            end = cutlass.min(first + SECTION, rounds)
+            for deal in cutlass.range(first, end, unroll=1):
+                counts = self.load_deal(problem, inputs, shared, deal, counts)
+            if cutlass.const_expr(self.tile.optimistic):
+                shared.redo.meet()
+                if shared.redo.any():
+                    for deal in cutlass.range(first, end, unroll=1):
+                        if shared.redo.failed(deal):
+                            counts = self.load_deal(problem, inputs, shared, deal, counts)
+                    shared.redo.forget(cute.arch.lane_idx(), True)
+
+    @cute.jit
+    def load_deal(
+        self, problem: Problem, inputs: Inputs, shared: Shared, deal: Int32, counts: tuple
+    ) -> tuple:
+        """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
+        queries, keys = counts
+        place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
+        _, state = self.begin(problem, place)
+        blocks = self.key_blocks(place, state)
+        if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
+            self.load_one(inputs, shared, place, blocks, queries, keys)
+            queries += 1
+            keys += (blocks.end - blocks.begin) * self.walks
+        return queries, keys
 
     @cute.jit
     def load_one(
@@ -364,14 +404,15 @@ class ForwardSm90:
         tile, packed = self.tile, self.traits.varlen
         tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
         info, last = place.info, blocks.end - 1
-        g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, tile.tile_m, d, packed)
+        g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, 64, d, packed)
         g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
         g_v = tma_v.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, dv, packed)
         ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
         ring_k.acquire(keys)
         tma_k.load(g_k, last, shared.s_k, ring_k, keys)
         ring_q.acquire(queries)
-        tma_q.load(g_q, 0, shared.s_q, ring_q, queries)
+        for group in cutlass.range_constexpr(tile.warpgroups):
+            tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
         for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
             ring_k.acquire(keys + i)
             tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
@@ -394,70 +435,119 @@ class ForwardSm90:
         """Every query block that this block is dealt."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         turns = Turns(group, self.tile.warpgroups, self.tile.take_turns and self.tile.warpgroups > 1)
-        score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
-        fragments = self.make_fragments(shared, group, len(score_map.modes.rows))
+        fragments = self.make_fragments(shared, group)
+        crew = Crew(group, thread, turns, fragments)
         turns.open()
-        queries, keys = Int32(0), Int32(0)
-        for deal in cutlass.range(problem.order.rounds, unroll=1):
-            place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
-            context, state = self.begin(problem, place)
-            blocks = self.key_blocks(place, state)
-            if place.row0 < place.info.seqlen_q:
-                softmax = OnlineSoftmax.make(
-                    len(score_map.modes.rows),
-                    context.unit * LOG2_E,
-                    self.epilogues.may_mask_rows,
-                    threshold=self.tile.rescale_threshold,
-                )
-                fragments.acc_o.fill(0.0)
-                work = Work(shared, fragments, turns, blocks, state, score_map, place.row0, softmax, keys)
-                if blocks.begin < blocks.end:
-                    shared.ring_q.wait(queries)
-                    if cutlass.const_expr(self.tile.q_in_regs):
-                        self.read_queries(shared, fragments, thread)
-                        if cutlass.const_expr(not self.releases_q_late):
-                            shared.ring_q.release(queries)
-                    self.compute_one(work, queries)
-                lse = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
-                softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
-                store_lse(outputs.mLSE, lse, score_map, place, self.traits.varlen)
-                if cutlass.const_expr(self.traits.return_softmax):
-                    self.store_softmax(outputs.mSoftmax, lse, work, place)
-                self.store_output(outputs, shared, fragments, place, group, thread % WARPGROUP)
-                if blocks.begin < blocks.end:
-                    if cutlass.const_expr(self.releases_q_late):
-                        self.wait_for_stores(group, thread % WARPGROUP)
-                        shared.ring_q.release(queries)
-                    queries += 1
-                    keys += (blocks.end - blocks.begin) * self.walks
+        counts = (Int32(0), Int32(0))
+        for first in cutlass.range(0, problem.order.rounds, SECTION, unroll=1):
+            end = cutlass.min(first + SECTION, problem.order.rounds)
+            for deal in cutlass.range(first, end, unroll=1):
+                counts = self.compute_deal(problem, outputs, shared, crew, deal, counts, self.tile.optimistic)
+            if cutlass.const_expr(self.tile.optimistic):
+                cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
+                shared.redo.meet()
+                if shared.redo.any():
+                    for deal in cutlass.range(first, end, unroll=1):
+                        if shared.redo.failed(deal):
+                            counts = self.compute_deal(problem, outputs, shared, crew, deal, counts, False)
+                    shared.redo.forget(thread, False)
         turns.close()
         cute.arch.cp_async_bulk_wait_group(0)
 
-    def make_fragments(self, shared: Shared, group: Int32, rows: int) -> Fragments:
+    @cute.jit
+    def compute_deal(
+        self,
+        problem: Problem,
+        outputs: Outputs,
+        shared: Shared,
+        crew: Crew,
+        deal: Int32,
+        counts: tuple,
+        optimistic: Constexpr,
+    ) -> tuple:
+        """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
+        queries, keys = counts
+        fragments, thread = crew.fragments, crew.thread
+        place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
+        context, state = self.begin(problem, place)
+        blocks = self.key_blocks(place, state)
+        if place.row0 < place.info.seqlen_q:
+            score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
+            rows = len(score_map.modes.rows)
+            scale_log2, may_mask = context.unit * LOG2_E, self.epilogues.may_mask_rows
+            softmax = OnlineSoftmax.make(rows, scale_log2, may_mask, threshold=self.tile.rescale_threshold)
+            work = Work(
+                shared, fragments, crew.turns, blocks, state, score_map, place.row0, softmax, keys, optimistic
+            )
+            fragments.acc_o.fill(0.0)
+            if blocks.begin < blocks.end:
+                shared.ring_q.wait(queries)
+                if cutlass.const_expr(self.tile.q_in_regs):
+                    self.read_queries(shared, fragments, thread)
+                    if cutlass.const_expr(not self.releases_q_late):
+                        shared.ring_q.release(queries)
+                self.compute_one(work, queries)
+                if cutlass.const_expr(optimistic):
+                    self.verify(work, deal)
+            thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
+            lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+            softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
+            final_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
+            store_lse(outputs.mLSE, lse, final_map, place, self.traits.varlen)
+            if cutlass.const_expr(self.traits.return_softmax):
+                self.store_softmax(outputs.mSoftmax, lse, work, place)
+            self.store_output(outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
+            if blocks.begin < blocks.end:
+                if cutlass.const_expr(self.releases_q_late):
+                    self.wait_for_stores(crew.group, thread % WARPGROUP)
+                    shared.ring_q.release(queries)
+                queries += 1
+                keys += (blocks.end - blocks.begin) * self.walks
+        return queries, keys
+
+    @cute.jit
+    def verify(self, work: Work, deal: Int32) -> None:
+        """Mark the deal if a maximum in use was too small for its row, so that numbers may have overflowed."""
+        failed = work.softmax.exceeded(LARGEST_SUM)
+        if cutlass.const_expr(self.traits.dtype == "fp16"):
+            # A probability beyond 2^16 is infinite there, and its product with V, whatever that is, not finite.
+            for r in cutlass.range_constexpr(len(work.score_map.modes.rows)):
+                o = work.fragments.acc_o_rows[r, 0]
+                failed = failed | ~(o - o == 0.0)
+        if failed:
+            work.shared.redo.mark(deal)
+
+    def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
         """Descriptors of the warpgroup's operands, and its registers."""
         tile, dv = self.tile, padded(self.traits.head_dim_v)
         qk, pv = self.mma_qk(), self.mma_pv()
         mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
         acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
         p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), self.dtype)
+        acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
         return Fragments(
-            qk.make_fragment_A(mine_qk.partition_A(shared.s_q)),
+            qk.make_fragment_A(mine_qk.partition_A(self.all_queries(shared))),
             qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
             pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
             p,
             acc_o,
-            layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv)),
-            cute.make_rmem_tensor(cute.make_layout(rows), Float32),
+            acc_o_rows,
+            cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
         )
+
+    def all_queries(self, shared: Shared) -> cute.Tensor:
+        """Q of all warpgroups as (tile_m, head_dim)."""
+        rows, cols, groups = shared.s_q.layout.shape
+        d_rows, d_cols, d_groups = shared.s_q.layout.stride
+        layout = cute.make_layout(((rows, groups), cols), stride=((d_rows, d_groups), d_cols))
+        return cute.make_tensor(shared.s_q.iterator, layout)
 
     @cute.jit
     def read_queries(self, shared: Shared, fragments: Fragments, thread: Int32) -> None:
         """Q from shared memory into registers, where it stays for the whole query block."""
         copy = layouts.ldmatrix_copy_a(self.mma_qk(), self.dtype)
         mine = copy.get_slice(thread)
-        cute.copy(
-            copy, mine.partition_S(shared.s_q[None, None, 0]), mine.retile(fragments.q[None, None, None, 0])
-        )
+        cute.copy(copy, mine.partition_S(self.all_queries(shared)), mine.retile(fragments.q))
 
     @cute.jit
     def compute_one(self, work: Work, queries: Int32) -> None:
@@ -518,7 +608,7 @@ class ForwardSm90:
         warpgroup.wait_group(0)
         shared.ring_v.release(n - 1)
         self.convert(work, tile, acc_s)
-        work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
+        self.rescale(work, masked)
 
     @cute.jit
     def last_product(self, work: Work) -> None:
@@ -541,7 +631,7 @@ class ForwardSm90:
         work.turns.give()
         shared.ring_k.release(n)
         self.probabilities(work, tile, loaded, masked)
-        work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
+        self.rescale(work, masked)
         self.convert(work, tile, acc_s)
         if cutlass.const_expr(masked):
             self.clear_foreign_values(work, block, n)
@@ -564,7 +654,7 @@ class ForwardSm90:
     def start_qk(self, work: Work, acc_s: cute.Tensor, n: Int32) -> None:
         """acc_s = Q K^T, K from filling n."""
         op, stage = work.fragments, work.shared.ring_k.stage(n)
-        start_gemm(self.mma_qk(), acc_s, op.q[None, None, None, 0], op.k[None, None, None, stage], False)
+        start_gemm(self.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
 
     @cute.jit
     def start_pv(self, work: Work, n: Int32) -> None:
@@ -577,13 +667,22 @@ class ForwardSm90:
     def probabilities(self, work: Work, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
         """Scores to probabilities; ``factors`` says what the output has to be multiplied with."""
         self.epilogues.forward(work.state, tile, loaded, masked)
-        work.softmax.advance(tile.acc, work.fragments.factors, masked)
+        if cutlass.const_expr(work.optimistic and not masked):
+            work.softmax.advance_unseen(tile.acc)
+        else:
+            work.softmax.advance(tile.acc, work.fragments.factors, masked)
+
+    @cute.jit
+    def rescale(self, work: Work, masked: Constexpr) -> None:
+        """Bring the output under the maxima in use, if the step may have changed them."""
+        if cutlass.const_expr(masked or not work.optimistic):
+            work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
 
     @cute.jit
     def convert(self, work: Work, tile: ScoreTile, acc_s: cute.Tensor) -> None:
         """P to 16 bits, dropped elements to zero; nothing may be reading the old P."""
         p = work.fragments.p
-        p.store(acc_s.load().to(self.dtype))
+        narrow(acc_s, p)
         self.epilogues.drop(work.state, tile, work.score_map.view(p))
 
     @cute.jit
@@ -623,7 +722,7 @@ class ForwardSm90:
             self.epilogues.forward(work.state, tile, loaded, True)
             normalized(tile, lse, work.softmax.scale_log2)
             p = cute.make_rmem_tensor_like(acc_s, self.dtype)
-            p.store(acc_s.load().to(self.dtype))
+            narrow(acc_s, p)
             p_rows = work.score_map.view(p)
             self.epilogues.mark_dropped(work.state, tile, p_rows)
             store_probabilities(mSoftmax, p_rows, tile, place)
@@ -652,7 +751,7 @@ class ForwardSm90:
         s_o = shared.s_o[None, None, group]
         self.wait_for_stores(group, lane)
         fragment = cute.make_rmem_tensor_like(fragments.acc_o, self.dtype)
-        fragment.store(fragments.acc_o.load().to(self.dtype))
+        narrow(fragments.acc_o, fragment)
         one_group = layouts.tiled_mma_sm90(
             self.dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn"
         )
@@ -684,21 +783,22 @@ def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.
 
     What an epilogue holds beside the scores (a bias, the words of the mem_efficient mask) narrows the step or takes the
-    registers that Q would have.
+    registers that Q would have. Optimism spares no registers, and what can hide whole key blocks from a row would often
+    prove it wrong.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     if d <= 64:
         tile_n = 64 if traits.dropout == "mem_efficient" else 128
         return [
-            ForwardSm90Tile(192, tile_n, num_stages=3),
-            ForwardSm90Tile(128, 128),
+            ForwardSm90Tile(192, tile_n, num_stages=3, optimistic=not heavy),
+            ForwardSm90Tile(128, 128, optimistic=not heavy),
             ForwardSm90Tile(128, 64),
         ]
     if d <= 128:
         tile_n = 96 if traits.bias == "fp32" else 128
         return [
-            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8),
+            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8, optimistic=not heavy),
             ForwardSm90Tile(128, 64, rescale_threshold=8),
         ]
     return [

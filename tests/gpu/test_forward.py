@@ -25,9 +25,9 @@ TILES = {
     ),
     "sm90": (
         "tile_m=64,tile_n=64,num_stages=1,persistent=false",
-        "tile_m=128,tile_n=96,num_stages=3,take_turns=false",
+        "tile_m=128,tile_n=96,num_stages=3,take_turns=false,optimistic=true",
         "tile_m=128,tile_n=64,overlap=false,share_qo_smem=true",
-        "tile_m=192,tile_n=32,take_turns=true",
+        "tile_m=192,tile_n=32,take_turns=true,optimistic=false",
     ),
 }
 
