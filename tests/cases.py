@@ -244,3 +244,6 @@ FOR_EVERY_TILE = tuple(
         "varlen-causal",
     )
 )
+
+# Those that have gradients.
+BACKWARD_CASES = tuple(case for case in CASES if not case.return_softmax)

@@ -108,3 +108,18 @@ def check_forward(
         dropped = actual["softmax"].signbit() & seen
         wrong = int((dropped != (exact["softmax"].signbit() & seen)).sum())
         assert wrong == 0, f"softmax: {wrong} of {int(seen.sum())} elements have another dropout mask"
+
+
+def check_backward(
+    actual: Mapping[str, Tensor], exact: Mapping[str, Tensor], plain: Mapping[str, Tensor]
+) -> None:
+    """Check gradients, each against that of its name.
+
+    Args:
+        actual: what kernels computed.
+        exact: autograd through the definition in float64.
+        plain: autograd through plain torch in q's dtype.
+    """
+    assert actual.keys() == exact.keys() == plain.keys()
+    for name, gradient in actual.items():
+        check(name, gradient, exact[name], plain[name], factor=GRADIENT)

@@ -71,10 +71,10 @@ class Case:
         """head_dim_v."""
         return self.head_dim_v or self.head_dim
 
-    def traits(self, arch: str) -> Traits:
-        """What a kernel of ``arch`` has to compute for it."""
+    def traits(self, arch: str, op: str = "forward") -> Traits:
+        """What a kernel of ``arch`` has to compute for it; a backward with the bias's gradient."""
         return Traits(
-            op="forward",
+            op=op,
             arch=arch,
             dtype=self.dtype,
             head_dim=self.head_dim,
@@ -87,7 +87,8 @@ class Case:
             varlen=self.packed,
             seqused_q=bool(self.seqused_q),
             seqused_k=bool(self.seqused_k),
-            return_softmax=self.return_softmax,
+            return_softmax=self.return_softmax and op == "forward",
+            bias_grad=bool(self.bias) and op == "backward",
         )
 
     @property
@@ -122,47 +123,92 @@ class Problem:
 
     def run(self, **options: Any) -> dict[str, Tensor]:
         """What ``attention`` or ``attention_varlen`` makes of it, by name: out, lse, and softmax if asked for."""
-        case, lengths, inputs = self.case, self.lengths, self.inputs
-        options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-        options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
-        options |= {
-            "dropout_p": case.dropout_p,
-            "dropout_mask": case.dropout_mask,
-            "rng_state": inputs.rng_state,
-        }
-        options |= {"return_lse": True, "return_softmax": case.return_softmax}
-        if not case.packed:
-            return self._named(attention(*self.tensors, **options))
-        assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
-        return self._named(
-            attention_varlen(
-                *self.tensors,
-                lengths.cu_seqlens_q,
-                lengths.cu_seqlens_k,
-                lengths.max_seqlen_q,
-                lengths.max_seqlen_k,
-                seqused_q=lengths.seqused_q,
-                **options,
-            )
-        )
+        return self._named(self._run(**options))
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The same by definition, computed in ``dtype``: outputs keep q's dtype unless that is less precise."""
-        case = self.case
-        tensors = self.tensors
+        problem = self
         if dtype not in (torch.float16, torch.bfloat16):
-            tensors = tuple(x.to(dtype) for x in tensors)  # type: ignore[assignment]
+            problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
+        return self._named(problem._define(dtype))
+
+    def start(self, *, out: bool = True, lse: bool = False, seed: int = 1) -> "Start":
+        """Random gradients of out and of lse, NaN in rows that no sequence owns."""
+        case, q = self.case, self.tensors[0]
+        generator = torch.Generator(q.device).manual_seed(seed)
+        shapes = ((*q.shape[:-1], case.size_v), (q.shape[-2], q.shape[0]) if case.packed else None)
+        shapes = (shapes[0], shapes[1] or (q.shape[0], q.shape[2], q.shape[1]))
+        grads = [
+            torch.randn(shape, generator=generator, device=q.device, dtype=dtype)
+            for shape, dtype in zip(shapes, (q.dtype, torch.float32), strict=True)
+        ]
+        cu_seqlens = self.lengths.cu_seqlens_q
+        bounds = [0] if cu_seqlens is None else cu_seqlens.tolist()
+        if case.packed:
+            for rows in (slice(0, bounds[0]), slice(bounds[-1], None)):
+                grads[0][rows], grads[1][:, rows] = math.nan, math.nan
+        for b, used in enumerate(case.seqused_q):
+            rows = slice(bounds[b] + used, bounds[b + 1])
+            grads[0][rows], grads[1][:, rows] = math.nan, math.nan
+        return Start(grads[0] if out else None, grads[1] if lse else None)
+
+    def gradients(self, start: "Start", wanted: str = "", **options: Any) -> dict[str, Tensor]:
+        """The gradients that autograd gets of ``attention`` or ``attention_varlen``: dq, dk, dv, and dbias if any.
+
+        wanted: of those, separated by blanks; "" for all.
+        """
+        problem, leaves = self._with_leaves(wanted)
+        return start.gradients_of(problem._run(**options)[:2], leaves)
+
+    def expected_gradients(self, start: "Start", dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same by definition, computed in ``dtype``."""
+        problem = self
+        if dtype not in (torch.float16, torch.bfloat16):
+            problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
+        problem, leaves = problem._with_leaves()
+        return start.gradients_of(problem._define(dtype)[:2], leaves)
+
+    def _with_leaves(self, wanted: str = "") -> tuple["Problem", dict[str, Tensor]]:
+        """The same problem of tensors that require gradients, and these."""
+        given = {"dq": self.tensors[0], "dk": self.tensors[1], "dv": self.tensors[2]}
+        given |= {} if self.inputs.bias is None else {"dbias": self.inputs.bias}
+        chosen = wanted.split() or list(given)
+        own = {name: x.detach().requires_grad_(name in chosen) for name, x in given.items()}
+        inputs = replace(self.inputs, bias=own.get("dbias"))
+        problem = replace(self, tensors=(own["dq"], own["dk"], own["dv"]), inputs=inputs)
+        return problem, {name: x for name, x in own.items() if name in chosen}
+
+    def _run(self, **options: Any) -> Any:
+        case, lengths, inputs = self.case, self.lengths, self.inputs
+        options = {"rng_state": inputs.rng_state} | options
+        options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+        options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
+        options |= {"dropout_p": case.dropout_p, "dropout_mask": case.dropout_mask}
+        options |= {"return_lse": True, "return_softmax": case.return_softmax}
+        if not case.packed:
+            return attention(*self.tensors, **options)
+        assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
+        return attention_varlen(
+            *self.tensors,
+            lengths.cu_seqlens_q,
+            lengths.cu_seqlens_k,
+            lengths.max_seqlen_q,
+            lengths.max_seqlen_k,
+            seqused_q=lengths.seqused_q,
+            **options,
+        )
+
+    def _define(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        case = self.case
         mask, _, _ = resolve_mask(case.causal, case.window)
-        return self._named(
-            reference.attention(
-                *tensors,
-                case.head_dim**-0.5,
-                reference.Features(mask, case.dropout_mask if case.dropout_p else ""),
-                self.inputs,
-                self.lengths,
-                return_softmax=case.return_softmax,
-                compute_dtype=dtype,
-            )
+        return reference.attention(
+            *self.tensors,
+            case.head_dim**-0.5,
+            reference.Features(mask, case.dropout_mask if case.dropout_p else ""),
+            self.inputs,
+            self.lengths,
+            return_softmax=case.return_softmax,
+            compute_dtype=dtype,
         )
 
     def compared(self) -> "Problem":
@@ -178,6 +224,28 @@ class Problem:
         if self.case.packed:
             named["lse"] = named["lse"][:, self.owned]
         return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a backward starts from: the gradients of out and lse, None for one that nothing depends on."""
+
+    out: Tensor | None
+    lse: Tensor | None
+
+    def gradients_of(self, outputs: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        """By autograd, each with its leaf's name."""
+        pairs = [(x, g) for x, g in zip(outputs, (self.out, self.lse), strict=True) if g is not None]
+        starts, weights = [x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs]
+        if not any(x.requires_grad for x in starts):  # nothing was computed
+            return {name: torch.zeros_like(x) for name, x in leaves.items()}
+        grads = torch.autograd.grad(starts, tuple(leaves.values()), weights, materialize_grads=True)
+        return dict(zip(leaves, grads, strict=True))
+
+    def of(self, batches: tuple[int, ...]) -> "Start":
+        """Those of some batches."""
+        index = list(batches)
+        return Start(*(None if x is None else x[index] for x in (self.out, self.lse)))
 
 
 @dataclass(frozen=True)

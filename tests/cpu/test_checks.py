@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.cases import CASES, FOR_EVERY_TILE
-from tests.checks import check, check_forward
+from tests.cases import BACKWARD_CASES, CASES, FOR_EVERY_TILE
+from tests.checks import check, check_backward, check_forward
 
 HUGE = {"far", "beyond-2-31"}  # more memory than a test machine may have
 
@@ -79,6 +79,26 @@ def test_the_definition_passes_its_cases(case):
     dtype = problem.tensors[0].dtype
     exact, plain32 = problem.expected(torch.float64), problem.expected(torch.float32)
     check_forward(problem.run(), exact, problem.expected(dtype), plain32)
+
+
+BY_NAMES = [
+    c
+    for c in BACKWARD_CASES
+    if c.name in ("causal-203x113", "varlen-seqused", "bias-hides", "seqused_k-causal")
+]
+
+
+@pytest.mark.parametrize("case", BY_NAMES, ids=lambda c: c.name)
+def test_the_definitions_gradients_pass(case):
+    problem = case.build("cpu")
+    start = problem.start(lse=True)
+    exact, plain = (problem.expected_gradients(start, d) for d in (torch.float64, problem.tensors[0].dtype))
+    actual = problem.gradients(start)
+    check_backward(actual, exact, plain)
+    assert all(x.isfinite().all() for x in actual.values())
+    if case.seqused_q:
+        first = int(problem.lengths.cu_seqlens_q[0])
+        assert not actual["dq"][:first].any() and not actual["dq"][first + case.seqused_q[0]].any()
 
 
 def test_few_kernels_serve_the_cases():
