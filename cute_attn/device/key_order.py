@@ -62,7 +62,13 @@ class KeyOrder:
     @cute.jit
     def place(self, seqlens: Seqlens) -> KeyBlocks:
         """What the running block has."""
-        block = opaque(cute.arch.block_idx()[0])
+        plane, first = self.plane_of(opaque(cute.arch.block_idx()[0]))
+        batch, head_kv = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads_kv))
+        return KeyBlocks(first, head_kv, batch, SeqlenInfo.read(seqlens, batch))
+
+    @cute.jit
+    def plane_of(self, block: Int32):
+        """(plane, first key block) of a block of threads."""
         if cutlass.const_expr(self.longest_first):
             section, position = divmod(block, self.section_blocks)
             first, plane = divmod(position, self.planes)
@@ -71,8 +77,7 @@ class KeyOrder:
             plane = plane + section * self.planes.divisor
         else:
             plane, first = divmod(block, self.num_splits)
-        batch, head_kv = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads_kv))
-        return KeyBlocks(first, head_kv, batch, SeqlenInfo.read(seqlens, batch))
+        return plane, first
 
 
 @cute.jit

@@ -1,0 +1,179 @@
+"""The Hopper backward without a GPU: its tiles, the order of its key blocks, and what it compiles to."""
+
+import itertools
+
+import cutlass
+import numpy as np
+import pytest
+from cutlass import Int32, cute
+
+import layouts
+from cute_attn.compiler import compile
+from cute_attn.device.dq import accumulator_shape, mma_dq
+from cute_attn.device.key_order import KeyOrder
+from cute_attn.device.wgmma import operand_layout
+from cute_attn.kernels.backward_sm90 import BackwardSm90
+from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
+from cute_attn.traits import Traits
+from layouts.host import coordinate_table, offset_table, run_on_host
+
+FEATURES = (
+    "",
+    "-causal",
+    "-window",
+    "-softcap",
+    "-bias_fp32",
+    "-causal-dropout",
+    "-dropout_mem_efficient",
+    "-varlen",
+)
+
+
+def traits_of(rest):
+    return Traits.parse(f"backward-sm90-bf16-{rest}")
+
+
+# ---- tiles ----
+
+
+def test_every_combination_has_a_tile():
+    dims = (8, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 224, 256)
+    for d, dv, feature in itertools.product(dims, dims, FEATURES):
+        traits = traits_of(f"d{d}" + (f"x{dv}" if d != dv else "") + feature)
+        tile = BackwardSm90.default_tile(traits, "sm90")
+        assert tile.reject(traits, "sm90") is None, (traits, tile.reject(traits, "sm90"))
+
+
+@pytest.mark.parametrize("rest", ["d64", "d128-causal", "d256", "d40x136", "d192x128"])
+def test_shared_memory_areas_follow_each_other_aligned(rest):
+    traits = traits_of(rest)
+    tile = BackwardSm90.default_tile(traits, "sm90")
+    areas = tile.smem_areas(traits)
+    end = 0
+    for name, (start, stop) in areas.items():
+        assert start == end and stop >= start
+        assert start % (1024 if name not in ("lse", "dpsum") else 16) == 0
+        end = stop
+    assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
+    assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * padded(traits.head_dim) * 2
+
+
+@pytest.mark.parametrize(
+    ("rest", "text", "words"),
+    [
+        ("d64", "warpgroups=4", "warpgroups is 4"),
+        ("d64", "tile_n=192", "tile_n is 192"),
+        ("d64", "tile_m=96", "tile_m is 96"),
+        ("d64", "dq_transposed=true", "dq_transposed is true"),
+        ("d64", "num_stages_ds=3", "num_stages_q, _do, _ds are 2, 2, 3"),
+        ("d64", "dq_vector=3", "dq_vector is 3"),
+        ("d64-dropout", "p_rounded=true", "p_rounded is true"),
+        ("d128", "tile_m=128", "registers"),
+        ("d256", "num_stages_q=3", "shared memory"),
+        ("d256", "p_in_smem=false,tile_n=128", "registers"),
+    ],
+)
+def test_a_tile_says_why_it_cannot(rest, text, words):
+    traits = traits_of(rest)
+    tile = BackwardSm90.default_tile(traits, "sm90").override(text)
+    assert words in (tile.reject(traits, "sm90") or "")
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "parts"), [(128, 128, 1), (128, 128, 2), (64, 192, 2), (128, 96, 2), (64, 160, 2)]
+)
+def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
+    """Every element has a place of its own, and what one warpgroup reads shares no atom with another's."""
+    table = offset_table(lambda: operand_layout(rows, cols, cutlass.BFloat16, parts=parts).outer, rows, cols)
+    assert sorted(table.flatten()) == list(range(rows * cols))
+    atom = layouts.atom_cols(cols // parts, 16) * 8
+    share = cols // parts
+    atoms = [set((table[:, i * share : (i + 1) * share] // atom).flatten()) for i in range(parts)]
+    assert not set.intersection(*atoms) or parts == 1
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        ("d64", ""),
+        ("d128", ""),
+        ("d128", "tile_m=80,dq_transposed=true,p_rounded=true"),
+        ("d96", ""),
+        ("d256", ""),
+    ],
+)
+def test_dq_accumulator_is_the_wgmma_one(rest, text):
+    """Which (query, column) a thread's i-th value is, against PTX's figure of wgmma's D fragment."""
+    traits = traits_of(rest)
+    tile = BackwardSm90.default_tile(traits, "sm90").override(text)
+    m, n = accumulator_shape(traits, tile)
+    along_n = tile.dq_warps_n
+    along_m, width = tile.warpgroups // along_n, n // along_n
+    found = coordinate_table(
+        lambda thread: mma_dq(traits, tile).get_slice(thread).partition_C(cute.make_identity_tensor((m, n))),
+        tile.mma_threads,
+    )
+    thread = np.arange(tile.mma_threads)[:, None]
+    value = np.arange(found.shape[1])[None, :]
+    group, warp, lane = thread // 128, thread // 32 % 4, thread % 32
+    instruction, own = value // (width // 2), value % (width // 2)
+    rows = (instruction * along_m + group % along_m) * 64 + warp * 16 + lane // 4 + own // 2 % 2 * 8
+    columns = group // along_m * width + lane % 4 * 2 + own % 2 + own // 4 * 8
+    assert (found[..., 0] == rows).all() and (found[..., 1] == columns).all()
+
+
+# ---- the order of key blocks ----
+
+
+@cute.jit
+def _write_places(order: KeyOrder, blocks: Int32, out: cute.Tensor):
+    for block in cutlass.range(blocks):
+        plane, first = order.plane_of(block)
+        out[block, 0] = plane
+        out[block, 1] = first
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(
+    ("splits", "heads", "batch", "section"),
+    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1)],
+)
+def test_every_key_block_once_and_the_longest_first(splits, heads, batch, section, longest_first):
+    blocks = splits * heads * batch
+
+    def body(out):
+        zero = out[0, 0] + 1  # numbers that are not known when this is compiled, as in a launch
+        sizes = (Int32(n) + zero for n in (splits, heads, batch, section))
+        order = KeyOrder.make(*sizes, longest_first)
+        _write_places(order, Int32(blocks), out)
+
+    places = [tuple(x) for x in run_on_host(body, blocks, 2).tolist()]
+    assert sorted(places) == list(itertools.product(range(heads * batch), range(splits)))
+    if longest_first:
+        for start in range(0, blocks, section * splits):
+            firsts = [first for _, first in places[start : start + section * splits]]
+            assert firsts == sorted(firsts)
+    else:
+        assert places == sorted(places)
+
+
+# ---- what it compiles to ----
+
+
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [
+        ("d128", "tile_m=64,num_stages_ds=1"),
+        ("d64-causal", "tile_m=64,p_rounded=false"),
+        ("d256-window", "num_stages_ds=1"),
+        ("d64x192-causal-varlen-seqused_q-seqused_k", ""),
+    ],
+)
+def test_other_tiles_build_without_spills(rest, text):
+    compiled = compile(traits_of(rest), text or None, "sm90")
+    assert compiled.resources.spill_store_bytes == compiled.resources.local_bytes == 0
+    assert compiled.warnings == ()
+    assert compiled.instructions["HGMMA"] > 0 and compiled.instructions["UTMALDG"] > 0
