@@ -83,9 +83,10 @@ class KeyOrder:
 @cute.jit
 def rows_of_keys(seqlens: Seqlens, tensor: cute.Tensor, batch: Int32) -> Int32:
     """How many keys of ``batch`` exist in ``tensor``, used or not: (batch, rows, ...), or packed."""
+    starts = seqlens.cu_seqlens_k
     rows = Int32(0)
-    if cutlass.const_expr(seqlens.cu_seqlens_k is not None):
-        rows = seqlens.cu_seqlens_k[batch + 1] - seqlens.cu_seqlens_k[batch]
+    if cutlass.const_expr(starts is not None):
+        rows = starts[batch + 1] - starts[batch]  # type: ignore[index]
     else:
         rows = Int32(tensor.shape[1])
     return rows

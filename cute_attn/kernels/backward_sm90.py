@@ -651,7 +651,7 @@ class BackwardSm90:
 
     def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
         """P or dS as (keys, queries), from wherever the tile takes it."""
-        if self.tile.p_in_smem:
+        if smem is not None:
             return smem[None, None, None, self.ds_stage(n)]
         return layouts.as_operand_a(registers)
 
