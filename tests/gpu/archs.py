@@ -4,12 +4,11 @@ import torch
 
 from cute_attn import compiler, registry
 
-FORWARD_ARCHS = [arch for op, arch, variant in registry.KERNELS if op == "forward" and not variant]
 
-
-def runnable_archs() -> list[str]:
-    """The kernel generations of the forward that run on this GPU; without one, all of them, to be skipped."""
+def runnable_archs(op: str = "forward") -> list[str]:
+    """The kernel generations of an operation that run on this GPU; without one, all of them, to be skipped."""
+    archs = [arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant]
     if not torch.cuda.is_available():
-        return FORWARD_ARCHS
+        return archs
     target = compiler.default_target("sm80")
-    return [arch for arch in FORWARD_ARCHS if target in registry.RUNS_ON[arch]]
+    return [arch for arch in archs if target in registry.RUNS_ON[arch]]

@@ -1,12 +1,17 @@
 """GPU tests in two passes: first build every kernel that the chosen tests need, in parallel processes, then run."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import compiler, launch
+from cute_attn import compiler, launch, registry
+from cute_attn.traits import PARTS, Traits
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case
 
 GUARD = 4096
 
@@ -18,16 +23,32 @@ def built(request: pytest.FixtureRequest) -> None:
     wanted = set()
     for item in request.session.items:
         chosen = getattr(item, "callspec", None)
-        if chosen is not None and "case" in chosen.params and chosen.params["case"].launches:
-            case, arch = chosen.params["case"], chosen.params["arch"]
-            wanted.add((case.traits(arch), chosen.params.get("tile"), target))
-    failed = [
-        f"{built.traits} {built.tile or ''}: {built.error}"
-        for built in compiler.prebuild(wanted)
-        if built.error
-    ]
-    if failed:
-        pytest.exit("kernels that do not build:\n" + "\n".join(failed), returncode=1)
+        if chosen is None or "case" not in chosen.params or not chosen.params["case"].launches:
+            continue
+        tile = chosen.params.get("tile")
+        for arch in [chosen.params["arch"]] if "arch" in chosen.params else runnable_archs():
+            if getattr(item.module, "OP", "forward") == "backward":
+                wanted |= set(backward_requests(chosen.params["case"], arch, tile, target))
+            else:
+                wanted.add((chosen.params["case"].traits(arch), tile, target))
+    for built in compiler.prebuild(wanted):
+        if built.error:  # the tests that need it will fail
+            print(f"{built.traits} {built.tile or ''} does not build: {built.error}")
+
+
+def backward_requests(
+    case: Case, arch: str, tile: str | None, target: str
+) -> Iterator[tuple[Traits, Any, str]]:
+    """The forward, and the backward's three kernels."""
+    yield case.traits(arch), None, target
+    try:
+        main = registry.lookup(case.traits(arch, "backward"), tile, target)
+    except registry.Unsupported:  # as the test will find out
+        return
+    yield main.traits, tile, target
+    for op in PARTS:
+        part = main.traits.part(op)
+        yield part, registry.KERNELS[op, arch, ""].beside(part, main.tile), target
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,497 @@
+"""The backward kernels on the card: every named case by the one rule, and properties that hold between calls."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import (
+    Unsupported,
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    compiler,
+    launch,
+    reference,
+    registry,
+)
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.interface import draw_rng_state
+from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
+from tests.checks import GRADIENT, check, check_backward
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case, Problem, Start
+
+OP = "backward"  # what tests/gpu/conftest.py builds beforehand
+ARCHS = runnable_archs(OP)
+ALLOCATE = launch.new_empty_strided
+TILES = {
+    "sm80": (
+        "tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2",
+        "tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=4",
+        "stages_q=1,stages_do=1",
+        "v_in_regs=true",
+    ),
+    "sm90": (
+        "num_stages_q=1,num_stages_do=1",
+        "num_stages_ds=1",
+        "dq_vector=1",
+        "p_in_smem=true",
+    ),
+}
+
+
+def tile_cases() -> list:
+    """(arch, tile, case) of all tiles that take a case."""
+    target = compiler.default_target("sm80") if torch.cuda.is_available() else "sm90"
+    params = []
+    for arch in ARCHS:
+        for tile in TILES.get(arch, ()):
+            for case in FOR_EVERY_TILE:
+                try:
+                    registry.lookup(case.traits(arch, OP), tile, target)
+                except Unsupported:
+                    continue
+                params.append(pytest.param(arch, tile, case, id=f"{arch}-{tile}-{case.name}"))
+    return params
+
+
+@functools.lru_cache(maxsize=2)
+def prepared(case: Case, lse: bool = False, out: bool = True) -> tuple[Problem, Start, dict, dict]:
+    """A case's problem, where its gradients start from, and what they are in float64 and in its own dtype."""
+    problem = case.build("cuda")
+    start = problem.start(out=out, lse=lse)
+    part, own = problem.compared(), start.of(case.compare) if case.compare else start
+    dtypes = (torch.float64, problem.tensors[0].dtype)
+    exact, plain = (part.expected_gradients(own, dtype) for dtype in dtypes)
+    return problem, start, exact, plain
+
+
+def check_case(case: Case, lse: bool = False, out: bool = True, **options) -> None:
+    problem, start, exact, plain = prepared(case, lse, out)
+    actual = problem.gradients(start, **options)
+    if case.compare:
+        actual = {name: value[list(case.compare)] for name, value in actual.items()}
+    check_backward(actual, exact, plain)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda case: case.name)
+def test_case(case, arch):
+    check_case(case, kernel=arch)
+
+
+@pytest.mark.parametrize(("arch", "tile", "case"), tile_cases())
+def test_any_tile_equals_any_tile(case, arch, tile):
+    check_case(case, kernel=arch, backward_tile=tile)
+
+
+# ---- determinism ----
+
+EVERYTHING = BY_NAME["everything-causal-dropout"]
+REPEATED = [
+    BY_NAME[name]
+    for name in ("causal-203x113", "varlen-causal", "window-1000x256", "window-5-300", "bias-over-bhq")
+]
+REPEATED += [
+    replace(
+        BY_NAME["causal-d128"], name="gqa-that-fills-the-card", batch=8, nheads=8, seqlen_q=600, seqlen_k=600
+    ),
+    EVERYTHING,
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
+def test_deterministic_gradients_repeat_bitwise(case, arch, monkeypatch):
+    check_case(case, kernel=arch, deterministic=True)
+    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    problem, start, _, _ = prepared(case)
+    first = problem.gradients(start, kernel=arch, deterministic=True)
+    for _ in range(1000):
+        again = problem.gradients(start, kernel=arch, deterministic=True)
+        for name, value in again.items():
+            assert torch.equal(value, first[name]), f"{name} differs"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", REPEATED[:2], ids=lambda case: case.name)
+def test_keys_gradients_always_repeat_bitwise(case, arch):
+    problem, start, _, _ = prepared(case)
+    first = problem.gradients(start, kernel=arch)
+    for _ in range(20):
+        again = problem.gradients(start, kernel=arch)
+        assert torch.equal(again["dk"], first["dk"]) and torch.equal(again["dv"], first["dv"])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [BY_NAME["bias-over-b"]], ids=lambda case: case.name)
+def test_torchs_switch_is_obeyed(case, arch):
+    problem, start, _, _ = prepared(case)
+    expected = problem.gradients(start, kernel=arch, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        actual = problem.gradients(start, kernel=arch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# ---- agreement ----
+
+
+@pytest.mark.skipif(len(ARCHS) < 2, reason="one arch runs here")
+@pytest.mark.parametrize("case", [EVERYTHING, *REPEATED[:3]], ids=lambda case: case.name)
+def test_archs_agree(case):
+    problem, start, exact, _ = prepared(case)
+    a, b = (problem.gradients(start, kernel=arch) for arch in ARCHS[:2])
+    for name in a:
+        size = float(exact[name].abs().max())
+        torch.testing.assert_close(a[name] / size, b[name] / size, atol=0.02, rtol=0.02, msg=name)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [BY_NAME["varlen-causal"], BY_NAME["varlen-window"]], ids=lambda case: case.name
+)
+def test_varlen_equals_a_loop(case, arch):
+    problem, start, exact, _ = prepared(case)
+    packed = problem.gradients(start, kernel=arch)
+    cu_q, cu_k = (x.tolist() for x in (problem.lengths.cu_seqlens_q, problem.lengths.cu_seqlens_k))
+    for b in range(len(case.lengths_q)):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        own = [
+            x.detach()[None, s].requires_grad_()
+            for x, s in zip(problem.tensors, (rows, keys, keys), strict=True)
+        ]
+        out = attention(*own, causal=case.causal, window=case.window, kernel=arch)
+        for name, s, grad in zip(
+            ("dq", "dk", "dv"),
+            (rows, keys, keys),
+            torch.autograd.grad(out, own, start.out[None, rows]),
+            strict=True,
+        ):
+            size = float(exact[name].abs().max())
+            torch.testing.assert_close(packed[name][s] / size, grad[0] / size, atol=0.01, rtol=0.02)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [BY_NAME["causal-203x113"], BY_NAME["varlen-causal"]], ids=lambda case: case.name
+)
+def test_what_nobody_sees_has_no_gradient(case, arch):
+    """Rows that see nothing, and rows that are no sequence's, have gradients of exactly zero."""
+    problem, start, exact, _ = prepared(case)
+    actual = problem.gradients(start, kernel=arch)
+    for name in exact:
+        nothing = exact[name] == 0
+        rows = nothing.all(-1)
+        assert rows.any() or name != "dq"
+        assert not actual[name][rows].any(), name
+
+
+# ---- which gradients, from what ----
+
+LSE_CASES = [
+    BY_NAME[name]
+    for name in (
+        "causal-203x113",
+        "full-129x129",
+        "window-left-is-all",
+        "everything-causal-dropout",
+        "varlen-causal",
+        "varlen-seqused",
+        "large-logits-causal",
+        "causal-d256",
+    )
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("out", [False, True], ids=["lse alone", "out and lse"])
+@pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: case.name)
+def test_gradient_of_the_lse(case, out, arch):
+    check_case(case, lse=True, out=out, kernel=arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("broadcast", ["", "b", "h", "q", "bh", "bq", "hq", "bhq"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradient_of_a_bias(dtype, broadcast, deterministic, arch):
+    odd = {"seqlen_q": 113, "seqlen_k": 203} if dtype == "bf16" else {"seqlen_q": 70, "seqlen_k": 144}
+    case = Case(f"bias-{dtype}-over-{broadcast}", bias=dtype, bias_broadcast=broadcast, causal=True, **odd)
+    problem, start, exact, plain = prepared(case)
+    actual = problem.gradients(start, wanted="dbias", kernel=arch, deterministic=deterministic)
+    check("dbias", actual["dbias"], exact["dbias"], plain["dbias"], factor=GRADIENT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("wanted", ["dq", "dk", "dv", "dbias", "dq dbias", "dk dv"])
+@pytest.mark.parametrize("case", [EVERYTHING], ids=lambda case: case.name)
+def test_any_of_the_gradients_alone(case, wanted, arch):
+    problem, start, exact, plain = prepared(case)
+    actual = problem.gradients(start, wanted, kernel=arch)
+    assert list(actual) == wanted.split()
+    check_backward(actual, *({name: x[name] for name in actual} for x in (exact, plain)))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "case", [BY_NAME["causal-203x113"], BY_NAME["full-d128"]], ids=lambda case: case.name
+)
+def test_any_gradient_of_the_output_is_read(case, arch):
+    problem, start, _, _ = prepared(case)
+    grad = start.out
+    storage = torch.empty(grad.numel() + 1, dtype=grad.dtype, device="cuda")
+    given = {
+        "transposed": grad.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns": grad.transpose(2, 3).contiguous().transpose(2, 3),
+        "unaligned": storage[1:].view(grad.shape).copy_(grad),
+        "a row again and again": grad[:, :1].expand(grad.shape),
+        "one number": torch.ones((), dtype=grad.dtype, device="cuda").expand(grad.shape),
+    }
+    for name, one in given.items():
+        for deterministic in (True, False):
+            options = {"kernel": arch, "deterministic": deterministic}
+            actual = problem.gradients(Start(one, None), **options)
+            expected = problem.gradients(Start(one.contiguous().clone(), None), **options)
+            for x in ("dq", "dk", "dv"):
+                if deterministic:
+                    assert torch.equal(actual[x], expected[x]), f"{name}: {x} differs"
+                else:
+                    torch.testing.assert_close(actual[x], expected[x], atol=0.02, rtol=0.02)
+
+
+# ---- continuing PyTorch's forward ----
+
+
+def torch_inputs(batch, nheads, seqlen_q, seqlen_k, nheads_kv=None, head_dim=64):
+    torch.manual_seed(1)
+    sizes = ((seqlen_q, nheads), (seqlen_k, nheads_kv or nheads), (seqlen_k, nheads_kv or nheads))
+    q, k, v = (torch.randn(batch, n, h, head_dim, dtype=torch.bfloat16, device="cuda") for n, h in sizes)
+    return q, k, v, torch.randn_like(q)
+
+
+def by_definition(q, k, v, grad_out, mask, dropout, dropout_p, rng_state, bias=None):
+    """Gradients in float64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v, *(() if bias is None else (bias,)))]
+    inputs = ScoreInputs(
+        dropout_p=dropout_p, rng_state=rng_state, bias=leaves[3] if bias is not None else None
+    )
+    features = reference.Features(mask, dropout if dropout_p else "")
+    out = reference.attention(*leaves[:3], q.shape[-1] ** -0.5, features, inputs)[0]
+    return torch.autograd.grad(out, leaves, grad_out.double())
+
+
+CONTINUED = [(2, 3, 113, 203), (2, 3, 203, 113), (1, 2, 256, 512)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", CONTINUED, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_continues_torchs_flash_attention(shape, head_dim, causal, dropout_p, arch):
+    q, k, v, grad_out = torch_inputs(*shape, nheads_kv=1, head_dim=head_dim)
+    lengths = (q.shape[1], k.shape[1])
+    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, *lengths, dropout_p, causal, False
+    )
+    ours = attention_backward(
+        grad_out, q, k, v, out, lse, causal=causal, dropout_p=dropout_p, rng_state=state, kernel=arch
+    )
+    theirs = torch.ops.aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse, None, None, *lengths, dropout_p, causal, state, unused
+    )
+    seed = state.view(torch.int64).cuda() if dropout_p else None
+    exact = by_definition(q, k, v, grad_out, "causal" if causal else "", "flash", dropout_p, seed)
+    for name, *grads in zip(("dq", "dk", "dv"), ours, exact, theirs, strict=True):
+        check(name, *grads, factor=GRADIENT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.35])
+@pytest.mark.parametrize("mask", [0, 1, 2])
+@pytest.mark.parametrize("shape", CONTINUED, ids=str)
+def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arch):
+    q, k, v, grad_out = torch_inputs(*shape)
+    bias = torch.randn(shape, dtype=q.dtype, device="cuda").requires_grad_() if shape[3] % 8 == 0 else None
+    causal = (False, "top_left", "bottom_right")[mask]
+    out, lse, seed, offset, max_q, max_k = torch.ops.aten._efficient_attention_forward(
+        q, k, v, bias, None, None, None, None, dropout_p, mask, True
+    )
+    wanted = ("q", "k", "v", "bias")[: 3 if bias is None else 4]
+    ours = attention_backward(
+        grad_out,
+        *(q, k, v, out, lse),
+        bias=None if bias is None else bias.detach(),
+        wanted=wanted,
+        causal=causal,
+        dropout_p=dropout_p,
+        dropout_mask="mem_efficient",
+        rng_state=(seed, offset),
+        kernel=arch,
+    )
+    theirs = torch.ops.aten._efficient_attention_backward(
+        grad_out,
+        *(q, k, v, None if bias is None else bias.detach(), out, None, None, max_q, max_k, lse),
+        *(dropout_p, seed, offset, mask, bias is not None),
+    )
+    state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
+    name = ("", "causal_top_left", "causal")[mask]
+    exact = by_definition(
+        q, k, v, grad_out, name, "mem_efficient", dropout_p, state, None if bias is None else bias.detach()
+    )
+    for x, *grads in zip(wanted, ours, exact, theirs[: len(wanted)], strict=True):
+        check(f"d{x}", *grads, factor=GRADIENT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "mem_efficient"])
+def test_continues_torchs_packed_forward(flash, arch):
+    q, k, v, grad_out = (x[0] for x in torch_inputs(1, 2, 300, 300))
+    cu = torch.tensor([0, 100, 101, 300], dtype=torch.int32, device="cuda")
+    if flash:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 199, 199, 0.0, True, False)
+    else:
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            q[None], k[None], v[None], None, cu, cu, 199, 199, 0.0, 2, True
+        )
+        out = out[0]
+    options = {"causal": True, "kernel": arch, "deterministic": True}
+    ours = attention_varlen_backward(grad_out, q, k, v, out, lse, cu, cu, 199, 199, **options)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    own = attention_varlen(*leaves, cu, cu, 199, 199, **options)
+    for a, b in zip(ours, torch.autograd.grad(own, leaves, grad_out), strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+
+
+# ---- operator, streams, graphs, compilers ----
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, n, h, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for n, h in ((113, 4), (203, 2), (203, 2))
+    ]
+
+
+def test_the_operator_passes_opcheck(tensors, monkeypatch):
+    # opcheck compares storage offsets, and a guarded output has one of its own.
+    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
+    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
+    state = torch.tensor([1, 2], device="cuda")
+    for extra in ((None, None, "", 0.0), (bias, state, "flash", 0.25)):
+        arguments = (*tensors, *(None,) * 5, *extra[:2], [], 113, 203, 0.125, "causal", 0, 0, 0.0, *extra[2:])
+        arguments = (*arguments, [], [], False, "", "", True, "")
+        torch.library.opcheck(torch.ops.cute_attn.forward.default, arguments)
+        detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+        out, lse, _ = torch.ops.cute_attn.forward.default(*detached)
+        needed = [True, True, True, extra[0] is not None]
+        torch.library.opcheck(torch.ops.cute_attn.backward.default, (out, lse, out, lse, needed, *detached))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(tensors, dynamic):
+    torch.compiler.reset()
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 50, 113], [0, 103, 203]))
+    state = torch.tensor([1, 2], device="cuda")
+    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def f(q, k, v, bias):
+        batched = attention(
+            q, k, v, bias=bias, causal=True, dropout_p=0.1, rng_state=state, deterministic=True
+        )
+        packed, lse = attention_varlen(
+            q[0], k[0], v[0], cu_q, cu_k, 63, 103, window=(20, 0), return_lse=True, deterministic=True
+        )
+        return batched.float().square().sum() + packed.float().sin().sum() + lse.cos().sum()
+
+    inputs = (*tensors, bias)
+    expected = torch.autograd.grad(f(*inputs), inputs)
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=0.01, rtol=0.01)
+
+
+def test_checkpointing_repeats_the_same_mask(tensors):
+    def f(q, k, v):
+        return attention(q, k, v, dropout_p=0.5, deterministic=True).square()
+
+    grads = []
+    for use in (False, True):
+        torch.cuda.manual_seed(3)
+        out = torch.utils.checkpoint.checkpoint(f, *tensors, use_reentrant=False) if use else f(*tensors)
+        grads.append(torch.autograd.grad(out.float().sum(), tensors))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_replayed_graph_uses_one_new_mask_in_forward_and_backward(tensors):
+    grad = torch.randn_like(tensors[0])
+    options = {"dropout_p": 0.5, "causal": True, "deterministic": True}
+
+    def step():
+        state = draw_rng_state("cuda")
+        out = attention(*tensors, rng_state=state, **options)
+        return state, torch.autograd.grad(out, tensors, grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # builds the kernels: that cannot be captured
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        state, grads = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(state.tolist())
+        out = attention(*tensors, rng_state=state.clone(), **options)
+        for a, b in zip(grads, torch.autograd.grad(out, tensors, grad), strict=True):
+            assert torch.equal(a, b)
+    assert seen[0] != seen[1] != seen[2], "two replays, one mask"
+
+
+def test_the_current_stream_is_used(tensors):
+    grad = torch.randn_like(tensors[0])
+    options = {"causal": True, "deterministic": True}
+    expected = torch.autograd.grad(attention(*tensors, **options), tensors, grad)
+    stream = torch.cuda.Stream()
+    slow = torch.randn(4096, 4096, device="cuda")
+    late = torch.zeros_like(grad)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = attention(*tensors, **options)
+        for _ in range(20):
+            slow = slow @ slow * 1e-3
+        late.copy_(grad)  # what a launch on another stream would not wait for
+        grads = torch.autograd.grad(out, tensors, late)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_a_graph_is_walked_twice(tensors):
+    out = attention(*tensors, causal=True, deterministic=True)
+    grad = torch.randn_like(out)
+    first = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+    second = torch.autograd.grad(out, tensors, grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_wrong_calls_on_the_card(tensors):
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    with pytest.raises(NotImplementedError, match="alibi_slopes or an epilogue's tensor requires a gradient"):
+        attention(*tensors, alibi_slopes=slopes)
+    (grad,) = torch.autograd.grad(attention(*tensors).sum(), tensors[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
+        grad.sum().backward()
+    out = attention(*tensors)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
