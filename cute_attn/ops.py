@@ -178,7 +178,10 @@ def _backward_cpu(
         for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
         if wanted
     }
-    with torch.enable_grad():
+    # Below the dispatcher's autograd, where a mode or a tracer may have put this, autograd has to be let in again.
+    views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with views, graph, torch.enable_grad():
         outputs = forward_cpu(call._replace(**inputs, return_softmax=False))[:2]
     pairs = [(x, g) for x, g in zip(outputs, (grad_out, grad_lse), strict=True) if g is not None]
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, compiler, launch, ops
 from cute_attn.call import NUM_TENSORS, Call
@@ -79,6 +80,16 @@ def test_the_schema_is_the_call():
 def test_opcheck(name, requires_grad, dtype):
     arguments = make(name, dtype=dtype, requires_grad=requires_grad)
     torch.library.opcheck(torch.ops.cute_attn.forward.default, tuple(arguments))
+
+
+@pytest.mark.parametrize("needed", [(True, True, True), (False, True, False)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_opcheck_of_the_backward(name, needed):
+    arguments = make(name)
+    out, lse, _ = torch.ops.cute_attn.forward.default(*arguments)
+    flags = [*needed, arguments.bias is not None]
+    for grads in ((out, lse), (out, None), (None, lse)):
+        torch.library.opcheck(torch.ops.cute_attn.backward.default, (*grads, out, lse, flags, *arguments))
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -437,18 +448,27 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     assert len(recorder.built) == 2, "a class that was registered anew is another kernel"
 
 
+class Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_watched_too():
+    q, k, v = inputs(requires_grad=True)
+    with Watch() as watch:
+        grads = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
+    assert torch.ops.cute_attn.backward.default in watch.seen
+    expected = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_subclasses_and_watchers_go_through_the_dispatcher(recorder):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(func)
-            return func(*args, **(kwargs or {}))
-
     class Sub(torch.Tensor):
         pass
 
