@@ -258,14 +258,15 @@ def _run(
     args = kernel.epilogues.host_args(inputs)
     given = tuple(x is not None for x in seqlens[:4])
     classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
-    compiled = _compiled(entry, type(buffers), kernel, classes, given)
+    fields: Any = type(buffers)
+    compiled = _compiled(entry, fields, kernel, classes, given)
     compiled(buffers, seqlens, args, float(softmax_scale))
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
     entry: Callable[..., None],
-    buffers: type[Buffers] | type[GradientBuffers],
+    fields: Any,
     kernel: Any,
     classes: tuple[type, ...],
     given: tuple[bool, ...],
@@ -274,8 +275,8 @@ def _compiled(
 
     ``classes`` of its epilogues, which may be registered anew under their names; ``given``: which lengths are tensors.
     """
-    fakes = buffers._make(
-        _fake(Int32 if name == "visits" else Float32, _RANKS.get(name, 4)) for name in buffers._fields
+    fakes = fields._make(
+        _fake(Int32 if name == "visits" else Float32, _RANKS.get(name, 4)) for name in fields._fields
     )
     lengths = (_fake(Int32, 1) if present else None for present in given)
     seqlens = Seqlens._make((*lengths, Int32(0), Int32(0)))
@@ -316,7 +317,7 @@ def _on_cpu(args: Any) -> Any:
 class Walk:
     """One query block of one head, and what its threads share."""
 
-    buffers: Buffers | GradientBuffers  # of this batch and head
+    buffers: Any  # Buffers or GradientBuffers, of this batch and head
     state: ScoreState
     row0: Int32
     seqlen_q: Int32

@@ -85,8 +85,15 @@ TRANSPOSED = {
     "warps1x2-64x32-transposed": _warps(64, 32, 2, 2, True),
     "wgmma1-80x64-transposed": _warpgroups(80, 64, 1, 1, True),
     "wgmma2-64x128-transposed": _warpgroups(64, 128, 2, 1, True),
-    "wgmma3-128x192-transposed": _warpgroups(128, 192, 3, 1, True),
+    "wgmma3-64x192-transposed": _warpgroups(64, 192, 3, 1, True),
     "wgmma2-64x64-along-n-transposed": _warpgroups(64, 64, 2, 2, True),
+}
+# Few registers a thread, for what takes long to compile.
+TINY = {
+    "warps2x1-32x32": _warps(32, 32, 2),
+    "warps2x1-32x32-transposed": _warps(32, 32, 2, 1, True),
+    "wgmma1-64x32": _warpgroups(64, 32, 1),
+    "wgmma1-32x64-transposed": _warpgroups(32, 64, 1, 1, True),
 }
 SMALL = "warps4x1-64x64"
 
@@ -188,7 +195,7 @@ class Scores:
     def _used_coords(self, traits: Traits) -> tuple[reference.ScoreCoords, Tensor]:
         """Every index, with each batch's own lengths, and which scores these leave."""
         coords = self.coords(traits)
-        batch, _, seqlen_q, seqlen_k = self.shape
+        batch = self.shape[0]
         used_q, used_k = self.lengths.seqused_q, self.lengths.seqused_k
         if used_q is not None:
             coords = replace(coords, seqlen_q=used_q.view(batch, 1, 1, 1))

@@ -40,7 +40,7 @@ class Epilogue:
         """
         return ()
 
-    def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> None:
+    def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> Any:
         """Change ``tile.acc`` in place. A score in natural units is ``acc * context.unit``.
 
         Whatever is returned is given to ``backward``; a forward kernel ignores it, and it costs nothing there.

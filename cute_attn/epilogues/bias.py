@@ -43,7 +43,7 @@ class BiasRows:
     seqlen_k: Int32
     paired: Boolean  # two neighbouring elements can be read at once, wherever the first has an even column
     inv_unit: Float32
-    gradient: GradientRows | None = None
+    gradient: Any = None  # GradientRows, where one is wanted
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,10 @@ class EpilogueChain:
             self.dropout.forward(state.dropout, tile, p)
 
     def drop_both(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor, dp: cute.Tensor) -> None:
-        """Zero the dropped elements of p, P in 16 bits as (rows, cols), and of dp, fp32 as (rows, cols)."""
+        """Zero the dropped elements of p, P in 16 bits as (rows, cols), and of dp, fp32 as (rows, cols).
+
+        As all that handles a tile, to be done by whole warps: lanes exchange numbers.
+        """
         if self.dropout and state.dropout:
             self.dropout.forward_both(state.dropout, tile, p, dp)
 

@@ -209,12 +209,12 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
                 word_of = _flash_words(state, tile, counter, lambda word: word)
                 return word_of(tile.cols[c]), word_of(tile.cols[c + 1])
 
-            shared = share_two(compute, lambda made, odd: every_other_byte(*made, odd), odd, 4)
-            queries = [_bytes_above(*limits, own >> skip) for own in shared]
+            shared = share_two(compute, lambda made, odd: every_other_byte(made[0], made[1], odd), odd, 4)
+            even_query, odd_query = (_bytes_above(*limits, own >> skip) for own in shared)
             for r in rows:
                 for i in range(2):
                     byte = 2 * i + (tile.rows[r] >> 3 & 1)
-                    dropped = byte_permute(*queries, 0xCC88 + 0x1111 * byte)
+                    dropped = byte_permute(even_query, odd_query, 0xCC88 + 0x1111 * byte)
                     yield (r, c + i), (r + 1, c + i), dropped
 
 
@@ -307,7 +307,7 @@ def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
                 both = both | (((tails >> Uint32(4 * query)) & Uint32(0xF)) << Uint32(16))
                 own.append(Int32(both >> skip) << Int32(7))
             for i in range(2):
-                yield (r, c + i), (r + 1, c + i), byte_permute(*own, 0xCC88 + 0x1111 * i)
+                yield (r, c + i), (r + 1, c + i), byte_permute(own[0], own[1], 0xCC88 + 0x1111 * i)
 
 
 def _starts(tile: ScoreTile) -> tuple[int, ...]:

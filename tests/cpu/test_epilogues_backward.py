@@ -18,9 +18,9 @@ from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
-from tests.tilings import SMALL, TILINGS, TRANSPOSED, Scores
+from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 
-ALL = {**TILINGS, **TRANSPOSED}
+ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
@@ -32,33 +32,35 @@ def one_thread():
     """Problems are so small that torch's threads would spend their time waiting for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
 
 
-@register_epilogue("squared")
-class Squared(Epilogue):
-    """score + gain[head] * score^2 / (1 + query): its derivative needs the score that it was given."""
+@register_epilogue("bent")
+class Bent(Epilogue):
+    """score + gain[head] * score / (1 + score^2) / (1 + query): its derivative needs the score that it was given."""
 
     def fake_args(self):
         return (make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,)),)
 
     def host_args(self, inputs):
-        return inputs.extra["squared"]
+        return inputs.extra["bent"]
 
     def begin(self, args, context):
-        return (args[0][context.head], context.unit)
+        return (args[0][context.head], context.unit, context.inv_unit)
 
     @cute.jit
     def forward(self, state, tile, loaded=()):
-        gain, unit = state
+        gain, unit, inv_unit = state
         saved = cute.make_rmem_tensor(cute.make_layout((len(tile.rows), len(tile.cols))), Float32)
         for r in cutlass.range_constexpr(len(tile.rows)):
-            factor = gain / (1.0 + Float32(tile.row0 + tile.rows[r]))
+            own = gain / (1.0 + Float32(tile.row0 + tile.rows[r]))
             for c in cutlass.range_constexpr(len(tile.cols)):
-                score = tile.acc[r, c]
-                saved[r, c] = 1.0 + 2.0 * factor * unit * score
-                tile.acc[r, c] = score + factor * unit * score * score
+                score = tile.acc[r, c] * unit
+                inverse = 1.0 / (1.0 + score * score)
+                saved[r, c] = 1.0 + own * (1.0 - score * score) * inverse * inverse
+                tile.acc[r, c] = tile.acc[r, c] + own * score * inverse * inv_unit
         return saved
 
     @cute.jit
@@ -69,8 +71,8 @@ class Squared(Epilogue):
 
     @staticmethod
     def reference(scores, coords, inputs):
-        (gain,) = inputs.extra["squared"]
-        return scores + gain[coords.head] / (1 + coords.query) * scores**2
+        (gain,) = inputs.extra["bent"]
+        return scores + gain[coords.head] / (1 + coords.query) * scores / (1 + scores**2)
 
 
 @register_epilogue("one_way")
@@ -99,7 +101,7 @@ def compare(name, features, problem, grad_bias=None):
     # A gradient is a difference of two numbers as large as those of P.
     largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
     rtol = 2**-10 if tiling.traits.softcap else 1e-5
-    torch.testing.assert_close(got.scores.double() * rescale, expected.scores, atol=largest * 1e-6, rtol=rtol)
+    torch.testing.assert_close(got.scores.double() * rescale, expected.scores, atol=largest * 2e-6, rtol=rtol)
     return got, expected
 
 
@@ -118,11 +120,11 @@ def check_bias(grad_bias, expected):
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        (SMALL, "window-softcap-alibi-bias_fp16-squared-dropout"),
-        ("wgmma1-64x80", "causal-softcap-bias_fp32-dropout_mem_efficient"),
-        (SMALL_TRANSPOSED, "window-softcap-alibi-bias_fp16-squared-dropout"),
-        ("wgmma2-64x128-transposed", "causal-softcap-bias_bf16-dropout"),
-        ("wgmma1-80x64-transposed", "window-softcap-bias_fp32-squared-dropout_mem_efficient"),
+        ("warps2x1-32x32", "window-softcap-alibi-bias_fp16-bent-dropout"),
+        ("wgmma1-64x32", "causal-softcap-bias_fp32-dropout_mem_efficient"),
+        ("warps2x2-32x96-transposed", "window-softcap-alibi-bias_fp16-bent-dropout"),
+        ("wgmma1-32x64-transposed", "causal-softcap-bias_bf16-dropout"),
+        ("warps2x1-32x32-transposed", "window-softcap-bias_fp32-bent-dropout_mem_efficient"),
     ],
 )
 def test_the_whole_chain(name, features):
@@ -139,7 +141,7 @@ def test_the_whole_chain(name, features):
             window_right=3,
             dropout_p=0.3,
             rng_state=torch.tensor([2**40 + 7, 2**33 - 4]),
-            extra={"squared": (torch.rand(2),)},
+            extra={"bent": (torch.rand(2),)},
         )
         grad_bias = torch.zeros_like(bias)
         _, expected = compare(name, features, problem, grad_bias)
@@ -156,7 +158,7 @@ def test_the_whole_chain(name, features):
         (SMALL_TRANSPOSED, ""),
         ("warps2x2-32x96-transposed", "window"),
         ("warps1x2-64x32-transposed", "causal_top_left"),
-        ("wgmma3-128x192-transposed", "window_top_left"),
+        ("wgmma3-64x192-transposed", "window_top_left"),
     ],
 )
 def test_masks(name, mask):
@@ -187,7 +189,7 @@ def test_rows_that_see_nothing_have_no_gradient():
         assert (got.scores[..., :140, :] == 0).all() and (got.scores[..., 150:153, :] == 0).all()
 
 
-@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
+@pytest.mark.parametrize("name", ["warps2x1-32x32", "wgmma1-32x64-transposed"])
 def test_lengths_of_each_batch(name):
     """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
@@ -228,7 +230,7 @@ def test_softcap(name):
 
 
 def test_an_epilogue_without_a_derivative_is_refused():
-    traits = Traits("backward", "sm80", "bf16", 64, epilogues=("squared", "one_way"))
+    traits = Traits("backward", "sm80", "bf16", 64, epilogues=("bent", "one_way"))
     reason = "epilogue 'one_way' has no backward: a forward kernel can use it, no backward can"
     assert EpilogueChain.decline(traits) == reason
     with pytest.raises(NotImplementedError, match="'one_way' has no backward"):
@@ -236,7 +238,7 @@ def test_an_epilogue_without_a_derivative_is_refused():
     forward = replace(traits, op="forward")
     assert EpilogueChain.decline(forward) is None
     assert not EpilogueChain.of(forward).differentiable
-    only = replace(traits, epilogues=("squared",))
+    only = replace(traits, epilogues=("bent",))
     assert EpilogueChain.decline(only) is None and EpilogueChain.of(only).differentiable
 
 
@@ -247,7 +249,8 @@ def test_an_epilogue_without_a_derivative_is_refused():
     ("name", "kind"),
     [
         *[(name, "dropout") for name in TRANSPOSED],
-        *[(name, "dropout_mem_efficient") for name in TRANSPOSED if name.startswith(("warps", "wgmma1"))],
+        *[(name, "dropout_mem_efficient") for name in TRANSPOSED if name.startswith("warps")],
+        ("wgmma1-32x64-transposed", "dropout_mem_efficient"),
         ("warps2x2-64x64", "dropout"),
         ("warps2x4-32x128", "dropout_mem_efficient"),
     ],
@@ -294,8 +297,17 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
     return storage, inner, inner.expand(bias.shape)
 
 
-@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("warps2x1-32x32", "fp16"),
+        ("warps2x1-32x32-transposed", "fp16"),
+        ("wgmma1-64x32", "bf16"),
+        ("wgmma1-32x64-transposed", "bf16"),
+        ("wgmma1-64x32", "fp32"),
+        ("warps2x1-32x32-transposed", "fp32"),
+    ],
+)
 def test_bias_gradient(name, dtype):
     """Written where the bias is full, added up in fp32 where it is broadcast; any strides and alignment."""
     dtype_of = DTYPES[dtype]
@@ -319,7 +331,7 @@ def test_bias_gradient(name, dtype):
 def test_full_bias_gradient_in_fp32():
     """Of a broadcast 16-bit bias, as in the deterministic mode: nothing is added to twice."""
     bias = torch.randn(1, 1, 70, 90).half().expand(2, 2, 70, 90)
-    for name in (SMALL, SMALL_TRANSPOSED):
+    for name in ("warps2x1-32x32", "warps2x1-32x32-transposed"):
         grad = torch.zeros(2, 2, 70, 90)
         _, expected = compare(name, "bias_fp16", Scores.random(2, 2, 70, 90, bias=bias), grad)
         check_bias(grad, expected)
@@ -332,7 +344,7 @@ def test_bias_gradient_far_apart(tmp_path):
         memory = mmap.mmap(file.fileno(), 0)
     grad = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
     bias = torch.randn(2, 1, 8, 64).half()
-    for name in (SMALL, SMALL_TRANSPOSED):
+    for name in ("warps2x1-32x32", "warps2x1-32x32-transposed"):
         grad.zero_()
         _, expected = compare(name, "bias_fp16", Scores.random(2, 1, 8, 64, bias=bias), grad)
         check_bias(grad, expected)
