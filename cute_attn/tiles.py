@@ -306,6 +306,7 @@ class BackwardSm80Tile(Tile):
         p_in_regs: S and dP are computed transposed by warps that divide the keys alone, so that P and dS go on to dV
             and dK in registers and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
             ``dkv_warps_m`` all warps.
+        k_in_regs: with ``p_in_regs``, K as the operand of S is kept in registers too.
         queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
         sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products take at a time; 0 for all of them. No operand
             is read before an earlier group's products, so that few steps bound the registers that wait for them.
@@ -322,6 +323,7 @@ class BackwardSm80Tile(Tile):
     stages_do: int = 2
     v_in_regs: bool = False
     p_in_regs: bool = False
+    k_in_regs: bool = False
     queries_at_once: int = 0
     sdp_unroll: int = 0
     dkv_unroll: int = 0
@@ -403,6 +405,7 @@ class BackwardSm80Tile(Tile):
         gradients = self.tile_n * (d + dv) // threads
         scores = self.queries * self.tile_n // threads
         v = self.tile_n * dv // (2 * 32 * (self.num_warps // self.sdp_warps_m)) if self.v_in_regs else 0
+        v += self.tile_n * d // (2 * threads) if self.k_in_regs else 0
         dq = self.tile_m * d // threads
         return gradients + v + max(2 * scores, dq) + 30
 
@@ -426,6 +429,8 @@ class BackwardSm80Tile(Tile):
                 f"sdp_warps_m is {self.sdp_warps_m} and dkv_warps_m is {self.dkv_warps_m}; "
                 f"accepted with p_in_regs: 1 and {self.num_warps}, all warps along the keys"
             )
+        if self.k_in_regs and not self.p_in_regs:
+            return "k_in_regs is true; accepted: with p_in_regs, whose operand K is divided among all warps"
         return None
 
     def _steps_reason(self, traits: Traits) -> str | None:
@@ -488,6 +493,9 @@ class BackwardSm90Tile(Tile):
         dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
         p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
             Not with dropout, which has set elements of it to zero by then.
+        overlap: S of the next query block is issued before dQ is added to memory, which then goes beside it.
+        dk_early: dK is issued before dQ, from registers, and runs while dS is on its way to the other warpgroups. Not
+            with ``p_in_smem``.
     """
 
     tile_m: int = 64
@@ -500,6 +508,8 @@ class BackwardSm90Tile(Tile):
     dq_transposed: bool = False
     dq_vector: int = 4
     p_rounded: bool = False
+    overlap: bool = False
+    dk_early: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
 
@@ -591,6 +601,10 @@ class BackwardSm90Tile(Tile):
                 f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
                 "accepted: 1 or more, 1 or more, 1 or 2"
             )
+        if self.overlap and min(self.num_stages_q, self.num_stages_do) < 2:
+            return "overlap is true; accepted: with num_stages_q and num_stages_do of 2 and more"
+        if self.dk_early and self.p_in_smem:
+            return "dk_early is true; accepted: with p_in_smem=false, where dS is an operand in registers"
         if self.p_rounded and traits.dropout:
             return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):

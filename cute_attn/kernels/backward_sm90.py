@@ -134,6 +134,7 @@ class Fragments:
     b_dq: cute.Tensor
     p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem
     ds_smem: cute.Tensor | None
+    acc_s: cute.Tensor
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
 
@@ -547,6 +548,7 @@ class BackwardSm90:
             dq.make_fragment_B(in_dq.partition_B(b_dq)),
             dv_mma.make_fragment_A(in_dv.partition_A(turn(shared.s_p))) if upright else None,
             dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
+            cute.make_rmem_tensor(in_scores.partition_shape_C(self.scores_shape), Float32),
             cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
         )
@@ -554,16 +556,26 @@ class BackwardSm90:
     @cute.jit
     def walk(self, work: Work) -> None:
         """All query blocks of one head that see the key block."""
-        blocks = work.blocks
-        if cutlass.const_expr(self.traits.windowed):
-            self.steps(work, blocks.begin, blocks.full_begin, True)
-            self.steps(work, blocks.full_begin, blocks.full_end, False)
-            self.steps(work, blocks.full_end, blocks.end, True)
-        else:
+        blocks, end = work.blocks, work.blocks.end
+        full_begin, full_end = blocks.full_begin, blocks.full_end
+        if cutlass.const_expr(not self.traits.windowed):
             # Without a left bound, masks are needed up to some query block, or by all.
-            masked_end = blocks.full_begin if blocks.full_begin < blocks.full_end else blocks.end
-            self.steps(work, blocks.begin, masked_end, True)
-            self.steps(work, masked_end, blocks.end, False)
+            full_begin, full_end = (full_begin if full_begin < full_end else end), end
+        if cutlass.const_expr(self.tile.overlap):
+            if blocks.begin < end:
+                self.start_s(work, blocks.begin)
+                warpgroup.wait_group(0)
+                last = end - 1
+                self.steps(work, blocks.begin, cutlass.min(full_begin, last), True)
+                self.steps(work, full_begin, cutlass.min(full_end, last), False)
+                if cutlass.const_expr(self.traits.windowed):
+                    self.steps(work, full_end, last, True)
+                self.step(work, last, True, last=True)
+        else:
+            self.steps(work, blocks.begin, full_begin, True)
+            self.steps(work, full_begin, full_end, False)
+            if cutlass.const_expr(self.traits.windowed):
+                self.steps(work, full_end, end, True)
 
     @cute.jit
     def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
@@ -572,19 +584,19 @@ class BackwardSm90:
             self.step(work, block, masked)
 
     @cute.jit
-    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
-        """One query block."""
+    def step(self, work: Work, block: Int32, masked: Constexpr, last: Constexpr = False) -> None:
+        """One query block. With ``overlap``, S of the next one is started unless this is the last."""
         shared, fragments, chain = work.shared, work.fragments, self.epilogues
         n = work.first_filling + (block - work.blocks.begin)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        shared.ring_q.wait(n)
-        self.clear_foreign_queries(work, block, n)
-        self.start_scores(fragments.a_scores, fragments.b_scores, acc_s, shared.ring_q.stage(n))
+        if cutlass.const_expr(not self.tile.overlap):
+            self.start_s(work, block)
         shared.ring_do.wait(n)
         self.start_scores(fragments.a_dp, fragments.b_dp, acc_dp, shared.ring_do.stage(n))
 
         lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
-        warpgroup.wait_group(1)
+        if cutlass.const_expr(not self.tile.overlap):
+            warpgroup.wait_group(1)
         saved = chain.forward(work.state, scores, loaded, masked)
         probabilities(scores, lse, work.scale_log2)
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
@@ -605,17 +617,51 @@ class BackwardSm90:
         chain.backward(work.state, ds_tile, saved)
         ds = cute.make_rmem_tensor_like(acc_s, self.dtype)
         ds.store(acc_dp.load().to(self.dtype))
+        self.finish_step(work, block, n, p, ds, 1 if self.tile.overlap and not last else 0)
+
+    @cute.jit
+    def finish_step(
+        self, work: Work, block: Int32, n: Int32, p: cute.Tensor, ds: cute.Tensor, ahead: Constexpr
+    ) -> None:
+        """dQ and dK of a query block, and where ``ahead`` is 1, S of the next one; dQ goes to memory beside it."""
+        shared = work.shared
+        if cutlass.const_expr(self.tile.dk_early):
+            self.start_dk(work, ds, n)
         self.share(work, p, ds, n)
         if cutlass.const_expr(self.tile.p_in_smem):
             self.start_dv(work, p, n)
+        elif cutlass.const_expr(ahead > 0 and not self.tile.dk_early):
+            warpgroup.wait_group(0)  # dV is long done, and P's registers are the next S's
         acc_dq = make_accumulator(self.mma_dq(), self.traits, self.tile)
         self.start_dq(work, acc_dq, n)
-        self.start_dk(work, ds, n)
-        warpgroup.wait_group(1)
-        shared.ring_do.release(n)
-        self.add_dq(work, acc_dq, block)
-        warpgroup.wait_group(0)
-        shared.ring_q.release(n)
+        if cutlass.const_expr(self.tile.dk_early):
+            warpgroup.wait_group(1)
+            shared.ring_do.release(n)
+            shared.ring_q.release(n)
+        else:
+            self.start_dk(work, ds, n)
+        if cutlass.const_expr(ahead > 0):
+            self.start_s(work, block + 1)
+        if cutlass.const_expr(self.tile.dk_early):
+            warpgroup.wait_group(ahead)
+            self.add_dq(work, acc_dq, block)
+        else:
+            warpgroup.wait_group(1 + ahead)
+            shared.ring_do.release(n)
+            self.add_dq(work, acc_dq, block)
+            warpgroup.wait_group(ahead)
+            shared.ring_q.release(n)
+        if cutlass.const_expr(ahead > 0):
+            warpgroup.wait_group(0)  # ptxas follows no product from one iteration into the next
+
+    @cute.jit
+    def start_s(self, work: Work, block: Int32) -> None:
+        """S of a query block."""
+        op, ring = work.fragments, work.shared.ring_q
+        n = work.first_filling + (block - work.blocks.begin)
+        ring.wait(n)
+        self.clear_foreign_queries(work, block, n)
+        self.start_scores(op.a_scores, op.b_scores, op.acc_s, ring.stage(n))
 
     @property
     def drops_before_products(self) -> bool:
@@ -625,7 +671,7 @@ class BackwardSm90:
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
-        acc_s, acc_dp = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+        acc_s, acc_dp = work.fragments.acc_s, cute.make_rmem_tensor(shape, Float32)
         scores = work.score_map.tile(acc_s, block * self.tile.tile_m, work.key0)
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
