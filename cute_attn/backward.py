@@ -33,6 +33,7 @@ from cute_attn.call import (
     rows_are_regular,
 )
 from cute_attn.launch import ScoreArgs, as_strided, choose_kernel, contiguous_strides, plan_key, user_classes
+from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Of q, k, v and bias; None where they are not needed."""
@@ -339,7 +340,7 @@ def _make_plan(
     )
     if 0 in (out.numel(), call.max_seqlen_q, call.max_seqlen_k, call.k.numel()):
         return plan
-    from cute_attn import compiler, registry
+    from cute_attn import compiler
     from cute_attn.tiles import padded
 
     bias = BiasGradient.of(call, deterministic) if needed[3] else None
@@ -347,13 +348,8 @@ def _make_plan(
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         traits, tile = kernel.traits, kernel.tile
-        parts = [traits.part("backward_preprocess", lse_grad=grad_lse is not None)]
-        if needed[0]:
-            parts.append(traits.part("backward_convert"))
-        functions = [compiler.compile(traits, tile, target).function]
-        for part in parts:
-            beside = registry.KERNELS[part.op, part.arch, ""].beside(part, tile)
-            functions.append(compiler.compile(part, beside, target).function)
+        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
+        functions = [compiler.compile(*one, target).function for one in wanted]
         blocks = -(-call.max_seqlen_k // tile.tile_n)
         num_splits = (
             key_splits(blocks, call.batch * call.k.shape[-2], multiprocessors(call.q.get_device()))
@@ -374,6 +370,15 @@ def _make_plan(
         split_stride=workspace.dq[1][0] if deterministic else 0,
         score_args=ScoreArgs.of(kernel, call) if bias is None else None,
     )
+
+
+def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
+    """(traits, tile) of all that a backward launches: the main kernel, given, its preprocess and its convert."""
+    from cute_attn import registry
+
+    parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
+    tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, main.tile) for part in parts]
+    return [(main.traits, main.tile), *zip(parts, tiles, strict=True)]
 
 
 def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:

@@ -296,11 +296,11 @@ def bench_kernel(
     workloads = [of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
     if not torch.cuda.is_available():
         raise ValueError("there is no GPU; timing a kernel needs one")
-    from cute_attn.benchmark.results import time_forwards
+    from cute_attn.benchmark.results import time_workloads
 
     kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
-    rivals = {f"cute_attn/forward-{kernel}": ours(kernel, tile or None)} | (PEERS if peers else {})
-    result = time_forwards(workloads, rivals)
+    rivals = {f"cute_attn/{traits.op}-{kernel}": ours(kernel, tile or None)} | (PEERS if peers else {})
+    result = time_workloads(workloads, rivals)
     if as_json:
         print(json.dumps(result, indent=1))
         return

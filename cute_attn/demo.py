@@ -130,12 +130,12 @@ def kernel_against_torch() -> str:
 def speed_against_torch() -> None:
     """Llama-3-8B's attention, against torch's backends, in one run."""
     from cute_attn.benchmark.peers import PEERS, own_kernels
-    from cute_attn.benchmark.results import time_forwards
+    from cute_attn.benchmark.results import time_workloads
 
     heading("Llama-3-8B's attention on this GPU: 32 query heads on 8, d128, causal")
     rivals = own_kernels() | {name: PEERS[name] for name in ("fa2", "cudnn", "mem_efficient")}
     workloads = [Workload(8192 // seqlen, seqlen, **LLAMA_3_8B) for seqlen in (2048, 8192)]  # type: ignore[arg-type]
-    result = time_forwards(workloads, rivals)
+    result = time_workloads(workloads, rivals)
     for row in result["rows"]:
         numbers = row["error"] if "error" in row else f"{row['ms']:8.3f} ms {row['value']:6.0f} TFLOP/s"
         console.print(f"  {row['workload']:40} {row['impl']:24} {numbers}", highlight=False)

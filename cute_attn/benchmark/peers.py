@@ -1,7 +1,8 @@
 """Who computes a workload: this package's kernels, and the peers they are compared with.
 
-Each is a function from a workload and its inputs to a call without arguments that returns the output. One that cannot
-compute the workload raises :class:`Declined`, which says why. Under dropout each draws the mask it has.
+Each is a function from a workload and its inputs to a call without arguments that returns the output, or for a
+backward the gradients: from one call of autograd to its end, after a forward that is not timed. One that cannot compute
+the workload raises :class:`Declined`, which says why. Under dropout each draws the mask it has.
 """
 
 import importlib.metadata
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cute_attn.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
 
-Run = Callable[[], Tensor]
+Run = Callable[[], Tensor | tuple[Tensor, ...]]
 Implementation = Callable[[Workload, Inputs], Run]
 
 
@@ -39,6 +40,17 @@ def _needs(peer: str, workload: Workload, *absent: str) -> None:
             raise Declined(f"{peer} has no {feature}")
 
 
+def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> Run:
+    """What is timed, by a function of the inputs that gives the output."""
+    if workload.op == "forward":
+        return lambda: forward(x)
+    leaves = x.leaves(workload)
+    out = forward(x)
+    generator = torch.Generator(out.device).manual_seed(1) if out.device.type != "meta" else None
+    grad = torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
 def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
     """The operator's keyword arguments that a workload's features are."""
     return {
@@ -53,16 +65,21 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
 
 
 def ours(kernel: str, tile: str | None = None) -> Implementation:
-    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator."""
+    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; the tile is of what is timed."""
 
     def implementation(workload: Workload, x: Inputs) -> Run:
         from cute_attn import interface
 
-        options = call_options(workload, x) | {"kernel": kernel, "tile": tile}
-        if x.cu_seqlens is None:
-            return lambda: _first(interface.attention(x.q, x.k, x.v, **options))
-        lengths = (x.cu_seqlens, x.cu_seqlens, max(workload.lengths), max(workload.lengths))
-        return lambda: _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
+        which = "tile" if workload.op == "forward" else "backward_tile"
+        options = call_options(workload, x) | {"kernel": kernel, which: tile}
+
+        def forward(x: Inputs) -> Tensor:
+            if x.cu_seqlens is None:
+                return _first(interface.attention(x.q, x.k, x.v, **options))
+            lengths = (x.cu_seqlens, x.cu_seqlens, max(workload.lengths), max(workload.lengths))
+            return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
+
+        return _run(workload, x, forward)
 
     return implementation
 
@@ -70,7 +87,8 @@ def ours(kernel: str, tile: str | None = None) -> Implementation:
 def fa2(workload: Workload, x: Inputs) -> Run:
     """PyTorch's FlashAttention-2."""
     _needs("FA2 in torch", workload, "bias", "softcap", "unequal head dims")
-    forward = torch.ops.aten._flash_attention_forward.default
+    if workload.op == "backward":
+        _needs("FA2's backward in torch", workload, "alibi")
     cu_seqlens = (x.cu_seqlens, x.cu_seqlens)
     longest = max(workload.lengths, default=workload.seqlen)
     options = {
@@ -81,28 +99,30 @@ def fa2(workload: Workload, x: Inputs) -> Run:
     dropout_p = DROPOUT_P if workload.dropout else 0.0
     # A window says by itself what causal would; FA2 takes one or the other.
     causal = workload.causal and not workload.window
-    return lambda: forward(x.q, x.k, x.v, *cu_seqlens, longest, longest, dropout_p, causal, False, **options)[
-        0
-    ]
+    arguments = (*cu_seqlens, longest, longest, dropout_p, causal, False)
+    op = torch.ops.aten._flash_attention_forward.default
+    return _run(workload, x, lambda x: op(x.q, x.k, x.v, *arguments, **options)[0])
 
 
 def mem_efficient(workload: Workload, x: Inputs) -> Run:
     """PyTorch's memory-efficient (xformers) attention."""
     _needs("mem_efficient in torch", workload, "alibi", "softcap", "grouped heads")
-    if workload.lengths:
-        x = Inputs(x.q[None], x.k[None], x.v[None], None, None, x.cu_seqlens)
     if workload.bias and x.bias is not None and x.bias.dtype != x.q.dtype:
         raise Declined("mem_efficient wants a bias of q's dtype")
-    forward = torch.ops.aten._efficient_attention_forward.default
     longest = max(workload.lengths) if workload.lengths else None
     dropout_p = DROPOUT_P if workload.dropout else 0.0
     mask = 1 if workload.causal else 0
     # Its window counts the query's own key.
     window = workload.window + 1 if workload.window else None
-    arguments = (x.q, x.k, x.v, x.bias, x.cu_seqlens, x.cu_seqlens, longest, longest, dropout_p, mask, False)
-    if workload.lengths:
-        return lambda: forward(*arguments, window_size=window)[0][0]
-    return lambda: forward(*arguments, window_size=window)[0]
+    arguments = (x.cu_seqlens, x.cu_seqlens, longest, longest, dropout_p, mask, workload.op == "backward")
+    op = torch.ops.aten._efficient_attention_forward.default
+
+    def forward(x: Inputs) -> Tensor:
+        if workload.lengths:
+            return op(x.q[None], x.k[None], x.v[None], x.bias, *arguments, window_size=window)[0][0]
+        return op(x.q, x.k, x.v, x.bias, *arguments, window_size=window)[0]
+
+    return _run(workload, x, forward)
 
 
 def cudnn(workload: Workload, x: Inputs) -> Run:
@@ -112,21 +132,22 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
     _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "varlen")
     if workload.bias and workload.causal:
         raise Declined("scaled_dot_product_attention has no bias beside causal")
-    q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+    if workload.bias_grad:
+        raise Declined("cuDNN in torch has no gradient of a bias")
     options: dict[str, Any] = {
-        "attn_mask": x.bias,
         "is_causal": workload.causal,
         "dropout_p": DROPOUT_P if workload.dropout else 0.0,
         "enable_gqa": workload.nheads != workload.nheads_kv,
     }
 
-    def run() -> Tensor:
+    def forward(x: Inputs) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
         backend: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
         with backend:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=x.bias, **options)
         return out.transpose(1, 2)
 
-    return run
+    return _run(workload, x, forward)
 
 
 def fa4(workload: Workload, x: Inputs) -> Run:
@@ -141,12 +162,13 @@ def fa4(workload: Workload, x: Inputs) -> Run:
         "window_size": (workload.window, 0) if workload.window else (None, None),
         "softcap": SOFTCAP if workload.softcap else 0.0,
     }
-    if x.cu_seqlens is None:
-        return lambda: _first(flash_attn_func(x.q, x.k, x.v, **options))
-    longest = max(workload.lengths)
-    options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
-    options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda: _first(flash_attn_varlen_func(x.q, x.k, x.v, **options))
+    function = flash_attn_func
+    if x.cu_seqlens is not None:
+        longest = max(workload.lengths)
+        options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        function = flash_attn_varlen_func
+    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
 
 
 def _first(result: Any) -> Tensor:
@@ -156,15 +178,15 @@ def _first(result: Any) -> Tensor:
 PEERS: dict[str, Implementation] = {"fa2": fa2, "mem_efficient": mem_efficient, "cudnn": cudnn, "fa4": fa4}
 
 
-def own_kernels() -> dict[str, Implementation]:
-    """This package's forward kernels that the current GPU runs, by name."""
+def own_kernels(op: str = "forward") -> dict[str, Implementation]:
+    """This package's kernels for an operation that the current GPU runs, by name."""
     from cute_attn import registry
     from cute_attn.compiler import default_target
 
     return {
-        f"cute_attn/forward-{arch}": ours(arch)
-        for op, arch, variant in registry.KERNELS
-        if op == "forward" and not variant and default_target(arch) in registry.RUNS_ON[arch]
+        f"cute_attn/{op}-{arch}": ours(arch)
+        for op_, arch, variant in registry.KERNELS
+        if op_ == op and not variant and default_target(arch) in registry.RUNS_ON[arch]
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.benchmark.peers import Declined, Implementation, versions
+from cute_attn.benchmark.peers import Declined, Implementation, Run, versions
 from cute_attn.benchmark.timing import Clock, clock_under_load, query_gpu
 from cute_attn.benchmark.workload import Workload
 from cute_attn.compiler import toolchain
@@ -22,7 +22,7 @@ from cute_attn.compiler import toolchain
 _TOLERANCE = 0.05
 
 
-def time_forwards(
+def time_workloads(
     workloads: Iterable[Workload],
     implementations: Mapping[str, Implementation],
     report: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -30,7 +30,8 @@ def time_forwards(
 ) -> dict[str, Any]:
     """Time every workload with every implementation, and describe the machine.
 
-    A row that failed has ``"error"`` in place of the numbers; an output that differs from the first rival's is one.
+    A row that failed has ``"error"`` in place of the numbers; an output, or a gradient, that differs from the first
+    rival's is one.
 
     Args:
         report: is called with every row as it comes.
@@ -61,16 +62,16 @@ def time_forwards(
 
 def _ready(
     workload: Workload, implementations: Mapping[str, Implementation]
-) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+) -> tuple[dict[str, Run], dict[str, str]]:
     """Calls that work and agree, and for the others why they do not."""
     inputs = workload.inputs()
-    runs: dict[str, Callable[[], Tensor]] = {}
+    runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
-    expected: tuple[str, Tensor] | None = None
+    expected: tuple[str, tuple[Tensor, ...]] | None = None
     for name, implementation in implementations.items():
         try:
             run = implementation(workload, inputs)
-            out = run()
+            result = run()
             torch.cuda.synchronize()
         except Declined as reason:
             errors[name] = str(reason)
@@ -78,9 +79,10 @@ def _ready(
         except Exception as error:  # a rival that breaks is a row of the table
             errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             continue
+        results = result if isinstance(result, tuple) else (result,)
         if expected is None:
-            expected = (name, out)
-        difference = _difference(out, expected[1])
+            expected = (name, results)
+        difference = max(map(_difference, results, expected[1]))
         if not workload.dropout and not difference <= _TOLERANCE:
             errors[name] = (
                 f"its output differs from {expected[0]}'s by {difference:.2g} of the largest element"

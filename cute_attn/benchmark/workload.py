@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.traits import Traits
+from cute_attn.traits import PARTS, Traits
 
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 HIDDEN = 2048
@@ -18,7 +18,7 @@ SOFTCAP = 30.0
 
 @dataclass(frozen=True)
 class Workload:
-    """One forward to time.
+    """One forward or backward to time.
 
     Attributes:
         batch, seqlen, nheads, nheads_kv, head_dim, head_dim_v: sizes; queries and keys are equally many.
@@ -29,6 +29,8 @@ class Workload:
         alibi, softcap: whether scores pass through them.
         dropout: which of PyTorch's masks is drawn, or "".
         lengths: of packed sequences, in place of batch and seqlen.
+        op: "forward", or "backward" for the gradients of q, k and v alone.
+        bias_grad: whether a backward gives the bias's gradient too.
     """
 
     batch: int
@@ -45,6 +47,8 @@ class Workload:
     softcap: bool = False
     dropout: str = ""
     lengths: tuple[int, ...] = ()
+    op: str = "forward"
+    bias_grad: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
@@ -67,13 +71,16 @@ class Workload:
             "alibi" if self.alibi else "",
             f"bias_{self.bias}" if self.bias else "",
             {"": "", "flash": "dropout", "mem_efficient": "dropout_mem_efficient"}[self.dropout],
+            "bias_grad" if self.bias_grad else "",
         ]
-        return "-".join(["fwd", self.dtype, dims, *sizes, heads, *filter(None, features)])
+        op = {"forward": "fwd", "backward": "bwd"}[self.op]
+        return "-".join([op, self.dtype, dims, *sizes, heads, *filter(None, features)])
 
-    def traits(self, arch: str) -> Traits:
-        """What a kernel of ``arch`` has to compute for it."""
+    def traits(self, arch: str, op: str = "") -> Traits:
+        """What a kernel of ``arch`` has to compute for it, or for the forward before it if that is the ``op``."""
+        op = op or self.op
         return Traits(
-            "forward",
+            op,
             arch,
             self.dtype,
             self.head_dim,
@@ -84,14 +91,23 @@ class Workload:
             bias=self.bias,
             dropout=self.dropout,
             varlen=bool(self.lengths),
+            bias_grad=self.bias_grad and op == "backward",
         )
 
     @property
     def flops(self) -> int:
-        """Useful floating-point operations: two a multiply-add, of the (query, key) pairs that see each other."""
+        """Useful floating-point operations: two a multiply-add, of the (query, key) pairs that see each other.
+
+        A forward has two products, a backward five: the scores and dQ and dK along head_dim, dP and dV along
+        head_dim_v.
+        """
         lengths = self.lengths or (self.seqlen,) * self.batch
         pairs = sum(self._pairs(length) for length in lengths)
-        return 2 * self.nheads * pairs * (self.head_dim + self.head_dim_v)
+        dims = {
+            "forward": self.head_dim + self.head_dim_v,
+            "backward": 3 * self.head_dim + 2 * self.head_dim_v,
+        }
+        return 2 * self.nheads * pairs * dims[self.op]
 
     def _pairs(self, length: int) -> int:
         """Pairs of one sequence and head, where a causal half counts as half."""
@@ -133,6 +149,13 @@ class Inputs:
     alibi_slopes: Tensor | None
     cu_seqlens: Tensor | None
 
+    def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
+        """What a backward gives gradients of; from now on autograd records what is done with it."""
+        tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
+        for x in tensors:
+            x.requires_grad_()  # type: ignore[union-attr]
+        return tensors  # type: ignore[return-value]
+
 
 def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:
     """16k tokens of hidden size 2048, or of one head if that is more."""
@@ -146,6 +169,8 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
     Raises:
         ValueError: the traits have something that no workload has.
     """
+    if traits.op in PARTS:
+        raise ValueError(f"{traits} is a part of a backward; accepted: forward or backward kernels")
     if traits.epilogues or traits.return_softmax or traits.seqused_q or traits.seqused_k or traits.top_left:
         raise ValueError(
             f"{traits} cannot be timed by name; accepted: no epilogues of your own, return_softmax, seqused or "
@@ -162,6 +187,8 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         alibi=traits.alibi,
         softcap=traits.softcap,
         dropout=traits.dropout,
+        op=traits.op,
+        bias_grad=traits.bias_grad,
     )
     if traits.varlen:
         return replace(workload, lengths=mixed_lengths(workload.batch * workload.seqlen, seqlen))

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bench import forward, table
+from bench import backward, forward, run, table
 from cute_attn import emulate, registry
 from cute_attn.benchmark import peers, results
 from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits, standard
@@ -16,10 +17,14 @@ from cute_attn.traits import Traits
 
 
 def test_names_are_distinct_and_say_what_is_timed():
-    workloads = list(forward.workloads())
+    workloads = [*forward.workloads(), *backward.workloads()]
     assert len({w.name for w in workloads}) == len(workloads)
     assert standard(128, 8192, causal=True).name == "fwd-bf16-d128-b2-s8192-h16-causal"
     assert Workload(1, 64, 32, 128, nheads_kv=8, bias="fp32").name == "fwd-bf16-d128-b1-s64-h32x8-bias_fp32"
+    both = Workload(1, 64, 32, 128, bias="bf16", op="backward", bias_grad=True)
+    assert both.name == "bwd-bf16-d128-b1-s64-h32-bias_bf16-bias_grad"
+    assert both.traits("sm90").name == "backward-sm90-bf16-d128-bias_bf16-bias_grad"
+    assert both.traits("sm90", "forward").name == "forward-sm90-bf16-d128-bias_bf16"
 
 
 @pytest.mark.parametrize("seqlen, window", [(64, 0), (64, 1), (64, 10), (64, 63), (64, 200)])
@@ -27,6 +32,7 @@ def test_useful_flops_count_the_pairs(seqlen, window):
     i, j = torch.arange(seqlen)[:, None], torch.arange(seqlen)
     full = Workload(2, seqlen, 3, 8, head_dim_v=16)
     assert full.flops == 2 * 2 * 3 * seqlen * seqlen * (8 + 16)
+    assert replace(full, op="backward").flops == 2 * 2 * 3 * seqlen * seqlen * (3 * 8 + 2 * 16)
     if window:
         seen = int(((j <= i) & (j >= i - window)).sum())
         banded = Workload(2, seqlen, 3, 8, causal=True, window=window)
@@ -47,8 +53,10 @@ def test_mixed_lengths_use_all_tokens():
     "features", ["", "-causal", "-window-softcap-alibi", "-bias_bf16-dropout", "-causal-varlen"]
 )
 def test_workloads_of_traits(features):
-    traits = Traits.parse("forward-sm80-bf16-d64" + features)
-    workload = of_traits(traits, 2048)
+    for op in ("forward", "backward"):
+        traits = Traits.parse(op + "-sm80-bf16-d64" + features)
+        workload = of_traits(traits, 2048)
+        assert workload.traits("sm80") == traits
     assert workload.causal == (traits.causal or traits.windowed) and bool(workload.window) == traits.windowed
     assert (workload.softcap, workload.alibi) == (traits.softcap, traits.alibi)
     assert (workload.bias, workload.dropout) == (traits.bias, traits.dropout)
@@ -69,12 +77,34 @@ def test_torchs_operators_take_what_they_are_given(workload):
         assert out.shape == x.q.shape
 
 
+@pytest.mark.parametrize("workload", list(backward.workloads()), ids=lambda workload: workload.name)
+def test_torchs_gradients_take_what_they_are_given(workload):
+    for peer in (peers.fa2, peers.mem_efficient):
+        x = workload.inputs("meta")
+        try:
+            grads = peer(workload, x)()
+        except peers.Declined as reason:
+            assert "has no" in str(reason) or "wants" in str(reason)
+            continue
+        assert [g.shape for g in grads] == [y.shape for y in x.leaves(workload)]
+        assert len(grads) == 3 + workload.bias_grad
+
+
+def test_our_gradients_are_timed():
+    workload = Workload(1, 16, 2, 64, causal=True, bias="fp32", op="backward", bias_grad=True, dtype="fp32")
+    x = workload.inputs("cpu")
+    grads = peers.ours("sm80")(workload, x)()
+    assert [g.shape for g in grads] == [x.q.shape, x.k.shape, x.v.shape, x.bias.shape] and grads[3].any()
+
+
 def test_peers_decline_what_they_lack():
     for peer, features in (
         (peers.fa2, {"bias": "bf16"}),
         (peers.fa4, {"dropout": "flash"}),
         (peers.cudnn, {"window": 8}),
         (peers.mem_efficient, {"nheads_kv": 1}),
+        (peers.cudnn, {"bias": "bf16", "op": "backward", "bias_grad": True}),
+        (peers.fa2, {"alibi": True, "op": "backward"}),
     ):
         workload = Workload(1, 16, 2, 64, **features)
         with pytest.raises(peers.Declined, match="has no"):
@@ -117,7 +147,7 @@ def test_the_table(result, tmp_path, monkeypatch, capsys):
     assert lines[2:] == ["| a | 300 | 250 | - | - | - | 1.20 | 1.20 |", "| b | - | 200 | - | - | - | - | - |"]
     assert len(table.table(result, ("*a",)).splitlines()) == 3
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    readme.write_text(f"before\n{table.BEGIN['forward']}\nold\n{table.END['forward']}\nafter\n")
     source = results.write(result, tmp_path / "bench" / "results" / "x.json")
     monkeypatch.setattr(table, "README", readme)
     monkeypatch.setattr(table, "README_ROWS", ("*",))
@@ -126,7 +156,7 @@ def test_the_table(result, tmp_path, monkeypatch, capsys):
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert table.table(result) in text and "bench/results/x.json" in text
-    forward.print_table(result)
+    run.print_table(result)
     assert "1.20x" in capsys.readouterr().out
 
 

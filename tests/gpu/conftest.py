@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_attn import compiler, launch, registry
-from cute_attn.traits import PARTS, Traits
+from cute_attn.backward import kernels_of
+from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
@@ -45,10 +46,7 @@ def backward_requests(
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
-    yield main.traits, tile, target
-    for op in PARTS:
-        part = main.traits.part(op)
-        yield part, registry.KERNELS[op, arch, ""].beside(part, main.tile), target
+    yield from ((traits, own, target) for traits, own in kernels_of(main))
 
 
 @pytest.fixture(autouse=True)

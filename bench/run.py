@@ -1,0 +1,101 @@
+"""What the benchmarks have in common: choosing workloads and rivals, building kernels, printing rows and a table."""
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cute_attn.benchmark.workload import DROPOUT_P, Workload
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(question: str, description: str, workloads: Iterable[Workload]) -> None:
+    """Time this package's kernels for an operation, ``question``, and their peers."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
+    parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
+    parser.add_argument("--impl", nargs="*", default=["*"], help="which rivals, by shell patterns")
+    parser.add_argument("--output", type=Path, help="the file to write")
+    parser.add_argument(
+        "--milliseconds", type=float, default=100, help="how long each rival is timed a workload"
+    )
+    options = parser.parse_args()
+    chosen = [w for w in workloads if any(fnmatch.fnmatch(w.name, p) for p in options.patterns)]
+    if options.list:
+        print("\n".join(w.name for w in chosen))
+        return
+    if not chosen:
+        sys.exit(f"no workload matches {options.patterns}; --list names them")
+
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: a benchmark needs one")
+    from cute_attn.benchmark.peers import PEERS, own_kernels
+    from cute_attn.benchmark.results import default_path, time_workloads, write
+
+    rivals = own_kernels(question) | PEERS
+    rivals = {
+        name: run for name, run in rivals.items() if any(fnmatch.fnmatch(name, p) for p in options.impl)
+    }
+    _build(chosen, rivals)
+    result = time_workloads(chosen, rivals, _print_row, options.milliseconds)
+    path = write(result, options.output or default_path(RESULTS, question, result))
+    print_table(result)
+    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load, dropout {DROPOUT_P}; wrote {path}")
+
+
+def _build(workloads: list[Workload], rivals: Iterable[str]) -> None:
+    """This package's kernels, many at a time; what cannot be built says so when its row comes."""
+    from cute_attn import registry
+    from cute_attn.backward import kernels_of
+    from cute_attn.compiler import default_target, prebuild
+
+    target = default_target("sm80")
+    requests: list[tuple[Any, Any, str | None]] = []
+    for name in rivals:
+        if not name.startswith("cute_attn/"):
+            continue
+        arch = name.rpartition("-")[2]
+        for workload in workloads:
+            requests.append((workload.traits(arch, "forward"), None, target))
+            if workload.op == "backward":
+                try:
+                    kernel = registry.lookup(workload.traits(arch), None, target)
+                except registry.Unsupported:
+                    continue
+                requests += [(*one, target) for one in kernels_of(kernel)]
+    for _ in prebuild(requests):
+        pass
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    numbers = row["error"] if "error" in row else f"{row['ms']:9.3f} ms {row['value']:7.1f} {row['unit']}"
+    print(f"{row['workload']:44} {row['impl']:24} {numbers}", flush=True)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """A line a workload: each kernel's speed, and how many times each peer's that is."""
+    names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
+    own = [name for name in names if name.startswith("cute_attn/")]
+    peers = [name for name in names if name not in own]
+    speeds: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        speeds.setdefault(row["workload"], {})
+        if "value" in row:
+            speeds[row["workload"]][row["impl"]] = row["value"]
+    print(
+        f"\n{'TFLOP/s, and our best over each peer':44}"
+        + "".join(f"{n.split('/')[-1]:>15}" for n in own + peers)
+    )
+    for workload, values in speeds.items():
+        best = max((values[name] for name in own if name in values), default=None)
+        line = f"{workload:44}"
+        for name in own + peers:
+            speed = f"{values[name]:.0f}" if name in values else "-"
+            ratio = f"{best / values[name]:.2f}x" if best and name in values and name in peers else ""
+            line += f"{speed:>9}{ratio:>6}" if name in peers else f"{speed:>15}"
+        print(line)
