@@ -15,6 +15,9 @@ from torch import Tensor
 FORWARD, GRADIENT = 2.0, 3.0
 """How many times plain torch's error a kernel's may be."""
 
+CANCELLATION = 1e-5
+"""What float32 leaves of dP - D where a query sees one key and they are equal: numbers of about 10, added up."""
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -43,6 +46,7 @@ def check(
     *,
     factor: float = FORWARD,
     roundings: float = 1.0,
+    floor: float = 0.0,
 ) -> Errors:
     """Assert that ``actual`` is as good as it has to be, and print both errors.
 
@@ -53,6 +57,7 @@ def check(
         plain: the same by plain torch at the kernel's precision.
         factor: FORWARD or GRADIENT.
         roundings: how many times ``actual``'s dtype may have rounded on top of that.
+        floor: an error that is always allowed, where the exact result is a difference of equal numbers.
     """
     assert actual.shape == exact.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     exact = exact.double()
@@ -77,7 +82,7 @@ def check(
         ("largest", kernel.largest, torch_.largest, largest),
         ("rms", kernel.rms, torch_.rms, rms),
     ):
-        limit = factor * theirs + rounding * size
+        limit = factor * theirs + rounding * size + floor
         # Written so that a NaN limit fails as well.
         assert ours <= limit, (
             f"{name}: {which} error {ours:.3e} is above {limit:.3e}; plain torch's is {theirs:.3e}"
@@ -122,4 +127,4 @@ def check_backward(
     """
     assert actual.keys() == exact.keys() == plain.keys()
     for name, gradient in actual.items():
-        check(name, gradient, exact[name], plain[name], factor=GRADIENT)
+        check(name, gradient, exact[name], plain[name], factor=GRADIENT, floor=CANCELLATION)

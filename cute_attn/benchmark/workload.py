@@ -153,8 +153,8 @@ class Inputs:
         """What a backward gives gradients of; from now on autograd records what is done with it."""
         tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
         for x in tensors:
-            x.requires_grad_()  # type: ignore[union-attr]
-        return tensors  # type: ignore[return-value]
+            x.requires_grad_()
+        return tensors
 
 
 def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bench import backward, forward, run, table
 from cute_attn import emulate, registry
 from cute_attn.benchmark import peers, results
 from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits, standard
-from cute_attn.check import Accuracy, small_workloads
+from cute_attn.check import Accuracy, check_workloads, small_workloads
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
@@ -167,6 +168,18 @@ def test_accuracy_allows_twice_plain_torchs_error():
     assert not Accuracy.of((exact + 0.03).half(), exact, plain).passed
     assert not Accuracy.of(torch.full((4,), math.nan).half(), exact, plain).passed
     assert Accuracy.of(exact[:0].half(), exact[:0], plain[:0]).passed
+
+
+@pytest.mark.parametrize("features", ["", "-causal-dropout", "-bias_fp32-bias_grad", "-causal-varlen"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_a_kernel_is_checked(op, features, monkeypatch):
+    """On the CPU, where the kernel is the definition in float32."""
+    if op == "forward":
+        features = features.replace("-bias_grad", "")
+    traits = Traits.parse(op + "-sm80-bf16-d64" + features)
+    monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
+    for workload, accuracy in check_workloads(traits, small_workloads(traits)[1:2]):
+        assert workload.op == op and accuracy.passed and accuracy.error > 0
 
 
 def test_the_emulated_score_tile_sees_its_own_indices():
