@@ -97,7 +97,7 @@ def check_workloads(
         yield (
             workload,
             max(
-                (Accuracy.of(*one, 3.0) for one in zip(*gradients, strict=True)),
+                (Accuracy.of(a, b, c, 3.0) for a, b, c in zip(*gradients, strict=True)),
                 key=lambda accuracy: (not accuracy.passed, accuracy.error / max(accuracy.allowed, 1e-30)),
             ),
         )
