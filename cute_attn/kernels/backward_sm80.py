@@ -21,6 +21,7 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 rows 16-byte aligned with a contiguous last dimension.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +41,11 @@ from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
-from cute_attn.tiles import BackwardSm80Tile, padded
+from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 
@@ -220,7 +221,7 @@ class BackwardSm80:
         for tile in _preferred_tiles(traits, target):
             if tile.reject(traits, target) is None:
                 return tile
-        return BackwardSm80Tile(tile_m=32, tile_n=32, num_warps=4)
+        return _FIT_ALWAYS[0]
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -321,7 +322,7 @@ class BackwardSm80:
         order: KeyOrder,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        place = order.place(seqlens)
+        place = uniform_place(order.place(seqlens))
         mem = self.shared_memory()
         operands = self.operands(mem, thread)
         # All keys that exist have gradients, those that are not used too.
@@ -354,10 +355,13 @@ class BackwardSm80:
         self.load_keys(mK, mem.k, traits.head_dim, place, key0, thread)
         self.load_keys(mV, mem.v, traits.head_dim_v, place, key0, thread)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(tile.v_in_regs):
+        if cutlass.const_expr(tile.v_in_regs or tile.k_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-            operands.v.load_all()
+            if cutlass.const_expr(tile.v_in_regs):
+                operands.v.load_all()
+            if cutlass.const_expr(tile.k_in_regs):
+                operands.k.load_all()
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
         for member in cutlass.range(group, unroll=1):
@@ -579,7 +583,9 @@ class BackwardSm80:
         if cutlass.const_expr(chain.modifiers):
             loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
         unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
-        if cutlass.const_expr(tile.p_in_regs):
+        if cutlass.const_expr(tile.k_in_regs):
+            gemm_rs(op.mma_sdp, acc_s, op.k.fragment, op.q, stage_q)
+        elif cutlass.const_expr(tile.p_in_regs):
             gemm(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
         else:
             gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
@@ -692,16 +698,73 @@ class BackwardSm80:
         RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
 
+def uniform_place(place: KeyBlocks) -> KeyBlocks:
+    """``place`` with lengths that the compiler knows to be the same in all lanes: what follows from them, such as the
+    pointers of a packed sequence, stays out of the threads' registers."""
+    info = place.info
+    lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
+    return dataclasses.replace(
+        place, info=SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
+    )
+
+
+def _burdened(traits: Traits) -> bool:
+    """Whether the epilogues ask for many registers beside the scores and their gradients."""
+    modified = traits.softcap or traits.bias or traits.epilogues
+    return bool(modified or traits.dropout or (traits.varlen and traits.windowed))
+
+
 def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
-    """(tile_m, tile_n, num_warps, warps along M in S, dK and dQ)."""
+    """(tile_m, tile_n, num_warps, warps along M in S, in dK, in dQ)."""
     return BackwardSm80Tile(*shape, **fields)
+
+
+def _in_regs(queries_at_once: int, dq_unroll: int) -> BackwardSm80Tile:
+    """P and dS in registers: four warps of 32 keys, so that two blocks share a multiprocessor."""
+    return BackwardSm80Tile(
+        *(64, 128, 4, 1, 4, 2),
+        p_in_regs=True,
+        queries_at_once=queries_at_once,
+        sdp_unroll=2,
+        dq_unroll=dq_unroll,
+    )
+
+
+_ONE_STAGE = {"stages_q": 1, "stages_do": 1}
+# The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
+# What the epilogues burden begins at the second one.
+_TILES: dict[int, list[BackwardSm80Tile]] = {
+    64: [_in_regs(32, 4), _in_regs(16, 2)],
+    96: [_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4)],
+    128: [_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2), _tile(64, 64, 8, 4, 2, 2)],
+    192: [_tile(64, 64, 8, 4, 2, 2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
+    256: [
+        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dq_unroll=2, stages_do=1),
+        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
+    ],
+}
+# The same for targets with less than 100 KB of shared memory a multiprocessor.
+_SMALL_TILES: dict[int, list[BackwardSm80Tile]] = {
+    64: [_tile(64, 128, 8, 2, 4, 2, dq_unroll=2), _tile(64, 128, 8, 2, 4, 2, dq_unroll=2)],
+    96: [_tile(64, 64, 8, 4, 4, 4), _tile(64, 64, 8, 4, 4, 4)],
+    128: [_tile(64, 64, 8, 4, 2, 2, stages_do=1), _tile(64, 64, 8, 4, 2, 2, stages_do=1)],
+    192: [_tile(64, 64, 8, 4, 2, 2, v_in_regs=True, **_ONE_STAGE), _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE)],
+    256: [_tile(64, 32, 8, 4, 2, 2, v_in_regs=True, **_ONE_STAGE)],
+}
+_FIT_ALWAYS = [
+    _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
+    _tile(64, 32, 4, 2, 2, 2, **_ONE_STAGE),
+    _tile(64, 32, 4, 2, 2, 2, v_in_regs=True, **_ONE_STAGE),
+]
 
 
 def _preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
-    return [
-        _tile(128, 128, 8, 4, 4, 4),
-        _tile(64, 128, 8, 2, 4, 2),
-        _tile(64, 64, 8, 4, 2, 2),
-        _tile(64, 64, 8, 4, 2, 2, stages_q=1, stages_do=1),
-    ]
+    tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
+    largest = max(traits.head_dim, traits.head_dim_v)
+    tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
+    tiles = [*tiles[1 if _burdened(traits) else 0 :], *_FIT_ALWAYS]
+    vector = 4 if target == "sm90" else 1
+    return [dataclasses.replace(tile, dq_vector=vector) for tile in tiles]
