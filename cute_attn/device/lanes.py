@@ -9,6 +9,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Pointer
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import nvvm
 
 from cute_attn.device.math import byte_permute, on_device
 
@@ -72,6 +74,16 @@ def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(0x6420) + odd * Int32(0x1111)))
     return cutlass.select_(odd == 0, byte_permute(low, high, 0x6420), byte_permute(low, high, 0x7531))
+
+
+def exchange_pairs(word: Int32) -> Int32:
+    """movmatrix, the transpose of 8 x 8 numbers of 16 bits: lane i has row i / 4, columns 2 (i % 4) and the next one.
+
+    By whole warps, on the device only.
+    """
+    shape, kind = "#nvvm.ld_st_matrix_shape<m = 8, n = 8>", "#nvvm.ld_st_matrix_elt_type<b16>"
+    exchanged = nvvm.movmatrix(Int32(word).ir_value(), ir.Attribute.parse(shape), ir.Attribute.parse(kind))
+    return Int32(exchanged)
 
 
 def add_to(pointer: Pointer, x: Float32) -> None:

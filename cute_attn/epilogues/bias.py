@@ -4,7 +4,7 @@ Its gradient goes to a tensor of the same extents, stride 0 where it is broadcas
 share an element, added up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -12,7 +12,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int16, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.lanes import COLUMN_LANES, QUAD_LANES, add_to, adds_for, lanes_sum
+from cute_attn.device.lanes import (
+    COLUMN_LANES,
+    QUAD_LANES,
+    add_to,
+    adds_for,
+    exchange_pairs,
+    lanes_sum,
+)
 from cute_attn.device.math import anew, on_device, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
@@ -52,8 +59,10 @@ class Bias(Epilogue):
 
     A thread holds pairs of neighbouring columns, so it reads pairs where rows are aligned to a pair, and single
     elements with clamped indices where they are not or where the block crosses the tensor's edge. What it reads for
-    rows and columns that do not exist is some other element, and is masked or not stored. In a transposed tile its
-    pairs are neighbours in a column, and always read singly.
+    rows and columns that do not exist is some other element, and is masked or not stored.
+
+    In a transposed tile its pairs are neighbours in a column. 16 bits are read, and gradients written, as in an upright
+    one all the same, and lanes exchange them; 32 bits singly.
     """
 
     dtype: str
@@ -117,8 +126,16 @@ class Bias(Epilogue):
     def _pair_words(self) -> int:
         return self._pair_bytes // 4
 
-    @cute.jit
+    def _exchanged(self, tile: ScoreTile) -> bool:
+        """Whether lanes read and write what belongs to others, to exchange it; on the host they cannot."""
+        return tile.transposed and self._pair_words == 1 and on_device()
+
     def load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
+        """Registers for ``forward``, of the tile's own layout or, where lanes exchange, of an upright tile's."""
+        return self._load(state, in_place_of(tile) if self._exchanged(tile) else tile)
+
+    @cute.jit
+    def _load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
         """(words of a line, lines) of 32 bits, each holding one element or two; pairs lie along lines.
 
         Lines are rows, or in a transposed tile columns.
@@ -173,8 +190,20 @@ class Bias(Epilogue):
         row = cutlass.min(row0 + tile.rows[r], state.seqlen_q - 1)
         return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
 
-    @cute.jit
     def forward(self, state: BiasRows, tile: ScoreTile, loaded: cute.Tensor) -> None:
+        self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
+
+    def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
+        """The lanes' own words, of pairs of rows, from those that were loaded."""
+        pairs, cols = len(tile.rows) // 2, len(tile.cols)
+        words = cute.make_rmem_tensor(cute.make_layout((pairs, cols)), Int32)
+        for r in range(pairs):
+            for c in range(cols):
+                words[r, c] = exchange_pairs(loaded[c, r])
+        return words
+
+    @cute.jit
+    def _add_to_scores(self, state: BiasRows, tile: ScoreTile, loaded: cute.Tensor) -> None:
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
         elements = self._elements(loaded, along, lines)
@@ -198,7 +227,9 @@ class Bias(Epilogue):
         if cutlass.const_expr(self.gradient):
             gradient, row0 = state.gradient, anew(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
-                if cutlass.const_expr(tile.transposed):
+                if cutlass.const_expr(self._exchanged(tile)):
+                    self._write_exchanged(state, tile, in_place_of(tile))
+                elif cutlass.const_expr(tile.transposed):
                     self._store(state, tile, row0, SINGLE)
                 elif uniform(Uint32(gradient.paired)) != Uint32(0):
                     self._store(state, tile, row0, PAIRED)
@@ -208,6 +239,22 @@ class Bias(Epilogue):
                 self._add_columns(state, tile, row0)
             else:
                 self._store(state, tile, row0, ADDED)
+
+    @cute.jit
+    def _write_exchanged(self, state: BiasRows, tile: ScoreTile, other: ScoreTile) -> None:
+        """``other``: the elements that the thread writes in place of the tile's."""
+        row0 = anew(other.row0)
+        if uniform(Uint32(state.gradient.paired & (_end(other) <= state.seqlen_k))) != Uint32(0):
+            rows = _row_pointers(state.gradient.pointer, state.gradient.row_stride, other, row0)
+            for r in cutlass.range_constexpr(len(other.rows)):
+                for c in cutlass.range_constexpr(len(tile.cols)):
+                    own = self._gradients(state.gradient, tile, ((2 * r, c), (2 * r + 1, c)))
+                    word = cute.make_rmem_tensor(1, Int32)
+                    word[0] = exchange_pairs(cute.recast_tensor(own, Int32)[0])
+                    if row0 + other.rows[r] < state.seqlen_q:
+                        self._write_words(rows[r] + tile.cols[c], word)
+        else:
+            self._store(state, tile, anew(tile.row0), SINGLE)
 
     @cute.jit
     def _store(self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr) -> None:
@@ -252,14 +299,27 @@ class Bias(Epilogue):
         self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, cols: tuple[int, ...]
     ) -> None:
         """One gradient, or two neighbouring ones as one number."""
-        wide = cute.make_rmem_tensor(len(cols), Float32)
-        for i, c in enumerate(cols):
-            wide[i] = tile.acc[r, c] * gradient.scale
-        narrow, target = self._rounded(wide), row + tile.cols[cols[0]]
+        narrow, target = (
+            self._gradients(gradient, tile, tuple((r, c) for c in cols)),
+            row + tile.cols[cols[0]],
+        )
         if len(cols) == 2:
-            narrow = cute.recast_tensor(narrow, Int32)
-            target = cute.recast_ptr(target.align(self._pair_bytes), dtype=Int32)
-        cute.autovec_copy(narrow, cute.make_tensor(target, narrow.layout))
+            self._write_words(target, cute.recast_tensor(narrow, Int32))
+        else:
+            cute.autovec_copy(narrow, cute.make_tensor(target, narrow.layout))
+
+    def _write_words(self, target: cute.Pointer, words: cute.Tensor) -> None:
+        target = cute.recast_ptr(target.align(self._pair_bytes), dtype=Int32)
+        cute.autovec_copy(words, cute.make_tensor(target, words.layout))
+
+    def _gradients(
+        self, gradient: GradientRows, tile: ScoreTile, places: tuple[tuple[int, int], ...]
+    ) -> cute.Tensor:
+        """Some gradients in the bias's dtype."""
+        wide = cute.make_rmem_tensor(len(places), Float32)
+        for i, place in enumerate(places):
+            wide[i] = tile.acc[place] * gradient.scale
+        return self._rounded(wide)
 
     def _rounded(self, wide: cute.Tensor) -> cute.Tensor:
         """In the bias's dtype."""
@@ -295,6 +355,17 @@ class Bias(Epilogue):
             total = lanes_sum(total, lanes) * gradient.scale
             if adds_for(tile.row0 & 7) & (tile.col0 + tile.cols[c] < state.seqlen_k):
                 add_to(first + tile.cols[c], total)
+
+
+def in_place_of(tile: ScoreTile) -> ScoreTile:
+    """The elements that a lane reads or writes for others, who do it for this one of a transposed tile.
+
+    Of each 8 x 8 block of the tile those that are in the lane's registers when the block is upright.
+    """
+    query, key = tile.row0 & 7, tile.col0 & 7
+    cols = tuple(column + i for column in tile.cols for i in range(2))
+    row0, col0 = tile.row0 - query + key, tile.col0 - key + query
+    return replace(tile, rows=tile.rows[::2], cols=cols, row0=row0, col0=col0, transposed=False)
 
 
 def _inside(state: BiasRows, tile: ScoreTile, row0: Int32) -> Boolean:

@@ -9,12 +9,14 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from cute_attn import reference
+from cute_attn.device.score_tile import ScoreMap
 from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
+from cute_attn.epilogues.bias import in_place_of
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -326,6 +328,44 @@ def test_bias_gradient(name, dtype):
                 assert written == inner.numel(), "written outside"
                 summed = expected.bias.sum_to_size(inner.shape)
                 check_bias(inner, replace(expected, bias=summed))
+
+
+@cute.jit
+def record_places(tiling: cutlass.Constexpr, own: cute.Tensor, other: cute.Tensor):
+    """own[thread, i] and other[thread, i]: (query, key) of both elements of word i, without and with an exchange."""
+    mma, size = tiling.tiled_mma(), tiling.tile
+    for thread in cutlass.range(mma.size):
+        score_map = ScoreMap.make(mma, size.tile_m, size.tile_n, thread, True)
+        shape = mma.get_slice(thread).partition_shape_C((size.tile_n, size.tile_m))
+        tile = score_map.tile(cute.make_rmem_tensor(shape, Float32), Int32(0), Int32(0))
+        swapped = in_place_of(tile)
+        for r in cutlass.range_constexpr(len(swapped.rows)):
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                word = r * len(tile.cols) + c
+                for i in cutlass.range_constexpr(2):
+                    own[thread, word, i, 0] = tile.row0 + tile.rows[2 * r + i]
+                    own[thread, word, i, 1] = tile.col0 + tile.cols[c]
+                    other[thread, word, i, 0] = swapped.row0 + swapped.rows[r]
+                    other[thread, word, i, 1] = swapped.col0 + swapped.cols[2 * c + i]
+
+
+THREADS = {"warps4x1": 128, "warps2x2": 128, "warps1x2": 64, "wgmma1": 128, "wgmma2": 256, "wgmma3": 384}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_lanes_exchange_what_they_read_for_each_other(name):
+    """By the definition of movmatrix, which the GPU alone can do."""
+    tiling, threads = TRANSPOSED[name], THREADS[name.split("-")[0]]
+    words = tiling.tile.tile_m * tiling.tile.tile_n // threads // 2
+    own = torch.full((threads, words, 2, 2), -1, dtype=torch.int32)
+    other = torch.full_like(own, -2)
+    args = from_dlpack(own), from_dlpack(other)
+    cute.compile(record_places, tiling, *args, options="--gpu-arch sm_90a")(*args)
+    # (warp, word, row, column): lane i has row i / 4, columns 2 (i % 4) and the next one; transposed, and back.
+    matrices = other.view(-1, 8, 4, words, 2, 2).permute(0, 3, 1, 2, 4, 5).reshape(-1, words, 8, 8, 2)
+    received = matrices.transpose(2, 3).reshape(-1, words, 8, 4, 2, 2).permute(0, 2, 3, 1, 4, 5)
+    assert torch.equal(received.reshape(own.shape), own)
+    assert len(set(map(tuple, own.view(-1, 2).tolist()))) == tiling.tile.tile_m * tiling.tile.tile_n
 
 
 def test_full_bias_gradient_in_fp32():
