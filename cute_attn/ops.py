@@ -29,7 +29,7 @@ _library.define(
     tags=_TAGS,
 )
 DIFFERENTIABLE = ("q", "k", "v", "bias")
-_PLAIN = (Tensor, type(None), torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
 def forward(call: Call) -> Outputs:
@@ -89,7 +89,7 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 def all_plain(tensors: Tensors) -> bool:
     """Whether none is of a subclass, which may do as it likes."""
-    return all(type(x) in _PLAIN for x in tensors)
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def forward_cuda(call: Call) -> Outputs:

@@ -27,18 +27,25 @@ from tests.problem import Case, Problem, Start
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = launch.new_empty_strided
+_PLAIN = "p_in_regs=false,k_in_regs=false,v_in_regs=false,queries_at_once=0"
 TILES = {
     "sm80": (
-        "tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2",
-        "tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=4",
+        f"{_PLAIN},tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1",
+        f"{_PLAIN},tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=2,stages_q=2,stages_do=1",
+        f"{_PLAIN},tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,dkv_warps_m=2,dq_warps_m=1,stages_q=2,stages_do=2",
+        "p_in_regs=true,k_in_regs=false,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,"
+        "sdp_warps_m=1,dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
         "stages_q=1,stages_do=1",
-        "v_in_regs=true",
+        "dq_vector=4",
     ),
     "sm90": (
         "num_stages_q=1,num_stages_do=1",
         "num_stages_ds=1",
         "dq_vector=1",
         "p_in_smem=true",
+        "overlap=true",
+        "dk_early=true",
+        "p_rounded=true",
     ),
 }
 
@@ -295,19 +302,16 @@ CONTINUED = [(2, 3, 113, 203), (2, 3, 203, 113), (1, 2, 256, 512)]
 @pytest.mark.parametrize("shape", CONTINUED, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_continues_torchs_flash_attention(shape, head_dim, causal, dropout_p, arch):
-    q, k, v, grad_out = torch_inputs(*shape, nheads_kv=1, head_dim=head_dim)
-    lengths = (q.shape[1], k.shape[1])
-    out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, *lengths, dropout_p, causal, False
+    *tensors, grad_out = torch_inputs(*shape, nheads_kv=1, head_dim=head_dim)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, lse, state, *_ = torch.ops.aten._flash_attention_forward(
+        *leaves, None, None, shape[2], shape[3], dropout_p, causal, False
     )
-    ours = attention_backward(
-        grad_out, q, k, v, out, lse, causal=causal, dropout_p=dropout_p, rng_state=state, kernel=arch
-    )
-    theirs = torch.ops.aten._flash_attention_backward(
-        grad_out, q, k, v, out, lse, None, None, *lengths, dropout_p, causal, state, unused
-    )
+    theirs = torch.autograd.grad(out, leaves, grad_out)
+    options = {"causal": causal, "dropout_p": dropout_p, "kernel": arch}
+    ours = attention_backward(grad_out, *tensors, out.detach(), lse, rng_state=state, **options)
     seed = state.view(torch.int64).cuda() if dropout_p else None
-    exact = by_definition(q, k, v, grad_out, "causal" if causal else "", "flash", dropout_p, seed)
+    exact = by_definition(*tensors, grad_out, "causal" if causal else "", "flash", dropout_p, seed)
     for name, *grads in zip(("dq", "dk", "dv"), ours, exact, theirs, strict=True):
         check(name, *grads, factor=GRADIENT)
 
@@ -317,36 +321,34 @@ def test_continues_torchs_flash_attention(shape, head_dim, causal, dropout_p, ar
 @pytest.mark.parametrize("mask", [0, 1, 2])
 @pytest.mark.parametrize("shape", CONTINUED, ids=str)
 def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arch):
-    q, k, v, grad_out = torch_inputs(*shape)
-    bias = torch.randn(shape, dtype=q.dtype, device="cuda").requires_grad_() if shape[3] % 8 == 0 else None
-    causal = (False, "top_left", "bottom_right")[mask]
-    out, lse, seed, offset, max_q, max_k = torch.ops.aten._efficient_attention_forward(
+    *tensors, grad_out = torch_inputs(*shape)
+    # It wants rows of a bias aligned.
+    tensors += [torch.randn(shape, dtype=torch.bfloat16, device="cuda")] if shape[3] % 8 == 0 else []
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    q, k, v, bias = (*leaves, None)[:4]
+    out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
         q, k, v, bias, None, None, None, None, dropout_p, mask, True
     )
-    wanted = ("q", "k", "v", "bias")[: 3 if bias is None else 4]
+    theirs = torch.autograd.grad(out, leaves, grad_out)
+    names = ("q", "k", "v", "bias")[: len(leaves)]
     ours = attention_backward(
         grad_out,
-        *(q, k, v, out, lse),
-        bias=None if bias is None else bias.detach(),
-        wanted=wanted,
-        causal=causal,
+        *tensors[:3],
+        out.detach(),
+        lse,
+        bias=None if bias is None else tensors[3],
+        wanted=names,
+        causal=(False, "top_left", "bottom_right")[mask],
         dropout_p=dropout_p,
         dropout_mask="mem_efficient",
         rng_state=(seed, offset),
         kernel=arch,
     )
-    theirs = torch.ops.aten._efficient_attention_backward(
-        grad_out,
-        *(q, k, v, None if bias is None else bias.detach(), out, None, None, max_q, max_k, lse),
-        *(dropout_p, seed, offset, mask, bias is not None),
-    )
     state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
-    name = ("", "causal_top_left", "causal")[mask]
-    exact = by_definition(
-        q, k, v, grad_out, name, "mem_efficient", dropout_p, state, None if bias is None else bias.detach()
-    )
-    for x, *grads in zip(wanted, ours, exact, theirs[: len(wanted)], strict=True):
-        check(f"d{x}", *grads, factor=GRADIENT)
+    own_mask = ("", "causal_top_left", "causal")[mask]
+    exact = by_definition(*tensors[:3], grad_out, own_mask, "mem_efficient", dropout_p, state, *tensors[3:])
+    for name, *grads in zip(names, ours, exact, theirs, strict=True):
+        check(f"d{name}", *grads, factor=GRADIENT)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
