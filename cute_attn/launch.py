@@ -316,9 +316,12 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
         if op != "forward" and (op, arch, variant) not in registry.KERNELS:
             variant = ""
         try:
-            return registry.lookup(
+            kernel = registry.lookup(
                 call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
+            if op == "forward" and not tile:
+                kernel = kernel.for_lengths(max(call.max_seqlen_q, call.max_seqlen_k))
+            return kernel
         except ValueError as reason:
             if len(names) == 1:
                 raise

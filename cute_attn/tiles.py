@@ -14,6 +14,8 @@ from cute_attn.traits import Traits
 SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
 """Shared memory that one block may use on each target, in bytes."""
 
+SM90_SHARED_MEMORY = 233_472
+"""Shared memory of a Hopper multiprocessor, in bytes, of which each block costs 1024 more than it uses."""
 TARGETS = tuple(SHARED_MEMORY_BYTES)
 REGISTERS_PER_THREAD = 255
 REGISTERS_PER_SM = 65_536
@@ -222,6 +224,8 @@ class ForwardSm90Tile(Tile):
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
         optimistic: in steps without mask, scores become probabilities under the maximum in use, with no look at the
             scores. A row's sum says at the end if that was wrong, and then the query block is computed again.
+        blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
+            first and last steps then run beside another's products, which short sequences live by.
     """
 
     tile_m: int = 128
@@ -234,6 +238,7 @@ class ForwardSm90Tile(Tile):
     rescale_threshold: int = 0
     share_qo_smem: bool = False
     optimistic: bool = False
+    blocks_per_sm: int = 1
 
     @property
     def warpgroups(self) -> int:
@@ -247,13 +252,15 @@ class ForwardSm90Tile(Tile):
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a thread that computes: what the loading warpgroup leaves of 65,536."""
+        """Registers of a thread that computes: what the loading warpgroup leaves of the block's share of 65,536."""
+        if self.blocks_per_sm > 1:
+            return {2: 232, 3: 136}[self.blocks_per_sm]
         return {1: 255, 2: 240, 3: 160}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
         """Registers of a thread that loads."""
-        return {1: 56, 2: 24, 3: 32}[self.warpgroups]
+        return {1: 56, 2: 24, 3: 32}[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
     def smem_bytes(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -281,6 +288,16 @@ class ForwardSm90Tile(Tile):
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
         if self.num_stages < 1:
             return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if not 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1):
+            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1, and up to 3 with a tile_m of 64"
+        if self.blocks_per_sm > 1 and padded(traits.head_dim_v) > 128:
+            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1 for a head_dim_v above 128"
+        shared = self.blocks_per_sm * (self.smem_bytes(traits) + 1024)
+        if shared > SM90_SHARED_MEMORY:
+            return (
+                f"{self.blocks_per_sm} blocks of tile {self} need {shared} bytes of shared memory for {traits}; "
+                f"a multiprocessor has {SM90_SHARED_MEMORY}"
+            )
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

@@ -92,12 +92,14 @@ class Case:
         )
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a sequence."""
+        return (max(self.lengths_q), max(self.lengths_k)) if self.packed else (self.seqlen_q, self.seqlen_k)
+
+    @property
     def launches(self) -> bool:
         """Whether there is anything to compute."""
-        lengths = (
-            (max(self.lengths_q), max(self.lengths_k)) if self.packed else (self.seqlen_q, self.seqlen_k)
-        )
-        return 0 not in (self.batch, self.nheads, *lengths)
+        return 0 not in (self.batch, self.nheads, *self.longest)
 
     def build(self, device: torch.device | str, seed: int = 0) -> "Problem":
         """Fresh inputs."""
@@ -260,9 +262,7 @@ class _Builder:
         q, k, v = self.fused() if case.layout == "fused" else self.separate()
         self.poison(k, v, lengths)
         left_right = resolve_mask(case.causal, case.window)[1:]
-        max_seqlens = (
-            (max(case.lengths_q), max(case.lengths_k)) if case.packed else (case.seqlen_q, case.seqlen_k)
-        )
+        max_seqlens = case.longest
         inputs = ScoreInputs(
             *left_right,
             alibi_slopes=self.slopes(),

@@ -136,11 +136,13 @@ def anew(x: Int32) -> Int32:
 
 @cute.jit
 def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
-    """Round fp32 registers to the 16-bit ones of ``target``, laid out alike, two at a time as the instruction does.
+    """Round fp32 registers to the 16-bit ones of ``target``, laid out alike.
 
-    As one vector, of a length that is no power of two, they would be rounded singly and packed afterwards.
+    In short vectors: of one whose length is no power of two, elements are rounded singly and packed afterwards.
     """
-    pairs = cute.make_layout((2, cute.size(wide) // 2))
-    source, result = cute.make_tensor(wide.iterator, pairs), cute.make_tensor(target.iterator, pairs)
-    for i in cutlass.range_constexpr(cute.size(wide) // 2):
+    size = cute.size(wide)
+    some = next(n for n in (8, 4, 2) if size % n == 0)
+    vectors = cute.make_layout((some, size // some))
+    source, result = cute.make_tensor(wide.iterator, vectors), cute.make_tensor(target.iterator, vectors)
+    for i in cutlass.range_constexpr(size // some):
         result[None, i].store(source[None, i].load().to(target.element_type))

@@ -27,6 +27,7 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 aligned with a contiguous last dimension.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,8 @@ from cute_attn.traits import Traits
 L2_SECTION_BYTES = 32 << 20
 """How many bytes of K and V the heads that are worked on together may have: what stays in a 50 MB L2."""
 
+SHORT = 1024
+"""The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
 LARGEST_SUM = 2.0**40
 """What a thread's probabilities of a row may add up to under too small a maximum: far from where fp32 ends."""
 
@@ -170,6 +173,11 @@ class ForwardSm90:
                 return tile
         return ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False)
 
+    def for_lengths(self, longest: int) -> "ForwardSm90":
+        """This kernel, which has its default tile, with the one for sequences of at most ``longest``."""
+        tile = _short_tile(self.traits) if longest <= SHORT else None
+        return dataclasses.replace(self, tile=tile) if tile else self
+
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
@@ -261,7 +269,7 @@ class ForwardSm90:
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
         head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
         planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (nheads // cutlass.max(nheads_kv, 1))
-        blocks = score_args[0] if tile.persistent else m_blocks * nheads * batch
+        blocks = tile.blocks_per_sm * score_args[0] if tile.persistent else m_blocks * nheads * batch
         order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, blocks, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
@@ -272,7 +280,11 @@ class ForwardSm90:
         tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v)
         problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
         self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
-            grid=[order.blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[order.blocks, 1, 1],
+            block=[tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=tile.blocks_per_sm,
+            preferred_smem_carveout=100,
         )
 
     def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int) -> Tma:
@@ -333,7 +345,9 @@ class ForwardSm90:
             self.smem_tensor(base + k_start, tile.tile_n, d, tile.num_stages),
             self.smem_tensor(base + v_start, tile.tile_n, dv, tile.num_stages),
             self.smem_tensor(base + o_start, 64, dv, tile.warpgroups),
-            *rings,
+            rings[0],
+            rings[1],
+            rings[2],
             Redo.make(base + tile.REDO_START, 32 + 128 * tile.warpgroups),
         )
 
@@ -777,6 +791,17 @@ def _multiprocessors() -> int:
     import torch
 
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _short_tile(traits: Traits) -> ForwardSm90Tile | None:
+    """For sequences of up to ``SHORT``: narrow steps waste less at the edges, small blocks run beside each other."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
+    if laden or traits.return_softmax or 64 < d <= 128:
+        return None
+    if d <= 64:
+        return ForwardSm90Tile(64, 64, optimistic=True, blocks_per_sm=3)
+    return ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True)
 
 
 def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:

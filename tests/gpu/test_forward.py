@@ -30,6 +30,17 @@ TILES = {
         "tile_m=192,tile_n=32,take_turns=true,optimistic=false",
     ),
 }
+LONG = {"sm90": "persistent=true"}
+"""Nothing but the default tile, which sequences of the named cases' lengths would not be given."""
+
+
+def has_short_tile(case: Case) -> bool:
+    """Whether the Hopper kernel takes another tile because the case's sequences are short."""
+    kernel = registry.lookup(case.traits("sm90"))
+    return kernel.for_lengths(max(case.longest)) is not kernel
+
+
+SHORT = [case for case in CASES if case.launches and has_short_tile(case)]
 
 
 def tile_cases() -> list:
@@ -65,9 +76,15 @@ def check_case(case: Case, **options) -> None:
     check_forward(actual, exact, plain, plain32)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch, tile", [(arch, LONG.get(arch)) for arch in ARCHS])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(case, arch):
+def test_case(case, arch, tile):
+    check_case(case, kernel=arch, tile=tile)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch == "sm90"])
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_tile_for_short_sequences(case, arch):
     check_case(case, kernel=arch)
 
 
