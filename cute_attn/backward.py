@@ -142,7 +142,7 @@ class Plan:
         workspace: or None where there is nothing to launch.
         bias: or None where its gradient is not asked for.
         num_splits, split_stride: see ``cute_attn.kernels.arguments.backward_fake_args``.
-        seqlens, part_seqlens: make the lengths as the main kernel takes them, and as the others do.
+        seqlens: the lengths as the main kernel takes them and as the others do, or where tensors are among them, None.
         score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
         rest: the call's arguments that are not tensors.
     """
@@ -161,7 +161,7 @@ class Plan:
     bias: BiasGradient | None
     num_splits: int
     split_stride: int
-    seqlens: Any
+    seqlens: tuple[Any, Any] | None
     softmax_scale: float
     dropout_p: float
     score_args: ScoreArgs | None
@@ -188,34 +188,24 @@ class Plan:
         q = call.q
         if self.main is None or self.workspace is None:
             return self._zeros(call)
-        grad_out, out = (
-            _readable(x, copy) for x, copy in zip((grads[0], outputs[0]), self.copy, strict=True)
-        )
         check_alignment(*call[:3])
+        grad_out, out = _readable(grads[0], self.copy[0]), _readable(outputs[0], self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = (
-            launch.new_empty_strided(q, shape, strides, q.dtype)
-            for shape, strides in zip(self.shapes, self.strides, strict=True)
-        )
-        for gradient, clear in zip((dq, dk, dv), self.clear, strict=True):
-            if clear:
-                gradient.zero_()
+        dq, dk, dv = (self._gradient(q, self.shapes[i], self.strides[i], self.clear[i]) for i in range(3))
         space = self.workspace
         memory = launch.new_empty_strided(q, (space.size,), (1,), torch.float32)
-        lse_log2, dpsum, accumulators = (
-            as_strided(memory, *place) for place in (space.lse_log2, space.dpsum, space.dq)
-        )
+        lse_log2 = as_strided(memory, *space.lse_log2)
+        dpsum = as_strided(memory, *space.dpsum)
+        accumulators = as_strided(memory, *space.dq)
         dbias = self.bias.allocate(q) if self.bias is not None else None
         if self.views:
             seen: list[Any] = list(call)
             for place, shape, strides in self.views:
                 seen[place] = as_strided(seen[place], shape, strides)
             call = Call._make(seen)
-        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q)
-        longest = (call.max_seqlen_q, call.max_seqlen_k)
-        part_seqlens = self.seqlens(*lengths, None, *longest)
+        seqlens, part_seqlens = self.seqlens or _seqlens(call)
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
         self.preprocess(grad_out, out, lse, grads[1], lse_log2, dpsum, accumulators, part_seqlens, keep)
@@ -227,7 +217,7 @@ class Plan:
             accumulators,
             dk,
             dv,
-            self.seqlens(*lengths, call.seqused_k, *longest),
+            seqlens,
             self.softmax_scale,
             self.num_splits,
             self.split_stride,
@@ -235,8 +225,15 @@ class Plan:
         )
         if self.convert is not None:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
-        results = (dq, dk, dv, None if dbias is None or self.bias is None else self.bias.finish(dbias))
-        return tuple(x if needed else None for x, needed in zip(results, self.needed, strict=True))  # type: ignore[return-value]
+        if dbias is not None and self.bias is not None:
+            dbias = self.bias.finish(dbias)
+        needed = self.needed
+        return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, dbias
+
+    @staticmethod
+    def _gradient(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], clear: bool) -> Tensor:
+        gradient = launch.new_empty_strided(like, shape, strides, like.dtype)
+        return gradient.zero_() if clear else gradient
 
     def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
@@ -251,6 +248,14 @@ class Plan:
             x.new_zeros(x.shape) if needed and x is not None else None
             for x, needed in zip(tensors, self.needed, strict=True)
         )  # type: ignore[return-value]
+
+
+def _seqlens(call: Call) -> tuple[Any, Any]:
+    """The lengths as the main kernel takes them, and as the preprocess and the convert do, which know of no keys."""
+    from cute_attn.device.seqlen import Seqlens
+
+    lengths, longest = call[3:6], (call.max_seqlen_q, call.max_seqlen_k)
+    return Seqlens(*lengths, call.seqused_k, *longest), Seqlens(*lengths, None, *longest)
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
@@ -273,11 +278,15 @@ def gradients(
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
+    forward: launch.Plan | None = None,
 ) -> Gradients:
     """The gradients of q, k, v and bias, those that are needed, where ``out`` and ``lse`` are what the call gave.
 
-    ``grad_out`` or ``grad_lse`` is None where it is zero. A call is deterministic if it says so, or if
-    ``torch.use_deterministic_algorithms`` is on.
+    A call is deterministic if it says so, or if ``torch.use_deterministic_algorithms`` is on.
+
+    Args:
+        grad_out, grad_lse: None for one that is zero.
+        forward: the plan that the forward was launched by, if it was: the shorter key.
 
     Raises:
         TypeError, ValueError, Unsupported: something is wrong with the call, or no kernel serves it.
@@ -287,8 +296,15 @@ def gradients(
         grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     classes = user_classes(call, "backward")
-    tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
-    key = plan_key(tensors, (call[NUM_TENSORS + 1 :], needed, deterministic, classes))
+    key: tuple[Any, ...]
+    if forward is not None and not classes:
+        # What is saved for a backward may come back with other strides, after a trip to the host for example.
+        seen = (call.q, call.k, call.v, out, lse, grad_out, grad_lse, call.alibi_slopes, call.bias)
+        strides = [None if x is None else x.stride() for x in seen]
+        key = (forward, needed, deterministic, *strides)
+    else:
+        tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
+        key = plan_key(tensors, (call[NUM_TENSORS + 1 :], needed, deterministic, classes))
     plan = _plans.get(key)
     if plan is None:
         check(call)
@@ -309,8 +325,6 @@ def _make_plan(
     needed: tuple[bool, ...],
     deterministic: bool,
 ) -> Plan:
-    from cute_attn.device.seqlen import Seqlens
-
     shapes = tuple(tuple(x.shape) for x in call[:3])
     plan = Plan(
         preprocess=None,
@@ -332,7 +346,7 @@ def _make_plan(
         bias=None,
         num_splits=0,
         split_stride=0,
-        seqlens=Seqlens,
+        seqlens=None if any(x is not None for x in call[3:7]) else _seqlens(call),
         softmax_scale=call.softmax_scale,
         dropout_p=call.dropout_p,
         score_args=None,

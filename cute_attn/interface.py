@@ -284,7 +284,7 @@ deterministic
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
-    state = _rng_state(rng_state, q)
+    state = _rng_state(rng_state, q) if dropout_p else None
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, state)
     options = _Options(
         False,
@@ -360,7 +360,7 @@ def attention_varlen_backward(
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
-    state = _rng_state(rng_state, q)
+    state = _rng_state(rng_state, q) if dropout_p else None
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, state)
     options = _Options(
         True,

@@ -113,9 +113,9 @@ class ScoreArgs:
 # ---- a plan ----
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What follows from a call's metadata.
+    """What follows from a call's metadata. Every plan is a key of its own.
 
     Attributes:
         function: launches the kernel, or None where there is nothing to launch.

@@ -58,10 +58,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
+    plan: Plan | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v and bias, those that are needed, through the dispatcher where anything may watch."""
+    """Gradients of q, k, v and bias, those that are needed, through the dispatcher where anything may watch.
+
+    plan: what the forward was launched by, if it was.
+    """
     if call.q.is_cuda and nobody_watches() and all_plain((*call[:NUM_TENSORS], grad_out, grad_lse, out, lse)):
-        return gradients(call, grad_out, grad_lse, out, lse, needed)
+        return gradients(call, grad_out, grad_lse, out, lse, needed, plan)
     grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *call)
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
@@ -236,9 +240,10 @@ NO_GRADIENT = (
 )
 
 
-def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple) -> None:
+def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, plan: Plan | None = None) -> None:
     """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
     out, lse, softmax = outputs
+    ctx.plan = plan
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
@@ -254,9 +259,9 @@ def _differentiate(
     *tensors, out, lse = ctx.saved_tensors
     call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
-        return backward(call, grad_out, grad_lse, out, lse, wanted)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, ctx.plan)
     with torch.no_grad():
-        grads = backward(call, grad_out, grad_lse, out, lse, wanted)
+        grads = backward(call, grad_out, grad_lse, out, lse, wanted, ctx.plan)
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
 
 
@@ -283,7 +288,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, *tensors: Any) -> Outputs:
         """tensors: q to rng_state, and the epilogues' own."""
         outputs = plan.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
-        _save(ctx, tensors, plan.rest, outputs)
+        _save(ctx, tensors, plan.rest, outputs, plan)
         return outputs
 
     @staticmethod

@@ -321,6 +321,19 @@ def test_the_second_call_plans_nothing(torch_kernels):
     assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][12] > 0
 
 
+def test_saved_tensors_may_come_back_with_other_strides(torch_kernels):
+    call = the_call(replace(SMALL, layout="padded").build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False)
+    forward = launch.Plan(*(None,) * 11)
+    first = gradients(call, grad, None, out, lse, needed, forward)
+    views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
+    for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
+        again = gradients(one, grad, None, result, lse, needed, forward)
+        assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
+    assert len(backward._plans) == 3
+
+
 @contextlib.contextmanager
 def torch_deterministic():
     torch.use_deterministic_algorithms(True)
@@ -370,7 +383,7 @@ def test_the_node_asks_for_what_is_missing(monkeypatch):
             call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
             return ops.forward_cpu(call)
 
-    def answer(call, grad_out, grad_lse, out, lse, needed):
+    def answer(call, grad_out, grad_lse, out, lse, needed, plan):
         asked.append((grad_out, grad_lse, needed))
         return tuple(
             torch.zeros_like(x) if n else None for x, n in zip((*call[:3], call.bias), needed, strict=True)
