@@ -172,28 +172,32 @@ class SmemResult:
     tile: cute.Tensor
     thread: Int32
 
-    def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
-        """Store ``fragment``, laid out as the accumulator, from column ``col0`` on: pairs of columns at a time.
-
-        Pairs lie at static distances from the first one, but for the swizzle, as with ``SmemOperand.address``.
-        """
-        modes = row_col_modes(self.tiled_mma, *self.shape)
+    def start(self) -> Int32:
+        """The address of the thread's first element, computed here rather than kept through a loop."""
         row, col = thread_row_col(self.tiled_mma, *self.shape, small(anew(self.thread)))
-        start = (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
+        return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
+
+    def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
+        """Where the pair so many rows and columns after the first element lies: as ``SmemOperand.address``."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
-        bits = _swizzled_bits(layout)
-        view = row_col_view(fragment, modes)
+        distance = cute.crd2idx((row, col), unswizzled)
+        swizzled = distance & _swizzled_bits(layout)
+        moved = start ^ (2 * swizzled) if swizzled else start
+        pair = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
+        return pair + (distance - swizzled) // 2
+
+    def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
+        """Store ``fragment``, laid out as the accumulator, from column ``col0`` on."""
+        modes = row_col_modes(self.tiled_mma, *self.shape)
+        view, start = row_col_view(fragment, modes), self.start()
         pairs = cute.recast_tensor(fragment, Int32)
         pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(fragment) // 2))
         for r, row in enumerate(modes.rows):
             for c in range(0, len(modes.cols), 2):
-                distance = cute.crd2idx((row, modes.cols[c] + col0), unswizzled)
-                swizzled = distance & bits
-                moved = start ^ (2 * swizzled) if swizzled else start
-                place = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
-                target = cute.make_tensor(place + (distance - swizzled) // 2, cute.make_layout(1))
-                target[0] = pairs[cute.crd2idx((r, c), view.layout) // 2]
+                target = self.address(start, row, modes.cols[c] + col0)
+                pair = pairs[cute.crd2idx((r, c), view.layout) // 2]
+                cute.make_tensor(target, cute.make_layout(1))[0] = pair
 
 
 def small(thread: Int32) -> Int32:

@@ -678,7 +678,11 @@ class BackwardSm80:
             acc[i] = acc[i] * factor
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)
         fragment.store(acc.load().to(self.dtype))
-        SmemResult(mma_dkv, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread).store(fragment)
+        self.gradient_result(mma_dkv, s, thread).store(fragment)
+
+    def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
+        """Where a thread's part of dK or dV goes."""
+        return SmemResult(mma_dkv, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
 
     @cute.jit
     def store_gradient(
@@ -708,10 +712,11 @@ def uniform_place(place: KeyBlocks) -> KeyBlocks:
     )
 
 
-def _burdened(traits: Traits) -> bool:
-    """Whether the epilogues ask for many registers beside the scores and their gradients."""
-    modified = traits.softcap or traits.bias or traits.epilogues
-    return bool(modified or traits.dropout or (traits.varlen and traits.windowed))
+def _burden(traits: Traits) -> int:
+    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 2."""
+    modified = bool(traits.softcap or traits.bias or traits.epilogues)
+    more = modified or traits.dropout or (traits.varlen and traits.windowed)
+    return 2 if modified and traits.dropout else 1 if more else 0
 
 
 def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
@@ -732,17 +737,17 @@ def _in_regs(queries_at_once: int, dq_unroll: int) -> BackwardSm80Tile:
 
 _ONE_STAGE = {"stages_q": 1, "stages_do": 1}
 # The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
-# What the epilogues burden begins at the second one.
+# What the epilogues burden begins further back.
 _TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_in_regs(32, 4), _in_regs(16, 2)],
+    64: [_in_regs(32, 4), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
     96: [_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4)],
     128: [_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2), _tile(64, 64, 8, 4, 2, 2)],
     192: [_tile(64, 64, 8, 4, 2, 2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
     256: [
-        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2),
-        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dq_unroll=2),
-        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dq_unroll=2, stages_do=1),
-        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
+        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1),
+        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE),
     ],
 }
 # The same for targets with less than 100 KB of shared memory a multiprocessor.
@@ -755,8 +760,7 @@ _SMALL_TILES: dict[int, list[BackwardSm80Tile]] = {
 }
 _FIT_ALWAYS = [
     _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
-    _tile(64, 32, 4, 2, 2, 2, **_ONE_STAGE),
-    _tile(64, 32, 4, 2, 2, 2, v_in_regs=True, **_ONE_STAGE),
+    _tile(32, 32, 4, 2, 2, 2, dq_unroll=1, **_ONE_STAGE),
 ]
 
 
@@ -765,6 +769,7 @@ def _preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
-    tiles = [*tiles[1 if _burdened(traits) else 0 :], *_FIT_ALWAYS]
+    first = min(_burden(traits), len(tiles) - 1)
+    tiles = [*tiles[first:], *_FIT_ALWAYS]
     vector = 4 if target == "sm90" else 1
     return [dataclasses.replace(tile, dq_vector=vector) for tile in tiles]

@@ -1,0 +1,225 @@
+"""The Ampere backward without a GPU: its tiles, and where its threads read and write shared memory."""
+
+import itertools
+
+import cutlass
+import numpy as np
+import pytest
+from cutlass import Int32, cute
+
+import layouts
+from cute_attn import registry
+from cute_attn.kernels.backward_sm80 import BackwardSm80, Memory
+from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
+from cute_attn.traits import Traits
+from layouts.host import run_on_host
+
+# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
+
+UPRIGHT = BackwardSm80Tile(64, 128, 8, 2, 4, 2)
+IN_REGS = BackwardSm80Tile(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32)
+KERNELS = {
+    "d64-128x128": (64, 64, BackwardSm80Tile(128, 128, 8, 4, 4, 4)),
+    "d128-64x128": (128, 128, UPRIGHT),
+    "d96x160-64x64": (96, 160, BackwardSm80Tile(64, 64, 8, 4, 4, 4)),
+    "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
+    "d64-in-regs": (64, 64, IN_REGS),
+    "d32x64-in-regs": (32, 64, IN_REGS),
+}
+OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
+
+
+def kernel_of(name):
+    d, dv, tile = KERNELS[name]
+    return BackwardSm80(Traits("backward", "sm80", "fp16", d, dv), tile)
+
+
+def memory_at_zero(kernel):
+    """The kernel's layouts, each at address 0 of shared memory."""
+    tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
+
+    def at_zero(layout):
+        pointer = cute.make_ptr(kernel.dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(pointer, layout)
+
+    ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+    return Memory(
+        k=at_zero(kernel.smem_layout(tile.tile_n, d)),
+        v=at_zero(kernel.smem_layout(tile.tile_n, dv)),
+        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
+        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do)),
+        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds)),
+        ds=at_zero(kernel.smem_layout(*ds)),
+        lse=None,
+        dpsum=None,
+        dk=at_zero(kernel.smem_layout(tile.tile_n, d, None)),
+        dv=at_zero(kernel.smem_layout(tile.tile_n, dv, None)),
+    )
+
+
+@cute.jit
+def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
+    """out[thread, k, piece] = addresses: as the kernel reads, in a loop too, and where the layout has the vector."""
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        operand = getattr(kernel.operands(memory_at_zero(kernel), thread), name)
+        reference = operand.tiled_copy.get_slice(thread).partition_S(
+            cute.make_identity_tensor(operand.tile.layout.shape)
+        )
+        start = operand.start(Int32(0))
+        for k in cutlass.range_constexpr(operand.steps):
+            here = operand.at_step(start, Int32(k))
+            for piece in cutlass.range_constexpr(operand.pieces):
+                row, col, _ = reference[0, piece, k, 0]
+                out[thread, k, piece, 0] = operand.address(start, piece, k).toint()
+                out[thread, k, piece, 1] = operand.address(here, piece, 0).toint()
+                out[thread, k, piece, 2] = 2 * cute.crd2idx((row, col, 0), operand.tile.layout)
+
+
+def sizes_of(kernel, name):
+    """(rows of a fragment over all warps, extent along K) of an operand."""
+    tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
+    sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
+    sdp_n, dkv_n, dq_n = (tile.num_warps // w for w in (sdp_m, tile.dkv_warps_m, tile.dq_warps_m))
+    queries, keys = (sdp_n, sdp_m) if tile.p_in_regs else (sdp_m, sdp_n)
+    return {
+        "q": (tile.queries // queries, d),
+        "k": (tile.tile_n // keys, d),
+        "do": (tile.queries // queries, dv),
+        "v": (tile.tile_n // keys, dv),
+        "p_t": (tile.tile_n // tile.dkv_warps_m, tile.tile_m),
+        "ds_t": (tile.tile_n // tile.dkv_warps_m, tile.tile_m),
+        "do_t": (dv // dkv_n, tile.queries),
+        "q_t": (d // dkv_n, tile.queries),
+        "ds": (tile.tile_m // tile.dq_warps_m, tile.tile_n),
+        "k_t": (d // dq_n, tile.tile_n),
+    }[name]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_operands_are_read_where_they_lie(name):
+    kernel = kernel_of(name)
+    for operand in OPERANDS:
+        if kernel.tile.p_in_regs and operand in ("p_t", "ds_t"):
+            continue
+        rows, extent = sizes_of(kernel, operand)
+        found = run_on_host(
+            lambda out, operand=operand: write_reads(kernel, operand, out),
+            *(kernel.tile.num_threads, extent // 16, rows // 16, 3),
+        )
+        unrolled, looped, wanted = np.moveaxis(found, -1, 0)
+        np.testing.assert_array_equal(unrolled, wanted, err_msg=operand)
+        np.testing.assert_array_equal(looped, wanted, err_msg=operand)
+
+
+@cute.jit
+def write_stores(
+    kernel: cutlass.Constexpr, name: cutlass.Constexpr, col0: cutlass.Constexpr, out: cute.Tensor
+):
+    """out[thread, r, c] = the address of a pair as the kernel stores it, and where the layout has it."""
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        memory = memory_at_zero(kernel)
+        operands = kernel.operands(memory, thread)
+        if cutlass.const_expr(name in ("dk", "dv")):
+            result = kernel.gradient_result(operands.mma_dkv, getattr(memory, name), thread)
+        else:
+            result = getattr(operands, name)
+        modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
+        row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
+        start = result.start()
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            for c in cutlass.range_constexpr(0, len(modes.cols), 2):
+                row, column = modes.rows[r], modes.cols[c] + col0
+                out[thread, r, c // 2, 0] = result.address(start, row, column).toint()
+                wanted = cute.crd2idx((row0 + row, column0 + column), result.tile.layout)
+                out[thread, r, c // 2, 1] = 2 * wanted
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_results_are_stored_where_they_belong(name):
+    kernel = kernel_of(name)
+    tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
+    scores = tile.tile_n * tile.queries if tile.p_in_regs else tile.tile_m * tile.tile_n
+    sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
+    sdp_rows = kernel.scores_shape[0] // sdp_m // 8
+    dkv_rows = tile.tile_n // tile.dkv_warps_m // 8
+    cases = [("ds_out", sdp_rows, scores, piece * tile.queries) for piece in range(tile.pieces)]
+    cases += [] if tile.p_in_regs else [("p_out", sdp_rows, scores, 0)]
+    cases += [("dk", dkv_rows, tile.tile_n * d, 0), ("dv", dkv_rows, tile.tile_n * dv, 0)]
+    for result, rows, elements, col0 in cases:
+        pairs = elements // tile.num_threads // rows // 2
+        found = run_on_host(
+            lambda out, result=result, col0=col0: write_stores(kernel, result, col0, out),
+            *(tile.num_threads, rows, pairs, 2),
+        )
+        np.testing.assert_array_equal(found[..., 0], found[..., 1], err_msg=result)
+        if (col0 == 0 and tile.pieces == 1) or result in ("dk", "dv"):
+            assert len(np.unique(found[..., 0])) == elements // 2
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ("num_warps=0", "num_warps"),
+        ("num_warps=6", "dkv_warps_m"),
+        ("dq_warps_m=3", "dq_warps_m"),
+        ("stages_q=3", "stages_q"),
+        ("stages_do=0", "stages_do"),
+        ("dq_vector=3", "dq_vector"),
+        ("dq_unroll=-1", "unroll"),
+        ("p_in_regs=true", "sdp_warps_m"),
+        ("k_in_regs=true", "k_in_regs"),
+        ("queries_at_once=32", "queries_at_once"),
+        ("tile_m=48", "tile_m"),
+        ("tile_n=32", "tile_n"),
+        ("dkv_warps_m=1", "head_dim"),
+        ("tile_m=1024", "shared memory"),
+        ("tile_n=1024", "shared memory"),
+    ],
+)
+def test_a_tile_says_why_it_does_not_serve(change, named):
+    traits = Traits("backward", "sm80", "bf16", 64)
+    assert UPRIGHT.reject(traits, "sm90") is None
+    reason = UPRIGHT.override(change).reject(traits, "sm90")
+    assert reason and named in reason, reason
+
+
+def test_vector_reductions_are_for_sm90_alone():
+    traits = Traits("backward", "sm80", "bf16", 64)
+    tile = UPRIGHT.override("dq_vector=4")
+    assert tile.reject(traits, "sm90") is None
+    assert "dq_vector" in tile.reject(traits, "sm80")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_head_dim_has_a_default_tile(target):
+    dims = range(32, 257, 32)
+    features = [{}, {"dropout": "flash"}, {"dropout": "flash", "softcap": True, "bias": "fp32"}]
+    for d, dv, more in itertools.product(dims, dims, features):
+        kernel = registry.lookup(Traits("backward", "sm80", "bf16", d, dv, **more), None, target)
+        assert kernel.tile.reject(kernel.traits, target) is None
+
+
+@pytest.mark.parametrize("v_in_regs", [False, True])
+def test_areas_overlap_only_where_one_takes_over_another(v_in_regs):
+    traits = Traits("backward", "sm80", "bf16", 96, 64)
+    tile = BackwardSm80Tile(64, 64, 8, 4, 4, 4, v_in_regs=v_in_regs)
+    areas = tile.smem_areas(traits)
+    assert all(start % 16 == 0 for start, _ in areas.values())
+    loaded = [name for name in areas if name not in ("dk", "dv")]
+    taken_over = {("v", "p"), ("v", "ds")} if v_in_regs else set()
+    for a, b in itertools.combinations(loaded, 2):
+        if areas[a][0] < areas[b][1] and areas[b][0] < areas[a][1]:
+            assert (a, b) in taken_over, (a, b)
+    assert areas["dk"][1] <= areas["dv"][0] and areas["dv"][1] <= tile.smem_bytes(traits)
+
+
+def test_an_epilogue_without_a_derivative_is_declined():
+    assert BackwardSm80.supports(Traits("backward", "sm80", "bf16", 64)) is None
+    assert "forward" in BackwardSm80.supports(Traits("forward", "sm80", "bf16", 64))
+
+
+def test_steps_at_once_divide_all_steps():
+    for extent, unroll in itertools.product((32, 64, 96, 160), range(5)):
+        steps = BackwardSm80Tile.steps_at_once(extent, unroll)
+        assert (extent // 16) % steps == 0 and steps <= (unroll or extent // 16)
