@@ -179,7 +179,7 @@ def differentiate_on_host(
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
-            ``transposed``, that is the MMA of K Q^T.
+            ``transposed``, that is the MMA of K Q^T, and with ``draws_early`` dropout's mask is drawn before it.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
@@ -563,13 +563,19 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
         lse_log2[r], dpsum[r] = buffers.lse_log2[row], buffers.dpsum[row]
-    loaded = chain.load(walk.state, tile)
+    loaded, drawn = chain.load(walk.state, tile), ()
+    if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
+        drawn = chain.draw(walk.state, tile)
     _copy(walk.part(buffers.products, thread, block), acc)
     saved = chain.forward(walk.state, tile, loaded, masked)
     probabilities(tile, lse_log2, walk.scale_log2)
     _copy(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
-    chain.drop_both(walk.state, tile, score_map.view(p), score_map.view(dp))
+    if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
+        chain.zero_dropped(drawn, score_map.view(p))
+        chain.zero_dropped(drawn, score_map.view(dp))
+    else:
+        chain.drop_both(walk.state, tile, score_map.view(p), score_map.view(dp))
     score_gradient(tile.acc, score_map.view(dp), dpsum)
     chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
     _copy(p, walk.part(buffers.p, thread, block))

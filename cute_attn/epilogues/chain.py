@@ -163,6 +163,20 @@ class EpilogueChain:
         if self.dropout and state.dropout:
             self.dropout.forward_both(state.dropout, tile, p, dp)
 
+    def draw(self, state: ScoreState, tile: ScoreTile) -> tuple:
+        """Dropout's mask of a tile in few registers, to be had while products are still running; () without dropout.
+
+        For :meth:`zero_dropped`, which then does what :meth:`drop_both` does. ``tile.acc`` is not looked at.
+        """
+        if self.dropout and state.dropout:
+            return self.dropout.draw(state.dropout, tile)
+        return ()
+
+    def zero_dropped(self, drawn: tuple, view: cute.Tensor) -> None:
+        """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32."""
+        if self.dropout:
+            self.dropout.zero_dropped(drawn, view)
+
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""
         if self.dropout and state.dropout:

@@ -29,6 +29,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
+PAIRS = 16  # in a word of a mask that is drawn early: of the first elements in its low half, the second in its high
 
 
 def philox(counter: tuple, key: tuple, rounds: int) -> tuple:
@@ -140,6 +141,34 @@ class Dropout:
                 index = cute.crd2idx(element, dp.layout)
                 singles[index] = singles[index] & ~byte_permute(dropped, dropped, selector)
 
+    def draw(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
+        """The tile's mask, a bit an element in words of 16 pairs: for ``zero_dropped``, when there is what to drop.
+
+        That and this take together some more instructions than ``forward_both``, but only a quarter of them is left
+        once the products are there.
+        """
+        drawn: dict[int, Int32] = {}
+        for first, second, dropped in self._masks(state, tile):
+            word, bit = divmod(_pair_index(tile.acc, first, second), PAIRS)
+            own = dropped & _signed(0x00010001 << bit)
+            drawn[word] = drawn[word] | own if word in drawn else own
+        return tuple(drawn[word] for word in sorted(drawn))
+
+    @staticmethod
+    def zero_dropped(drawn: tuple[Int32, ...], view: cute.Tensor) -> None:
+        """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32, laid out as the tile was."""
+        elements = registers(view)
+        if elements.element_type is Float32:
+            for i in range(cute.size(elements)):
+                word, bit = drawn[i // 2 // PAIRS], i // 2 % PAIRS + 16 * (i % 2)
+                dropped = (word & _signed(1 << bit)) != Int32(0)
+                elements[i] = cutlass.select_(dropped, Float32(0.0), elements[i])
+        else:
+            pairs = cute.recast_tensor(elements, Int32)
+            for i in range(cute.size(pairs)):
+                signs = drawn[i // PAIRS] << Int32(PAIRS - 1 - i % PAIRS)
+                pairs[i] = pairs[i] & ~byte_permute(signs, signs, 0xBB99)
+
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
         pairs = _as_words(p)
         for first, second, dropped in self._masks(state, tile):
@@ -158,6 +187,10 @@ class Dropout:
     def rescale_of(args: tuple) -> Float32:
         """1 / (1 - p), of the kernel's arguments."""
         return args[2]
+
+
+def _signed(word: int) -> Int32:
+    return Int32(word - (1 << 32) if word >> 31 else word)
 
 
 def _as_words(view: cute.Tensor) -> cute.Tensor:

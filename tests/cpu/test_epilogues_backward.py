@@ -85,13 +85,13 @@ class OneWay(Epilogue):
         pass
 
 
-def compare(name, features, problem, grad_bias=None):
+def compare(name, features, problem, grad_bias=None, draws_early=False):
     """The emulated backward of a problem, after comparing what it yields with autograd's.
 
     grad_bias: zeros for the bias's gradient as the host gives them.
     """
     bias_grad = "" if grad_bias is None else "-bias_grad"
-    tiling = ALL[name].of(features + bias_grad, op="backward")
+    tiling = replace(ALL[name], draws_early=draws_early).of(features + bias_grad, op="backward")
     grad_out = torch.randn(
         *problem.q.shape[:3], problem.v.shape[3], generator=torch.Generator().manual_seed(7)
     )
@@ -264,14 +264,32 @@ def test_dropout_draws_pytorchs_masks(name, kind):
         (65, 131, 0.5, (-5, 7)),
         (33, 66, 0.9, (3, 2**62 + 1)),
     ]:
-        problem = Scores.random(
-            *(1, 3, seqlen_q, seqlen_k), dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
-        )
-        # No P is so small that it is 0 in fp16.
-        got, expected = compare(name, kind, replace(problem, scale=0.05))
-        keep = expected.p != 0  # of which the definition is that of the forward's tests
-        assert torch.equal(got.p != 0, keep)
-        assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
+        check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("warps2x4-32x128", "dropout"),
+        ("warps2x2-32x96-transposed", "dropout"),
+        ("warps2x1-32x32", "dropout_mem_efficient"),
+        ("wgmma1-32x64-transposed", "dropout_mem_efficient"),
+    ],
+)
+def test_dropout_drawn_early(name, kind):
+    """The same masks, a bit an element meanwhile."""
+    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True)
+
+
+def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, draws_early=False):
+    problem = Scores.random(
+        *(1, 3, seqlen_q, seqlen_k), dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
+    )
+    # No P is so small that it is 0 in fp16.
+    got, expected = compare(name, kind, replace(problem, scale=0.05), draws_early=draws_early)
+    keep = expected.p != 0  # of which the definition is that of the forward's tests
+    assert torch.equal(got.p != 0, keep)
+    assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
 
 
 def test_dropout_refuses_parts_of_blocks():
