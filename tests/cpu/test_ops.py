@@ -202,6 +202,20 @@ def test_fake_tensors_need_no_kernel():
     assert softmax.shape == (2, 4, 5, 7) and softmax.dtype == BF16
 
 
+def test_fake_gradients_need_no_kernel():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, n, 4, d, dtype=BF16) for n, d in ((5, 64), (7, 64), (7, 32)))
+        k = k[:, :, :1].expand(2, 7, 4, 64)
+        bias = torch.empty(1, 4, 1, 7)
+        leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+        out, lse = attention(*leaves[:3], bias=bias, return_lse=True)
+        grads = torch.autograd.grad((out, lse), leaves, (torch.empty_like(out), torch.empty_like(lse)))
+    for grad, x in zip(grads, leaves, strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device) and grad.is_contiguous()
+
+
 def test_other_devices_are_refused():
     q = torch.empty(2, 5, 4, 64, dtype=BF16)
     with pytest.raises(ValueError, match="q is on meta; accepted: cuda and cpu tensors"):
