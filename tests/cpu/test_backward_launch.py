@@ -357,6 +357,25 @@ def test_kernel_and_tile_are_the_callers(torch_kernels):
         gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False))
 
 
+def test_variants(torch_kernels, monkeypatch):
+    """A forward's leaves the backward to its generation's own kernel; a backward's is taken."""
+    from cute_attn import registry
+    from cute_attn.kernels.backward_sm80 import BackwardSm80
+    from cute_attn.kernels.forward_sm80 import ForwardSm80
+
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
+    call = the_call(SMALL.build("cpu"), kernel="sm80:mine")
+    out, lse, _ = ops.forward_cpu(call)
+    arguments = (torch.ones_like(out), None, out, lse, (True, True, True, False))
+    first = gradients(call, *arguments)
+    assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
+    registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
+    second = gradients(call, *arguments)
+    assert [traits.variant for traits, _ in torch_kernels.built[3:]] == ["mine", "", ""]
+    assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
+
+
 def test_what_does_not_fit_is_refused(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
