@@ -18,7 +18,20 @@ def example():
     return module
 
 
-SMALL = "--device cpu --dropout 0 --steps 4 --width 128 --seqlen 32 --batch 2".split()
+SMALL = [
+    "--device",
+    "cpu",
+    "--dropout",
+    "0",
+    "--steps",
+    "4",
+    "--width",
+    "128",
+    "--seqlen",
+    "32",
+    "--batch",
+    "2",
+]
 
 
 def run(example, monkeypatch, *arguments):

@@ -1,6 +1,7 @@
 """The backward kernels on the card: every named case by the one rule, and properties that hold between calls."""
 
 import functools
+import time
 from dataclasses import replace
 
 import pytest
@@ -484,6 +485,57 @@ def test_a_graph_is_walked_twice(tensors):
     first = torch.autograd.grad(out, tensors, grad, retain_graph=True)
     second = torch.autograd.grad(out, tensors, grad)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_saved_tensors_may_travel(tensors):
+    q, k, v = tensors
+    odd = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
+    grad = torch.randn(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="cuda")
+    expected = torch.autograd.grad(attention(*odd, causal=True, deterministic=True), odd, grad)
+    with torch.autograd.graph.save_on_cpu():
+        out = attention(*odd, causal=True, deterministic=True)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, odd, grad), expected, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_softmax_beside_gradients(tensors, arch):
+    options = {"causal": True, "dropout_p": 0.3, "rng_state": torch.tensor([1, 2], device="cuda")}
+    options |= {"kernel": arch, "deterministic": True}
+    out, softmax = attention(*tensors, **options, return_softmax=True)
+    assert out.requires_grad and not softmax.requires_grad
+    grad = torch.randn_like(out)
+    plain = torch.autograd.grad(attention(*tensors, **options), tensors, grad)
+    for a, b in zip(torch.autograd.grad(out, tensors, grad), plain, strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)  # another tile of the forward may be taken
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_second_device(tensors):
+    grad = torch.randn_like(tensors[0])
+    others = [x.detach().to("cuda:1").requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(attention(*tensors, deterministic=True), tensors, grad)
+    grads = torch.autograd.grad(attention(*others, deterministic=True), others, grad.to("cuda:1"))
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(grads, expected, strict=True))
+
+
+def test_a_step_takes_little_host_time(tensors, monkeypatch):
+    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
+    out = attention(*tensors, causal=True)
+    grad = torch.randn_like(out)
+    for name, step in (
+        ("forward", lambda: attention(*tensors, causal=True)),
+        ("backward", lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True)),
+    ):
+        times = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                step()
+            times.append((time.perf_counter() - start) / 50)
+        print(f"{name}: {min(times) * 1e6:.1f} us of host time a call")
+        assert min(times) < 200e-6  # a slow or busy host is no error
 
 
 def test_wrong_calls_on_the_card(tensors):

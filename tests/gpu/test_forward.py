@@ -276,7 +276,9 @@ def test_the_current_stream_is_used(tensors):
 def test_a_call_takes_little_host_time(tensors, monkeypatch):
     monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
     state = torch.tensor([1, 2], device="cuda")
-    for name, options in (("plain", {}), ("dropout", {"dropout_p": 0.1, "rng_state": state})):
+    bias = torch.zeros(2, 4, 113, 203, dtype=torch.bfloat16, device="cuda")
+    dropout = {"dropout_p": 0.1, "rng_state": state}
+    for name, options in (("plain", {}), ("dropout", dropout), ("bias", {"bias": bias})):
         times = []
         for _ in range(20):
             torch.cuda.synchronize()
