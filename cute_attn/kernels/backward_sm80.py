@@ -306,7 +306,10 @@ class BackwardSm80:
         outputs = (mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, split_stride, nheads, group)
         self.kernel(inputs, outputs, seqlens, scalars, score_args, order).launch(
-            grid=[order.blocks, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream
+            grid=[order.blocks, 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # or ptxas halves the registers, to spills, for blocks that shared memory has no room for
         )
 
     # ---- device ----
@@ -739,7 +742,7 @@ _ONE_STAGE = {"stages_q": 1, "stages_do": 1}
 # The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
 # What the epilogues burden begins further back.
 _TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_in_regs(32, 4), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
+    64: [_in_regs(32, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
     96: [_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4)],
     128: [_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2), _tile(64, 64, 8, 4, 2, 2)],
     192: [_tile(64, 64, 8, 4, 2, 2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
@@ -752,11 +755,12 @@ _TILES: dict[int, list[BackwardSm80Tile]] = {
 }
 # The same for targets with less than 100 KB of shared memory a multiprocessor.
 _SMALL_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_tile(64, 128, 8, 2, 4, 2, dq_unroll=2), _tile(64, 128, 8, 2, 4, 2, dq_unroll=2)],
-    96: [_tile(64, 64, 8, 4, 4, 4), _tile(64, 64, 8, 4, 4, 4)],
-    128: [_tile(64, 64, 8, 4, 2, 2, stages_do=1), _tile(64, 64, 8, 4, 2, 2, stages_do=1)],
-    192: [_tile(64, 64, 8, 4, 2, 2, v_in_regs=True, **_ONE_STAGE), _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE)],
-    256: [_tile(64, 32, 8, 4, 2, 2, v_in_regs=True, **_ONE_STAGE)],
+    64: [_tile(64, 128, 8, 2, 4, 2, dq_unroll=2)],
+    96: [_tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
+    128: [_tile(64, 64, 8, 4, 2, 2, stages_do=1)],
+    160: [_tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE)],
+    192: [_tile(64, 32, 8, 4, 2, 2, **_ONE_STAGE)],
+    256: [_tile(64, 32, 8, 4, 2, 2, v_in_regs=True, dq_unroll=1, **_ONE_STAGE)],
 }
 _FIT_ALWAYS = [
     _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
@@ -769,7 +773,9 @@ def _preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
-    first = min(_burden(traits), len(tiles) - 1)
+    # Reductions of single floats take registers too: up to 64, as many as the epilogues.
+    least = 1 if target == "sm80" and largest <= 64 else 0
+    first = min(max(_burden(traits), least), len(tiles) - 1)
     tiles = [*tiles[first:], *_FIT_ALWAYS]
     vector = 4 if target == "sm90" else 1
     return [dataclasses.replace(tile, dq_vector=vector) for tile in tiles]
