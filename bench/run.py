@@ -2,6 +2,7 @@
 
 import argparse
 import fnmatch
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,3 +100,12 @@ def print_table(result: dict[str, Any]) -> None:
             ratio = f"{best / values[name]:.2f}x" if best and name in values and name in peers else ""
             line += f"{speed:>9}{ratio:>6}" if name in peers else f"{speed:>15}"
         print(line)
+    for name in own:
+        ratios = [
+            values[name] / max(values[peer] for peer in peers if peer in values)
+            for values in speeds.values()
+            if name in values and any(peer in values for peer in peers)
+        ]
+        if ratios:
+            mean, least = statistics.geometric_mean(ratios), min(ratios)
+            print(f"{name} over the fastest peer of each row: geometric mean {mean:.3f}, least {least:.3f}")
