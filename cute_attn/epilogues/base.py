@@ -4,7 +4,9 @@ An epilogue is a small frozen object made from traits. On the host it says which
 device it is begun once a work tile and then applied to every score tile the work tile visits.
 
 To add one of your own, subclass :class:`Epilogue` in a file of yours, decorate it with :func:`register_epilogue`, and
-name it in a trait (``Traits(..., epilogues=("my_name",))``) or in ``attention(..., epilogues=("my_name",))``.
+name it in a trait (``Traits(..., epilogues=("my_name",))``) or in ``attention(..., epilogues=("my_name",))``. With a
+``backward`` of its own it can be differentiated. Tiles come upright and transposed (``ScoreTile``), with any number of
+rows and columns a thread: written in terms of ``tile.rows`` and ``tile.cols``, an epilogue need not know.
 """
 
 from collections.abc import Callable

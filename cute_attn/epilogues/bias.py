@@ -84,6 +84,8 @@ class Bias(Epilogue):
         if not self.gradient:
             return (inputs.bias,)
         bias, grad = inputs.bias, inputs.grad_bias
+        if grad is None:
+            raise ValueError("grad_bias is None; accepted: zeros with the bias's extents")
         shared = any(step == 0 and size > 1 for size, step in zip(grad.shape, grad.stride(), strict=True))
         if grad.dtype == bias.dtype and not (shared and self.dtype != "fp32"):
             return (bias, grad, int(shared))
