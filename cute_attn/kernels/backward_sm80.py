@@ -309,7 +309,7 @@ class BackwardSm80:
             grid=[order.blocks, 1, 1],
             block=[self.tile.num_threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,  # or ptxas halves the registers, to spills, for blocks that shared memory has no room for
+            min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
         )
 
     # ---- device ----
