@@ -510,9 +510,9 @@ class BackwardSm90Tile(Tile):
         dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
         p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
             Not with dropout, which has set elements of it to zero by then.
-        overlap: S of the next query block is issued before dQ is added to memory, which then goes beside it.
-        dk_early: dK is issued before dQ, from registers, and runs while dS is on its way to the other warpgroups. Not
-            with ``p_in_smem``.
+        dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
+            other; with 1 beside the next step's S and dP; with 2 after the next step's P, while the exponentials of
+            warpgroups that are up to half a step behind still run. Only 0 with ``p_in_smem``.
     """
 
     tile_m: int = 64
@@ -525,8 +525,7 @@ class BackwardSm90Tile(Tile):
     dq_transposed: bool = False
     dq_vector: int = 4
     p_rounded: bool = False
-    overlap: bool = False
-    dk_early: bool = False
+    dq_late: int = 0
 
     BARRIER_BYTES: ClassVar[int] = 1024
 
@@ -589,7 +588,10 @@ class BackwardSm90Tile(Tile):
         acc_dq = self.tile_m * d // threads
         p16 = 0 if self.p_in_smem else acc_s // 2
         at_ds = acc_s + (2 * p16 if self.p_rounded else acc_s + p16)
-        return acc_dkv + max(2 * acc_s, at_ds, acc_dq + 2 * p16) + 20
+        if self.dq_late == 1 or (self.dq_late and not self.p_rounded):
+            at_ds += acc_dq
+        at_p = 2 * acc_s + (acc_dq if self.dq_late == 1 else 0)
+        return acc_dkv + max(at_p, at_ds, acc_dq + 2 * p16) + 20
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.warpgroups not in (1, 2, 3):
@@ -618,10 +620,10 @@ class BackwardSm90Tile(Tile):
                 f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
                 "accepted: 1 or more, 1 or more, 1 or 2"
             )
-        if self.overlap and min(self.num_stages_q, self.num_stages_do) < 2:
-            return "overlap is true; accepted: with num_stages_q and num_stages_do of 2 and more"
-        if self.dk_early and self.p_in_smem:
-            return "dk_early is true; accepted: with p_in_smem=false, where dS is an operand in registers"
+        if self.dq_late not in (0, 1, 2):
+            return f"dq_late is {self.dq_late}; accepted: 0, 1 or 2"
+        if self.dq_late and (self.p_in_smem or self.num_stages_ds != 2):
+            return f"dq_late is {self.dq_late}; accepted: with p_in_smem=false and num_stages_ds=2"
         if self.p_rounded and traits.dropout:
             return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):

@@ -67,6 +67,37 @@ class Ring:
             cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n))
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Two buffers in shared memory that all warps fill together and all read, with an mbarrier each: it is full.
+
+    The n-th filling goes to stage n % 2. Nobody has to say that a stage is free, if every warp waits for every filling,
+    and arrives at one only when it has read the one before: whoever has waited for filling n - 1 knows that all have
+    read n - 2, and may overwrite it. As far as that allows, warps may drift apart.
+    """
+
+    barriers: cute.Pointer  # 2 of 8 bytes
+
+    @cute.jit
+    def init(self, warps: Constexpr) -> None:
+        """By one thread, before anybody waits."""
+        for stage in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_init(self.barriers + stage, warps)
+
+    @cute.jit
+    def arrive(self, n: Int32) -> None:
+        """By every warp: what it has to write of filling n is written, and may be read by wgmma."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.barriers + (n & 1))
+
+    @cute.jit
+    def wait(self, n: Int32) -> None:
+        """By every warp: until all have arrived at filling n."""
+        cute.arch.mbarrier_wait(self.barriers + (n & 1), (n >> 1) & 1)
+
+
 WARPGROUP = 128
 FIRST_TURN_BARRIER = 1  # named barrier 0 is the whole block's
 FIRST_OWN_BARRIER = 5

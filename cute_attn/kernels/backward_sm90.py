@@ -47,8 +47,8 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
-from cute_attn.device.math import LOG2_E, anew
-from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
+from cute_attn.device.math import LOG2_E, anew, narrow, opaque
+from cute_attn.device.pipeline import WARPGROUP, Exchange, Ring, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, padded_row0, sequence, workspace_rows
@@ -82,6 +82,7 @@ class Shared:
     ring_v: Ring
     ring_q: Ring
     ring_do: Ring
+    exchange: Exchange  # of s_ds, if tile.dq_late
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,6 @@ class Fragments:
     b_dq: cute.Tensor
     p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem
     ds_smem: cute.Tensor | None
-    acc_s: cute.Tensor
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
 
@@ -154,6 +154,10 @@ class Work:
     dq: cute.Pointer  # of the head's first query block
     first_filling: Int32  # of the rings of Q and dO
     thread: Int32
+
+    def filling(self, block: Int32) -> Int32:
+        """Which filling of the rings a query block is, and of dS."""
+        return self.first_filling + (block - self.blocks.begin)
 
 
 @dataclass(frozen=True)
@@ -353,6 +357,7 @@ class BackwardSm90:
             with cute.arch.elect_one():
                 for ring in (shared.ring_k, shared.ring_v, shared.ring_q, shared.ring_do):
                     ring.init(4 * self.tile.warpgroups)
+                shared.exchange.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
@@ -399,6 +404,7 @@ class BackwardSm90:
             rows("lse", tile.num_stages_q),
             rows("dpsum", tile.num_stages_do),
             *rings,
+            Exchange(barriers),
         )
 
     def begin(self, problem: Problem, place: KeyBlocks, head: Int32) -> tuple[ScoreContext, ScoreState]:
@@ -548,7 +554,6 @@ class BackwardSm90:
             dq.make_fragment_B(in_dq.partition_B(b_dq)),
             dv_mma.make_fragment_A(in_dv.partition_A(turn(shared.s_p))) if upright else None,
             dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
-            cute.make_rmem_tensor(in_scores.partition_shape_C(self.scores_shape), Float32),
             cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
         )
@@ -561,16 +566,8 @@ class BackwardSm90:
         if cutlass.const_expr(not self.traits.windowed):
             # Without a left bound, masks are needed up to some query block, or by all.
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
-        if cutlass.const_expr(self.tile.overlap):
-            if blocks.begin < end:
-                self.start_s(work, blocks.begin)
-                warpgroup.wait_group(0)
-                last = end - 1
-                self.steps(work, blocks.begin, cutlass.min(full_begin, last), True)
-                self.steps(work, full_begin, cutlass.min(full_end, last), False)
-                if cutlass.const_expr(self.traits.windowed):
-                    self.steps(work, full_end, last, True)
-                self.step(work, last, True, last=True)
+        if cutlass.const_expr(self.tile.dq_late):
+            self.walk_late(work, full_begin, full_end)
         else:
             self.steps(work, blocks.begin, full_begin, True)
             self.steps(work, full_begin, full_end, False)
@@ -581,87 +578,169 @@ class BackwardSm90:
     def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
         """Query blocks [begin, end)."""
         for block in cutlass.range(begin, end, unroll=1):
-            self.step(work, block, masked)
+            if cutlass.const_expr(self.tile.dq_late):
+                self.step_late(work, block, masked)
+            else:
+                self.step(work, block, masked)
+
+    # ---- a step with its own dQ ----
 
     @cute.jit
-    def step(self, work: Work, block: Int32, masked: Constexpr, last: Constexpr = False) -> None:
-        """One query block. With ``overlap``, S of the next one is started unless this is the last."""
-        shared, fragments, chain = work.shared, work.fragments, self.epilogues
-        n = work.first_filling + (block - work.blocks.begin)
+    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One query block."""
+        shared, n = work.shared, work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        if cutlass.const_expr(not self.tile.overlap):
-            self.start_s(work, block)
-        shared.ring_do.wait(n)
-        self.start_scores(fragments.a_dp, fragments.b_dp, acc_dp, shared.ring_do.stage(n))
+        self.start_s(work, acc_s, block)
+        self.start_dp(work, acc_dp, n)
 
         lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
-        if cutlass.const_expr(not self.tile.overlap):
-            warpgroup.wait_group(1)
-        saved = chain.forward(work.state, scores, loaded, masked)
-        probabilities(scores, lse, work.scale_log2)
-        p = cute.make_rmem_tensor_like(acc_s, self.dtype)
-        p.store(acc_s.load().to(self.dtype))
+        warpgroup.wait_group(1)
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, masked)
         if cutlass.const_expr(self.drops_before_products):
             warpgroup.wait_group(0)
-            chain.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
+            self.epilogues.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
         if cutlass.const_expr(not self.tile.p_in_smem):
             self.start_dv(work, p, n)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
+        ds = self.to_gradients(work, scores, acc_dp, p, saved, n)
 
+        self.share(work, p, ds, n)
+        if cutlass.const_expr(self.tile.p_in_smem):
+            self.start_dv(work, p, n)
+        acc_dq = self.dq_accumulator()
+        self.start_dq(work, acc_dq, n)
+        self.start_dk(work, ds, n)
+        warpgroup.wait_group(1)
+        shared.ring_do.release(n)
+        self.add_dq(work, acc_dq, block)
+        warpgroup.wait_group(0)
+        shared.ring_q.release(n)
+
+    # ---- a step with dQ of the step before ----
+
+    @cute.jit
+    def walk_late(self, work: Work, full_begin: Int32, full_end: Int32) -> None:
+        """All query blocks of one head, the first one by itself because there is none before it; then the last dQ."""
+        begin, end = work.blocks.begin, work.blocks.end
+        if begin < end:
+            self.step_late(work, begin, True, first=True)
+            self.steps(work, begin + 1, full_begin, True)
+            self.steps(work, cutlass.max(full_begin, begin + 1), full_end, False)
+            if cutlass.const_expr(self.traits.windowed):
+                self.steps(work, cutlass.max(full_end, begin + 1), end, True)
+            acc_dq = self.dq_accumulator()
+            self.start_dq_late(work, acc_dq, end - 1)
+            warpgroup.wait_group(0)
+            self.add_dq(work, acc_dq, end - 1)
+
+    @cute.jit
+    def step_late(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
+        """One query block, and dQ of the one before unless this is the ``first``."""
+        shared, late = work.shared, 0 if first else self.tile.dq_late
+        n = work.filling(block)
+        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
+        acc_dq = self.dq_accumulator()
+        self.start_s(work, acc_s, block)
+        self.start_dp(work, acc_dp, n)
+        if cutlass.const_expr(late == 1):
+            self.start_dq_late(work, acc_dq, block - 1)
+
+        lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        warpgroup.wait_group(2 if late == 1 else 1)
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, masked)
+        if cutlass.const_expr(late == 2):
+            self.start_dq_late(work, acc_dq, block - 1)
+        beside_dp = 1 if late else 0
+        if cutlass.const_expr(self.drops_before_products):
+            warpgroup.wait_group(beside_dp)
+            self.epilogues.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
+        if cutlass.const_expr(not self.tile.p_rounded):
+            self.start_dv(work, p, n)
+            beside_dp += 1
+        warpgroup.wait_group(beside_dp)
+        ds = self.to_gradients(work, scores, acc_dp, p, saved, n)
+
+        if cutlass.const_expr(self.tile.p_rounded):
+            self.start_dv(work, p, n)  # only here, because dS reads its operand
+        warpgroup.wait_group(1)  # dQ, which the arrival says
+        self.store_scores(work, ds, shared.s_ds, n)
+        shared.exchange.arrive(n)
+        self.start_dk(work, ds, n)
+        if cutlass.const_expr(late > 0):
+            self.add_dq(work, acc_dq, block - 1)
+        warpgroup.wait_group(1)
+        shared.ring_do.release(n)
+        warpgroup.wait_group(0)
+        shared.ring_q.release(n)
+
+    @cute.jit
+    def start_dq_late(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
+        """dQ of a query block whose dS the other warpgroups may not have written yet."""
+        n = work.filling(block)
+        work.shared.exchange.wait(n)
+        self.start_dq(work, acc_dq, n)
+
+    # ---- what steps are made of ----
+
+    @cute.jit
+    def to_probabilities(
+        self,
+        work: Work,
+        scores: ScoreTile,
+        acc_s: cute.Tensor,
+        loaded: tuple,
+        lse: cute.Tensor,
+        masked: Constexpr,
+    ) -> tuple:
+        """Scores become P; also what the epilogues keep for their derivatives, and P in 16 bits."""
+        saved = self.epilogues.forward(work.state, scores, loaded, masked)
+        probabilities(scores, lse, work.scale_log2)
+        return saved, self.rounded(acc_s)
+
+    @cute.jit
+    def rounded(self, wide: cute.Tensor) -> cute.Tensor:
+        """An fp32 fragment in 16 bits.
+
+        As opaque pairs: otherwise elements that are used singly are rounded singly as well, at a fraction of the speed,
+        and elements that are used twice are rounded twice.
+        """
+        fragment = cute.make_rmem_tensor_like(wide, self.dtype)
+        narrow(wide, fragment)
+        pairs = cute.recast_tensor(fragment, Int32)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = opaque(pairs[i])
+        return fragment
+
+    @cute.jit
+    def to_gradients(
+        self, work: Work, scores: ScoreTile, acc_dp: cute.Tensor, p: cute.Tensor, saved: tuple, n: Int32
+    ) -> cute.Tensor:
+        """dP becomes dS; the result is dS in 16 bits."""
+        shared = work.shared
         dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
         ds_tile = scores.of(work.score_map.view(acc_dp))
         p_kept = work.score_map.view(p) if self.tile.p_rounded else scores.acc
         score_gradient(p_kept, ds_tile.acc, dpsum)
-        chain.backward(work.state, ds_tile, saved)
-        ds = cute.make_rmem_tensor_like(acc_s, self.dtype)
-        ds.store(acc_dp.load().to(self.dtype))
-        self.finish_step(work, block, n, p, ds, 1 if self.tile.overlap and not last else 0)
+        self.epilogues.backward(work.state, ds_tile, saved)
+        return self.rounded(acc_dp)
 
     @cute.jit
-    def finish_step(
-        self, work: Work, block: Int32, n: Int32, p: cute.Tensor, ds: cute.Tensor, ahead: Constexpr
-    ) -> None:
-        """dQ and dK of a query block, and where ``ahead`` is 1, S of the next one; dQ goes to memory beside it."""
-        shared = work.shared
-        if cutlass.const_expr(self.tile.dk_early):
-            self.start_dk(work, ds, n)
-        self.share(work, p, ds, n)
-        if cutlass.const_expr(self.tile.p_in_smem):
-            self.start_dv(work, p, n)
-        elif cutlass.const_expr(ahead > 0 and not self.tile.dk_early):
-            warpgroup.wait_group(0)  # dV is long done, and P's registers are the next S's
-        acc_dq = make_accumulator(self.mma_dq(), self.traits, self.tile)
-        self.start_dq(work, acc_dq, n)
-        if cutlass.const_expr(self.tile.dk_early):
-            warpgroup.wait_group(1)
-            shared.ring_do.release(n)
-            shared.ring_q.release(n)
-        else:
-            self.start_dk(work, ds, n)
-        if cutlass.const_expr(ahead > 0):
-            self.start_s(work, block + 1)
-        if cutlass.const_expr(self.tile.dk_early):
-            warpgroup.wait_group(ahead)
-            self.add_dq(work, acc_dq, block)
-        else:
-            warpgroup.wait_group(1 + ahead)
-            shared.ring_do.release(n)
-            self.add_dq(work, acc_dq, block)
-            warpgroup.wait_group(ahead)
-            shared.ring_q.release(n)
-        if cutlass.const_expr(ahead > 0):
-            warpgroup.wait_group(0)  # ptxas follows no product from one iteration into the next
-
-    @cute.jit
-    def start_s(self, work: Work, block: Int32) -> None:
+    def start_s(self, work: Work, acc_s: cute.Tensor, block: Int32) -> None:
         """S of a query block."""
         op, ring = work.fragments, work.shared.ring_q
-        n = work.first_filling + (block - work.blocks.begin)
+        n = work.filling(block)
         ring.wait(n)
         self.clear_foreign_queries(work, block, n)
-        self.start_scores(op.a_scores, op.b_scores, op.acc_s, ring.stage(n))
+        self.start_scores(op.a_scores, op.b_scores, acc_s, ring.stage(n))
+
+    @cute.jit
+    def start_dp(self, work: Work, acc_dp: cute.Tensor, n: Int32) -> None:
+        """dP of a step."""
+        op, ring = work.fragments, work.shared.ring_do
+        ring.wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, ring.stage(n))
 
     @property
     def drops_before_products(self) -> bool:
@@ -671,7 +750,7 @@ class BackwardSm90:
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
-        acc_s, acc_dp = work.fragments.acc_s, cute.make_rmem_tensor(shape, Float32)
+        acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         scores = work.score_map.tile(acc_s, block * self.tile.tile_m, work.key0)
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
@@ -722,14 +801,22 @@ class BackwardSm90:
         tile, shared = self.tile, work.shared
         if cutlass.const_expr(tile.num_stages_ds == 1):
             compute_barrier(tile.warpgroups)
-        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90")
-        mine = store.get_slice(anew(work.thread))  # kept through the loop, addresses would cost registers
-        stage = self.ds_stage(n)
-        cute.copy(store, mine.retile(ds), mine.partition_D(shared.s_ds[None, None, stage]))
+        self.store_scores(work, ds, shared.s_ds, n)
         if cutlass.const_expr(tile.p_in_smem):
-            cute.copy(store, mine.retile(p), mine.partition_D(shared.s_p[None, None, stage]))
+            self.store_scores(work, p, shared.s_p, n)
         cute.arch.fence_proxy("async.shared", space="cta")
         compute_barrier(tile.warpgroups)
+
+    @cute.jit
+    def store_scores(self, work: Work, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
+        """P or dS of a step to its stage."""
+        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90")
+        mine = store.get_slice(anew(work.thread))  # kept through the loop, addresses would cost registers
+        cute.copy(store, mine.retile(fragment), mine.partition_D(target[None, None, self.ds_stage(n)]))
+
+    def dq_accumulator(self) -> cute.Tensor:
+        """Registers for dQ of a query block."""
+        return make_accumulator(self.mma_dq(), self.traits, self.tile)
 
     @cute.jit
     def add_dq(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
