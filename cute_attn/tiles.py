@@ -224,6 +224,8 @@ class ForwardSm90Tile(Tile):
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
         optimistic: in steps without mask, scores become probabilities under the maximum in use, with no look at the
             scores. A row's sum says at the end if that was wrong, and then the query block is computed again.
+        polynomial: of 8 neighbouring exponentials in such steps, how many are polynomials (Cody and Waite) on the FMA
+            units rather than work of the special-function unit.
         blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
             first and last steps then run beside another's products, which short sequences live by.
     """
@@ -238,6 +240,7 @@ class ForwardSm90Tile(Tile):
     rescale_threshold: int = 0
     share_qo_smem: bool = False
     optimistic: bool = False
+    polynomial: int = 0
     blocks_per_sm: int = 1
 
     @property
@@ -288,6 +291,8 @@ class ForwardSm90Tile(Tile):
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
         if self.num_stages < 1:
             return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if not 0 <= self.polynomial <= (8 if self.optimistic else 0):
+            return f"polynomial is {self.polynomial}; accepted: 0, and up to 8 with optimistic"
         if not 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1):
             return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1, and up to 3 with a tile_m of 64"
         if self.blocks_per_sm > 1 and padded(traits.head_dim_v) > 128:

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32
 
-from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, reciprocal
+from cute_attn.device.math import LN_2, add, exp2, exp2_polynomial, fmax, log, quad_reduce, reciprocal
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,8 @@ class OnlineSoftmax:
     row_sum: cute.Tensor
     scale_log2: Float32  # unit * log2(e)
     may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
-    threshold: Constexpr = (
-        0  # powers of two by which scores may exceed the maximum in use before it is replaced
-    )
+    threshold: Constexpr = 0  # powers of two by which scores may exceed the maximum in use
+    polynomial: Constexpr = 0  # of 8 exponentials in a step that looks for no maximum
 
     @staticmethod
     def make(
@@ -32,6 +31,7 @@ class OnlineSoftmax:
         may_be_empty: bool,
         parked: cute.Tensor | None = None,
         threshold: int = 0,
+        polynomial: int = 0,
     ) -> "OnlineSoftmax":
         """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
 
@@ -43,7 +43,7 @@ class OnlineSoftmax:
         row_max, row_sum = parked[None, 0], parked[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, polynomial)
 
     def fetch(self) -> "OnlineSoftmax":
         """With the statistics in registers, from wherever they are kept."""
@@ -107,7 +107,8 @@ class OnlineSoftmax:
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
             for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
+                x = acc[r, c] * self.scale_log2 - max_scaled
+                p = exp2_polynomial(x) if cutlass.const_expr(c % 8 < self.polynomial) else exp2(x)
                 acc[r, c] = p
                 total = total + p
             self.row_sum[r] = total

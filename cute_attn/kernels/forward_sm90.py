@@ -489,7 +489,14 @@ class ForwardSm90:
             score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
             rows = len(score_map.modes.rows)
             scale_log2, may_mask = context.unit * LOG2_E, self.epilogues.may_mask_rows
-            softmax = OnlineSoftmax.make(rows, scale_log2, may_mask, threshold=self.tile.rescale_threshold)
+            tile = self.tile
+            softmax = OnlineSoftmax.make(
+                rows,
+                scale_log2,
+                may_mask,
+                threshold=tile.rescale_threshold,
+                polynomial=tile.polynomial,
+            )
             work = Work(
                 shared, fragments, crew.turns, blocks, state, score_map, place.row0, softmax, keys, optimistic
             )
@@ -814,7 +821,7 @@ def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     if d <= 64:
-        tile_n = 64 if traits.dropout == "mem_efficient" else 128
+        tile_n = 64 if traits.dropout == "mem_efficient" else 96 if traits.epilogues else 128
         return [
             ForwardSm90Tile(192, tile_n, num_stages=3, optimistic=not heavy),
             ForwardSm90Tile(128, 128, optimistic=not heavy),
