@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Constexpr, Float16, Float32, Int32, cute
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
@@ -538,22 +538,19 @@ def _every_key_block(
                 for block in cutlass.range(blocks.begin, blocks.end):
                     row0, scale_log2 = block * size.tile_m, context.unit * LOG2_E
                     walk = Walk(plane, state, row0, info.seqlen_q, scale_log2, kernel)
-                    if block >= blocks.full_begin and block < blocks.full_end:
-                        _gradient_block(walk, col0 // size.tile_n, False)
-                    else:
-                        _gradient_block(walk, col0 // size.tile_n, True)
+                    masked = (block < blocks.full_begin) | (block >= blocks.full_end)
+                    visit = Int32(MASKED) if masked else Int32(UNMASKED)
+                    plane.visits[block, col0 // size.tile_n] = visit
+                    for thread in cutlass.range(walk.threads):
+                        _differentiate(walk, thread, col0 // size.tile_n, masked)
 
 
 @cute.jit
-def _gradient_block(walk: Walk, block: Int32, masked: Constexpr):
-    walk.buffers.visits[walk.row0 // walk.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
-    for thread in cutlass.range(walk.threads):
-        _differentiate(walk, thread, block, masked)
+def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
+    """A thread's products become probabilities, and gradients of these gradients of the products.
 
-
-@cute.jit
-def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
-    """A thread's products become probabilities, and gradients of these gradients of the products."""
+    The mask stands apart: everything else is compiled once for all blocks.
+    """
     chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
     acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
     dp = walk.fragment(thread, Float32)
@@ -567,7 +564,9 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
         drawn = chain.draw(walk.state, tile)
     _copy(walk.part(buffers.products, thread, block), acc)
-    saved = chain.forward(walk.state, tile, loaded, masked)
+    saved = chain.forward(walk.state, tile, loaded, False)
+    if masked:
+        chain.mask.forward(walk.state.band, tile)
     probabilities(tile, lse_log2, walk.scale_log2)
     _copy(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
