@@ -593,8 +593,8 @@ class BackwardSm90Tile(Tile):
         acc_dq = self.tile_m * d // threads
         p16 = 0 if self.p_in_smem else acc_s // 2
         at_ds = acc_s + (2 * p16 if self.p_rounded else acc_s + p16)
-        if self.dq_late == 1 or (self.dq_late and not self.p_rounded):
-            at_ds += acc_dq
+        if self.dq_late:
+            at_ds = acc_dq + acc_s + p16 + (0 if self.p_rounded else acc_s)
         at_p = 2 * acc_s + (acc_dq if self.dq_late == 1 else 0)
         return acc_dkv + max(at_p, at_ds, acc_dq + 2 * p16) + 20
 
