@@ -716,10 +716,14 @@ def uniform_place(place: KeyBlocks) -> KeyBlocks:
 
 
 def _burden(traits: Traits) -> int:
-    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 2."""
-    modified = bool(traits.softcap or traits.bias or traits.epilogues)
-    more = modified or traits.dropout or (traits.varlen and traits.windowed)
-    return 2 if modified and traits.dropout else 1 if more else 0
+    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 3."""
+    saves = bool(traits.softcap or traits.epilogues)  # for their derivatives
+    modified = bool(saves or traits.bias or traits.alibi)
+    if traits.dropout:
+        return 3 if modified else 2
+    if saves:
+        return 2
+    return 1 if modified or (traits.varlen and traits.windowed) else 0
 
 
 def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
@@ -740,14 +744,14 @@ def _in_regs(queries_at_once: int, dq_unroll: int) -> BackwardSm80Tile:
 
 _ONE_STAGE = {"stages_q": 1, "stages_do": 1}
 # The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
-# What the epilogues burden begins further back.
+# What the epilogues burden begins so many places further back.
 _TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_in_regs(32, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
-    96: [_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4)],
-    128: [_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2), _tile(64, 64, 8, 4, 2, 2)],
-    192: [_tile(64, 64, 8, 4, 2, 2, dq_unroll=2), _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
+    64: [_in_regs(32, 2), _in_regs(16, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
+    96: [*[_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 4, 4)],
+    128: [*[_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 2, 2)],
+    192: [*[_tile(64, 64, 8, 4, 2, 2, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
     256: [
-        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
+        *[_tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2)] * 2,
         _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
         _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1),
         _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE),
