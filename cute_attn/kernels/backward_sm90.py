@@ -24,6 +24,17 @@ registers (all as (keys, queries) here):
     start dK += dS Q
     wait for dQ, and add it to memory
 
+With ``dq_late``, a step computes dQ of the step before instead: warpgroups then need not be at the same place at the
+same time, and one's products run beside another's exponentials:
+
+    start S = K Q^T, dP = V dO^T
+    wait for S; epilogues, P
+    start dQ of the step before, once all warpgroups have written their dS of it; dV += P dO
+    wait for dP; dS, which goes to shared memory as well, and say so
+    start dK += dS Q
+    add dQ to memory
+    wait for dV and dK
+
 Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
 too: the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
 
@@ -47,9 +58,10 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
-from cute_attn.device.math import LOG2_E, anew, narrow, opaque
+from cute_attn.device.math import LOG2_E, anew
 from cute_attn.device.pipeline import WARPGROUP, Exchange, Ring, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
+from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.device.tma import Tma, load_row
@@ -697,21 +709,7 @@ class BackwardSm90:
         """Scores become P; also what the epilogues keep for their derivatives, and P in 16 bits."""
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
         probabilities(scores, lse, work.scale_log2)
-        return saved, self.rounded(acc_s)
-
-    @cute.jit
-    def rounded(self, wide: cute.Tensor) -> cute.Tensor:
-        """An fp32 fragment in 16 bits.
-
-        As opaque pairs: otherwise elements that are used singly are rounded singly as well, at a fraction of the speed,
-        and elements that are used twice are rounded twice.
-        """
-        fragment = cute.make_rmem_tensor_like(wide, self.dtype)
-        narrow(wide, fragment)
-        pairs = cute.recast_tensor(fragment, Int32)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = opaque(pairs[i])
-        return fragment
+        return saved, rounded(acc_s, self.dtype)
 
     @cute.jit
     def to_gradients(
@@ -721,10 +719,10 @@ class BackwardSm90:
         shared = work.shared
         dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
         ds_tile = scores.of(work.score_map.view(acc_dp))
-        p_kept = work.score_map.view(p) if self.tile.p_rounded else scores.acc
+        p_kept = Widened(work.score_map.view(p)) if self.tile.p_rounded else scores.acc
         score_gradient(p_kept, ds_tile.acc, dpsum)
         self.epilogues.backward(work.state, ds_tile, saved)
-        return self.rounded(acc_dp)
+        return rounded(acc_dp, self.dtype)
 
     @cute.jit
     def start_s(self, work: Work, acc_s: cute.Tensor, block: Int32) -> None:
