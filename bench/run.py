@@ -62,7 +62,8 @@ def _build(workloads: list[Workload], rivals: Iterable[str]) -> None:
             continue
         arch = name.rpartition("-")[2]
         for workload in workloads:
-            requests.append((workload.traits(arch, "forward"), None, target))
+            forward = registry.lookup(workload.traits(arch, "forward"), None, target)
+            requests.append((forward.traits, forward.for_lengths(workload.longest).tile, target))
             if workload.op == "backward":
                 try:
                     kernel = registry.lookup(workload.traits(arch), None, target)

@@ -55,6 +55,11 @@ class Workload:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
 
     @property
+    def longest(self) -> int:
+        """The longest sequence."""
+        return max(self.lengths, default=self.seqlen)
+
+    @property
     def name(self) -> str:
         """Such as ``fwd-bf16-d128-b2-s8192-h16-causal``."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
