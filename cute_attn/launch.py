@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.call import (
+    ALIGNMENT_BYTES,
     NUM_TENSORS,
     Call,
     check,
@@ -184,17 +185,23 @@ class Plan:
 
 
 _MAX_PLANS = 4096
+_BIAS = Call._fields.index("bias")
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options."""
+    """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options.
+
+    Of the bias's address, whether TMA can read from there: no call is refused for it, as it is for those of q, k and v.
+    """
     key: list[Any] = [options]
     for x in tensors:  # one flat tuple: this is a quarter of a call's host time
         if x is None:
             key.append(None)
         else:
             key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
+    if tensors[_BIAS] is not None:
+        key.append(tensors[_BIAS].data_ptr() % ALIGNMENT_BYTES == 0)
     return tuple(key)
 
 
@@ -205,7 +212,8 @@ def known_plan(tensors: Tensors, options: Hashable) -> Plan | None:
     except (
         TypeError,
         AttributeError,
-    ):  # an option that cannot be hashed, or no tensor: for the checks to judge
+        RuntimeError,
+    ):  # an option that cannot be hashed, no tensor, or one without memory: for the checks to judge
         return None
 
 
@@ -321,12 +329,33 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             )
             if op == "forward" and not tile:
                 kernel = kernel.for_lengths(max(call.max_seqlen_q, call.max_seqlen_k))
-            return kernel
+            reason = _unstaged(call.bias) if getattr(kernel.tile, "bias_stages", 0) else None
+            if reason and tile:
+                raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
+            return kernel.without_staged_bias() if reason else kernel
         except ValueError as reason:
             if len(names) == 1:
                 raise
             reasons.append(str(reason))
     raise registry.Unsupported("; ".join(reasons))
+
+
+def _unstaged(bias: Tensor | None) -> str | None:
+    """Why TMA cannot bring a bias, or None. A single row is cheaper without it."""
+    assert bias is not None
+    whole = ALIGNMENT_BYTES // bias.element_size()
+    steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
+    aligned = bias.data_ptr() % ALIGNMENT_BYTES == 0
+    rows = bias.shape[2] > 1 and bias.stride(2) != 0
+    if rows and aligned and bias.stride(-1) == 1 and all(step % whole == 0 <= step for step in steps):
+        return None
+    address = (
+        "" if aligned else f" and starts {bias.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of 16"
+    )
+    return (
+        f"bias has shape {tuple(bias.shape)}, strides {tuple(bias.stride())}{address}; accepted: more rows than one, "
+        f"multiples of {whole} elements before the last stride, and data aligned to {ALIGNMENT_BYTES} bytes,"
+    )
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -228,6 +228,8 @@ class ForwardSm90Tile(Tile):
             units rather than work of the special-function unit.
         blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
             first and last steps then run beside another's products, which short sequences live by.
+        bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it, for each warpgroup that
+            computes; 0: threads read the bias from global memory. Its rows must then be as those of q are.
     """
 
     tile_m: int = 128
@@ -242,6 +244,7 @@ class ForwardSm90Tile(Tile):
     optimistic: bool = False
     polynomial: int = 0
     blocks_per_sm: int = 1
+    bias_stages: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -269,7 +272,8 @@ class ForwardSm90Tile(Tile):
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         q, o = self.tile_m * d, self.tile_m * dv
         kv = self.tile_n * (d + dv) * self.num_stages
-        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o)) + self.BARRIER_BYTES
+        bias = self.tile_m * self.tile_n * self.bias_stages
+        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + bias) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
     REDO_START: ClassVar[int] = 512  # of them: which query blocks have to be done again
@@ -277,7 +281,7 @@ class ForwardSm90Tile(Tile):
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
         p = acc_s // 2 if self.overlap else 0
-        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias and not self.bias_stages else 0
         q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
         return acc_o + acc_s + p + q + bias + 16
 
@@ -303,6 +307,10 @@ class ForwardSm90Tile(Tile):
                 f"{self.blocks_per_sm} blocks of tile {self} need {shared} bytes of shared memory for {traits}; "
                 f"a multiprocessor has {SM90_SHARED_MEMORY}"
             )
+        if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
+            return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
+        if 16 * (1 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.REDO_START:
+            return f"num_stages is {self.num_stages}; accepted: few enough for {self.REDO_START} bytes of barriers"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

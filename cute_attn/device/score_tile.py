@@ -5,6 +5,7 @@ separate: an index is the thread's own first one plus a static offset, so that a
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
@@ -85,6 +86,9 @@ class ScoreTile:
     row0: Int32  # the query index of the thread's first row
     col0: Int32  # the key index of the thread's first column
     transposed: Constexpr = False
+    staged: Any = (
+        None  # device.staged.StagedTile: a bias for each score in shared memory, where a kernel brings it
+    )
 
     @property
     def pair_shape(self) -> tuple[int, int]:

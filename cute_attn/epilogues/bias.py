@@ -63,6 +63,9 @@ class Bias(Epilogue):
 
     In a transposed tile its pairs are neighbours in a column. 16 bits are read, and gradients written, as in an upright
     one all the same, and lanes exchange them; 32 bits singly.
+
+    A kernel may bring 16 bits to shared memory by itself (``tile.staged``). Then they are read there, when they are
+    added, and need no registers to wait in.
     """
 
     dtype: str
@@ -132,8 +135,10 @@ class Bias(Epilogue):
         """Whether lanes read and write what belongs to others, to exchange it; on the host they cannot."""
         return tile.transposed and self._pair_words == 1 and on_device()
 
-    def load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
+    def load(self, state: BiasRows, tile: ScoreTile) -> Any:
         """Registers for ``forward``, of the tile's own layout or, where lanes exchange, of an upright tile's."""
+        if tile.staged is not None:
+            return None
         return self._load(state, in_place_of(tile) if self._exchanged(tile) else tile)
 
     @cute.jit
@@ -192,7 +197,10 @@ class Bias(Epilogue):
         row = cutlass.min(row0 + tile.rows[r], state.seqlen_q - 1)
         return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
 
-    def forward(self, state: BiasRows, tile: ScoreTile, loaded: cute.Tensor) -> None:
+    def forward(self, state: BiasRows, tile: ScoreTile, loaded: Any) -> None:
+        if tile.staged is not None:
+            self._add_staged(state, tile)
+            return
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
 
     def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
@@ -205,14 +213,37 @@ class Bias(Epilogue):
         return words
 
     @cute.jit
-    def _add_to_scores(self, state: BiasRows, tile: ScoreTile, loaded: cute.Tensor) -> None:
+    def _add_staged(self, state: BiasRows, tile: ScoreTile) -> None:
+        """From shared memory, a few columns at a time: while they are added, the next ones are on their way."""
+        staged, cols = tile.staged, tile.staged.PIECE_COLS
+        words = cute.make_rmem_tensor(cute.make_layout((len(tile.cols) // 2, len(tile.rows))), Int32)
+        staged.wait()
+        staged.read(0, words)
+        for piece in cutlass.range_constexpr(staged.pieces):
+            if cutlass.const_expr(piece + 1 < staged.pieces):
+                staged.read(piece + 1, words)
+            else:
+                staged.release()
+            self._add_to_scores(state, tile, words, piece * cols, (piece + 1) * cols)
+
+    @cute.jit
+    def _add_to_scores(
+        self,
+        state: BiasRows,
+        tile: ScoreTile,
+        loaded: cute.Tensor,
+        begin: Constexpr = 0,
+        end: Constexpr = None,
+    ) -> None:
+        """Of each line the elements from ``begin`` to ``end``, or all."""
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
+        last: Constexpr = along if cutlass.const_expr(end is None) else end
         elements = self._elements(loaded, along, lines)
         pair = cute.make_rmem_tensor(2, Int32)
         wide = cute.recast_tensor(pair, Float32)
         for line in cutlass.range_constexpr(lines):
-            for a in cutlass.range_constexpr(0, along, 2):
+            for a in cutlass.range_constexpr(begin, last, 2):
                 if cutlass.const_expr(self.dtype == "bf16"):  # one instruction each; a conversion takes two
                     word = loaded[a // 2, line]
                     pair[0] = word << Int32(16)

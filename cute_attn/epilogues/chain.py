@@ -91,6 +91,11 @@ class EpilogueChain:
         """The cap (1.0 without one), then a tuple for each part."""
         return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
 
+    def bias(self, args: tuple) -> cute.Tensor:
+        """Of a chain's arguments the bias's tensor."""
+        place = next(i for i, part in enumerate(self._parts) if isinstance(part, Bias))
+        return args[1 + place][0]
+
     def context(
         self,
         args: tuple,

@@ -47,6 +47,7 @@ from cute_attn.device.redo import SECTION, Redo
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.staged import ROWS, StagedBias, bias_tma, rows_of
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.device.work import QueryBlock
@@ -78,6 +79,7 @@ class Shared:
     ring_k: Ring
     ring_v: Ring
     redo: Redo
+    bias: Any  # StagedBias, or None
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Inputs:
     q: Tma
     k: Tma
     v: Tma
+    bias: Any  # Tma, or None
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Work:
     state: ScoreState
     score_map: ScoreMap
     row0: Int32
+    group: Int32
+    lane: Int32
     softmax: OnlineSoftmax
     first_filling: Int32  # of the rings of K and V
     optimistic: Constexpr  # the maxima in use are right, until the sums say otherwise
@@ -168,15 +173,22 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile that is taken when none is named."""
-        for tile in _preferred_tiles(traits):
-            if tile.reject(traits, target) is None:
-                return tile
-        return ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False)
+        return _first_that_fits(_preferred_tiles(traits), traits, target)
 
     def for_lengths(self, longest: int) -> "ForwardSm90":
         """This kernel, which has its default tile, with the one for sequences of at most ``longest``."""
         tile = _short_tile(self.traits) if longest <= SHORT else None
         return dataclasses.replace(self, tile=tile) if tile else self
+
+    def without_staged_bias(self) -> "ForwardSm90":
+        """This kernel, which has its default tile, for a bias that TMA cannot read."""
+        tiles = [tile for tile in _preferred_tiles(self.traits) if not tile.bias_stages]
+        return dataclasses.replace(self, tile=_first_that_fits(tiles, self.traits, "sm90"))
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether TMA brings the bias: its strides and its address then have to be those of q, k and v."""
+        return self.tile.bias_stages > 0
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -201,6 +213,11 @@ class ForwardSm90:
     def smem_layout(self, rows: int, head_dim: int, stages: int | None = None) -> cute.ComposedLayout:
         """(rows, padded head_dim[, stages]) in shared memory, as TMA writes and wgmma reads it."""
         return layouts.wgmma_smem_layout(rows, padded(head_dim), self.dtype, stages=stages)
+
+    def bias_layout(self, stages: int | None = None) -> cute.ComposedLayout:
+        """A warpgroup's tile of the bias in shared memory, as TMA writes it: (ROWS, tile_n[, stages])."""
+        dtype = CUTE_DTYPES[self.traits.bias]
+        return layouts.wgmma_smem_layout(ROWS, self.tile.tile_n, dtype, stages=stages)
 
     def mma_qk(self) -> cute.TiledMma:
         """S = Q K^T, K from shared memory and Q from there or from registers."""
@@ -276,6 +293,7 @@ class ForwardSm90:
             self.tma(load, mQ, 64, traits.head_dim),
             self.tma(load, mK, tile.tile_n, traits.head_dim),
             self.tma(load, mV, tile.tile_n, traits.head_dim_v),
+            bias_tma(self.epilogues.bias(score_args[1:]), self.bias_layout()) if self.stages_bias else None,
         )
         tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v)
         problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
@@ -309,13 +327,18 @@ class ForwardSm90:
             with cute.arch.elect_one():
                 for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
                     ring.init(4 * self.tile.warpgroups)
+                if cutlass.const_expr(self.stages_bias):
+                    shared.bias.init()
             cute.arch.mbarrier_init_fence()
             shared.redo.clear(thread)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                self.load_all(problem, inputs, shared)
+                self.load_all(problem, inputs, shared, None)
+            if cutlass.const_expr(self.stages_bias):
+                if (warp > 0) & (warp <= self.tile.warpgroups):
+                    self.load_all(problem, inputs, shared, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -338,6 +361,7 @@ class ForwardSm90:
         k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
         v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
         o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
+        bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
         if tile.share_qo_smem:
             o_start = tile.BARRIER_BYTES
         return Shared(
@@ -348,8 +372,23 @@ class ForwardSm90:
             rings[0],
             rings[1],
             rings[2],
-            Redo.make(base + tile.REDO_START, 32 + 128 * tile.warpgroups),
+            Redo.make(base + tile.REDO_START, 32 + (128 + 32 * self.stages_bias) * tile.warpgroups),
+            self.staged_bias(base + bias_start, barriers + start) if self.stages_bias else None,
         )
+
+    def staged_bias(self, pointer: cute.Pointer, barriers: cute.Pointer) -> StagedBias:
+        """Every warpgroup's tiles of the bias at ``pointer``."""
+        tile = self.tile
+        layout = self.bias_layout(1)
+        rows, cols, _ = layout.outer.shape
+        d_rows, d_cols, _ = layout.outer.stride
+        size = ROWS * tile.tile_n
+        outer = cute.make_layout(
+            (rows, cols, tile.bias_stages, tile.warpgroups),
+            stride=(d_rows, d_cols, size, size * tile.bias_stages),
+        )
+        pointer = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[self.traits.bias])
+        return StagedBias(cute.make_tensor(pointer, outer), barriers, tile.bias_stages, tile.warpgroups)
 
     def smem_tensor(self, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
         """(rows, padded head_dim, stages) at ``pointer``."""
@@ -372,25 +411,31 @@ class ForwardSm90:
     # ---- the loading warp ----
 
     @cute.jit
-    def load_all(self, problem: Problem, inputs: Inputs, shared: Shared) -> None:
-        """Q, K and V of every query block that this block is dealt."""
+    def load_all(self, problem: Problem, inputs: Inputs, shared: Shared, bias_of: Int32 | None) -> None:
+        """Q, K and V of every query block that this block is dealt, or ``bias_of`` one of the warpgroups."""
         counts = (Int32(0), Int32(0))
         rounds = problem.order.rounds
         for first in cutlass.range(0, rounds, SECTION, unroll=1):
             end = cutlass.min(first + SECTION, rounds)
             for deal in cutlass.range(first, end, unroll=1):
-                counts = self.load_deal(problem, inputs, shared, deal, counts)
+                counts = self.load_deal(problem, inputs, shared, bias_of, deal, counts)
             if cutlass.const_expr(self.tile.optimistic):
                 shared.redo.meet()
                 if shared.redo.any():
                     for deal in cutlass.range(first, end, unroll=1):
                         if shared.redo.failed(deal):
-                            counts = self.load_deal(problem, inputs, shared, deal, counts)
-                    shared.redo.forget(cute.arch.lane_idx(), True)
+                            counts = self.load_deal(problem, inputs, shared, bias_of, deal, counts)
+                    shared.redo.forget(cute.arch.lane_idx(), bias_of is None)
 
     @cute.jit
     def load_deal(
-        self, problem: Problem, inputs: Inputs, shared: Shared, deal: Int32, counts: tuple
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        shared: Shared,
+        bias_of: Int32 | None,
+        deal: Int32,
+        counts: tuple,
     ) -> tuple:
         """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
         queries, keys = counts
@@ -398,7 +443,10 @@ class ForwardSm90:
         _, state = self.begin(problem, place)
         blocks = self.key_blocks(place, state)
         if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
-            self.load_one(inputs, shared, place, blocks, queries, keys)
+            if cutlass.const_expr(bias_of is None):
+                self.load_one(inputs, shared, place, blocks, queries, keys)
+            else:
+                self.load_bias(inputs, shared, place, blocks, bias_of, keys)
             queries += 1
             keys += (blocks.end - blocks.begin) * self.walks
         return queries, keys
@@ -441,6 +489,18 @@ class ForwardSm90:
                 tma_k.load(g_k, last - i, shared.s_k, ring_k, end + 1 + i)
                 ring_v.acquire(end + 1 + i)  # unread, but so the rings' fillings keep one number
                 tma_v.load(g_v, last - i, shared.s_v, ring_v, end + 1 + i)
+
+    @cute.jit
+    def load_bias(
+        self, inputs: Inputs, shared: Shared, place: QueryBlock, blocks: BlockRange, group: Int32, keys: Int32
+    ) -> None:
+        """The bias of one query block for one warpgroup, as it walks over the keys."""
+        row0, count = place.row0 + group * ROWS, blocks.end - blocks.begin
+        tiles = rows_of(inputs.bias, row0, place.head, place.batch, self.tile.tile_n)
+        for walk in cutlass.range_constexpr(self.walks):
+            for i in cutlass.range(count, unroll=1):
+                block, filling = blocks.end - 1 - i, keys + walk * count + i
+                shared.bias.load(tiles, inputs.bias, block, group, filling)
 
     # ---- the computing warpgroups ----
 
@@ -498,7 +558,18 @@ class ForwardSm90:
                 polynomial=tile.polynomial,
             )
             work = Work(
-                shared, fragments, crew.turns, blocks, state, score_map, place.row0, softmax, keys, optimistic
+                shared,
+                fragments,
+                crew.turns,
+                blocks,
+                state,
+                score_map,
+                place.row0,
+                crew.group,
+                thread % WARPGROUP,
+                softmax,
+                keys,
+                optimistic,
             )
             fragments.acc_o.fill(0.0)
             if blocks.begin < blocks.end:
@@ -601,7 +672,7 @@ class ForwardSm90:
         block = work.blocks.end - 1
         if cutlass.const_expr(self.tile.overlap):
             shared, n = work.shared, work.first_filling
-            tile, acc_s, loaded = self.score_tile(work, block)
+            tile, acc_s, loaded = self.score_tile(work, block, n)
             shared.ring_k.wait(n)
             self.start_qk(work, acc_s, n)
             warpgroup.wait_group(0)
@@ -616,7 +687,7 @@ class ForwardSm90:
     def step_overlapped(self, work: Work, block: Int32, masked: Constexpr) -> None:
         """Scores of ``block`` beside the output of the block before it."""
         shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
-        tile, acc_s, loaded = self.score_tile(work, block)
+        tile, acc_s, loaded = self.score_tile(work, block, n)
         shared.ring_k.wait(n)
         work.turns.take()
         self.start_qk(work, acc_s, n)
@@ -644,7 +715,7 @@ class ForwardSm90:
     def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
         """One key block, one product after the other."""
         shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
-        tile, acc_s, loaded = self.score_tile(work, block)
+        tile, acc_s, loaded = self.score_tile(work, block, n)
         shared.ring_k.wait(n)
         work.turns.take()
         self.start_qk(work, acc_s, n)
@@ -662,13 +733,15 @@ class ForwardSm90:
         shared.ring_v.release(n)
 
     @cute.jit
-    def score_tile(self, work: Work, block: Int32):
-        """Registers for the scores of ``block``, and what the epilogues read of global memory meanwhile."""
+    def score_tile(self, work: Work, block: Int32, n: Int32):
+        """Registers for the scores of ``block``, filling n, and what the epilogues read of global memory meanwhile."""
         tile = self.tile
         acc_s = cute.make_rmem_tensor(
             self.mma_qk().get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
         scores = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
+        if cutlass.const_expr(self.stages_bias):
+            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit
@@ -733,7 +806,7 @@ class ForwardSm90:
         shared, blocks = work.shared, work.blocks
         for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
             n = work.first_filling + (blocks.end - blocks.begin) + i
-            tile, acc_s, loaded = self.score_tile(work, blocks.end - 1 - i)
+            tile, acc_s, loaded = self.score_tile(work, blocks.end - 1 - i, n)
             shared.ring_k.wait(n)
             self.start_qk(work, acc_s, n)
             warpgroup.wait_group(0)
@@ -809,6 +882,11 @@ def _short_tile(traits: Traits) -> ForwardSm90Tile | None:
     if d <= 64:
         return ForwardSm90Tile(64, 64, optimistic=True, blocks_per_sm=3)
     return ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True)
+
+
+def _first_that_fits(tiles: list[ForwardSm90Tile], traits: Traits, target: str) -> ForwardSm90Tile:
+    fits = (tile for tile in tiles if tile.reject(traits, target) is None)
+    return next(fits, ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False))
 
 
 def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
