@@ -7,7 +7,7 @@ number has to be carried along.
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Constexpr, Int32, cute
+from cutlass import Boolean, Constexpr, Int32, cute
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,17 @@ class Turns:
 def warpgroup_barrier(warpgroup: Int32) -> None:
     """All threads of one warpgroup."""
     cute.arch.barrier(barrier_id=FIRST_OWN_BARRIER + warpgroup, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def warpgroup_any(warpgroup: Int32, flag: Boolean) -> Boolean:
+    """A barrier for all threads of one warpgroup, after which each knows whether one of them had ``flag`` set."""
+    how_many = cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.popc.u32 {$w0}, {$r1}, {$r2}, p; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(flag), FIRST_OWN_BARRIER + warpgroup, Int32(WARPGROUP)],
+    )
+    return Boolean(Int32(how_many) != 0)
 
 
 COMPUTE_BARRIER = FIRST_OWN_BARRIER + 3

@@ -32,8 +32,10 @@ class OnlineSoftmax:
         parked: cute.Tensor | None = None,
         threshold: int = 0,
         polynomial: int = 0,
+        lowest: Float32 | None = None,
     ) -> "OnlineSoftmax":
         """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
+        ``lowest``: the least maximum that is ever in use, instead of none.
 
         ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of
         two, so that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
@@ -41,7 +43,7 @@ class OnlineSoftmax:
         if parked is None:
             parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = parked[None, 0], parked[None, 1]
-        row_max.fill(-Float32.inf)
+        row_max.fill(-Float32.inf if lowest is None else lowest)
         row_sum.fill(0.0)
         return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, polynomial)
 
@@ -124,6 +126,14 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(1, cute.size(self.row_sum)):
             within = within & (self.row_sum[r] <= Float32(limit))
         return ~within
+
+    @cute.jit
+    def vanished(self, r: Constexpr, limit: Constexpr) -> Boolean:
+        """Whether the maximum in use was so large that less than ``limit`` is left of row r, or nothing was in it.
+
+        Only where a maximum need not be one of the row's own scores. For all lanes of a row together.
+        """
+        return ~(quad_reduce(self.row_sum[r], add) >= Float32(limit))
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:

@@ -18,6 +18,8 @@ One to three warpgroups compute, each 64 of the block's queries:
 
 Most steps do not look for a maximum (``optimistic``): the one in use after the first step is nearly always large enough
 for 2^40 to spare, a row's sum says if it was not, and then its query block is computed a second time, with maxima.
+Where a bias may hide whole key blocks, the first one too, 0 is in use until a score exceeds it, which sums tell in the
+same way; a warpgroup that once failed looks for maxima from then on (``wary``).
 
 Within a warpgroup the tensor cores work while it exponentiates (overlap), and between warpgroups they never stand still
 (turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
@@ -34,7 +36,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
@@ -42,7 +44,7 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import LOG2_E, anew, narrow, opaque
 from cute_attn.device.output import normalized, store_lse, store_probabilities
-from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_barrier
+from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_any, warpgroup_barrier
 from cute_attn.device.redo import SECTION, Redo
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -65,6 +67,8 @@ SHORT = 1024
 """The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
 LARGEST_SUM = 2.0**40
 """What a thread's probabilities of a row may add up to under too small a maximum: far from where fp32 ends."""
+SMALLEST_SUM = {"bf16": 2.0**-60, "fp16": 2.0**-6}
+"""What a row's may add up to under too large a maximum: of their 16 bits none that count have vanished."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,13 @@ class Work:
     blocks: BlockRange
     state: ScoreState
     score_map: ScoreMap
-    row0: Int32
+    place: QueryBlock
     group: Int32
     lane: Int32
     softmax: OnlineSoftmax
     first_filling: Int32  # of the rings of K and V
     optimistic: Constexpr  # the maxima in use are right, until the sums say otherwise
+    wary: Any  # Boolean: but not for this warpgroup; or None
 
 
 @dataclass(frozen=True)
@@ -257,6 +262,11 @@ class ForwardSm90:
     def walks(self) -> int:
         """How often K and V are walked over: once more to write the probabilities, when LSE is known."""
         return 2 if self.traits.return_softmax else 1
+
+    @property
+    def may_be_wary(self) -> bool:
+        """Whether a warpgroup's optimism ends with its first failure: something may hide keys from whole rows."""
+        return self.tile.optimistic and self.epilogues.may_mask_rows
 
     @property
     def releases_q_late(self) -> bool:
@@ -512,12 +522,17 @@ class ForwardSm90:
         fragments = self.make_fragments(shared, group)
         crew = Crew(group, thread, turns, fragments)
         turns.open()
-        counts = (Int32(0), Int32(0))
+        counts = (Int32(0), Int32(0), Int32(0)) if self.may_be_wary else (Int32(0), Int32(0))
         for first in cutlass.range(0, problem.order.rounds, SECTION, unroll=1):
             end = cutlass.min(first + SECTION, problem.order.rounds)
-            for deal in cutlass.range(first, end, unroll=1):
-                counts = self.compute_deal(problem, outputs, shared, crew, deal, counts, self.tile.optimistic)
-            if cutlass.const_expr(self.tile.optimistic):
+            if cutlass.const_expr(self.may_be_wary):
+                counts = self.compute_warily(problem, outputs, shared, crew, first, end, counts)
+            else:
+                for deal in cutlass.range(first, end, unroll=1):
+                    counts = self.compute_deal(
+                        problem, outputs, shared, crew, deal, counts, self.tile.optimistic
+                    )
+            if cutlass.const_expr(self.tile.optimistic and not self.may_be_wary):
                 cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
                 shared.redo.meet()
                 if shared.redo.any():
@@ -529,6 +544,36 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
+    def compute_warily(
+        self,
+        problem: Problem,
+        outputs: Outputs,
+        shared: Shared,
+        crew: Crew,
+        first: Int32,
+        end: Int32,
+        counts: tuple,
+    ) -> tuple:
+        """Deals [first, end), then what failed of them again; by the same code, so that there is little of it.
+
+        counts: as for ``compute_deal``, and whether this warpgroup failed before.
+        """
+        queries, keys, failures = counts
+        for again in cutlass.range(2, unroll=1):
+            if again == 1:
+                cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
+                shared.redo.meet()
+            for deal in cutlass.range(first, end, unroll=1):
+                if (again == 0) | shared.redo.failed(deal):
+                    wary = cute.arch.make_warp_uniform(failures + again)
+                    queries, keys, failures = self.compute_deal(
+                        problem, outputs, shared, crew, deal, (queries, keys, failures), True, wary != 0
+                    )
+        if shared.redo.any():
+            shared.redo.forget(crew.thread, False)
+        return queries, keys, failures
+
+    @cute.jit
     def compute_deal(
         self,
         problem: Problem,
@@ -538,9 +583,11 @@ class ForwardSm90:
         deal: Int32,
         counts: tuple,
         optimistic: Constexpr,
+        wary: Boolean | None = None,
     ) -> tuple:
         """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
-        queries, keys = counts
+        queries, keys = counts[0], counts[1]
+        failures = counts[2] if cutlass.const_expr(self.may_be_wary) else None
         fragments, thread = crew.fragments, crew.thread
         place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
         context, state = self.begin(problem, place)
@@ -556,6 +603,7 @@ class ForwardSm90:
                 may_mask,
                 threshold=tile.rescale_threshold,
                 polynomial=tile.polynomial,
+                lowest=cutlass.select_(wary, -Float32.inf, Float32(0.0)) if self.may_be_wary else None,
             )
             work = Work(
                 shared,
@@ -564,12 +612,13 @@ class ForwardSm90:
                 blocks,
                 state,
                 score_map,
-                place.row0,
+                place,
                 crew.group,
                 thread % WARPGROUP,
                 softmax,
                 keys,
                 optimistic,
+                wary,
             )
             fragments.acc_o.fill(0.0)
             if blocks.begin < blocks.end:
@@ -579,7 +628,10 @@ class ForwardSm90:
                     if cutlass.const_expr(not self.releases_q_late):
                         shared.ring_q.release(queries)
                 self.compute_one(work, queries)
-                if cutlass.const_expr(optimistic):
+                if cutlass.const_expr(self.may_be_wary):
+                    late_map = ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, anew(thread))
+                    failures = failures | Int32(self.verify_warily(work, deal, late_map))
+                elif cutlass.const_expr(optimistic):
                     self.verify(work, deal)
             thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
             lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
@@ -595,19 +647,37 @@ class ForwardSm90:
                     shared.ring_q.release(queries)
                 queries += 1
                 keys += (blocks.end - blocks.begin) * self.walks
-        return queries, keys
+        return (queries, keys, failures) if cutlass.const_expr(self.may_be_wary) else (queries, keys)
+
+    @cute.jit
+    def verify_warily(self, work: Work, deal: Int32, score_map: ScoreMap) -> Boolean:
+        """As ``verify``, where a maximum in use may have been too large too; whether any row of all failed."""
+        failed, seqlen_q = self.overflowed(work), work.place.info.seqlen_q
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            exists = work.place.row0 + score_map.thr_row + score_map.modes.rows[r] < seqlen_q
+            vanished = work.softmax.vanished(r, SMALLEST_SUM[self.traits.dtype])
+            failed = failed | (exists & vanished)
+        failed = failed & ~work.wary
+        if failed:
+            work.shared.redo.mark(deal)
+        return warpgroup_any(work.group, failed)
 
     @cute.jit
     def verify(self, work: Work, deal: Int32) -> None:
         """Mark the deal if a maximum in use was too small for its row, so that numbers may have overflowed."""
+        if self.overflowed(work):
+            work.shared.redo.mark(deal)
+
+    @cute.jit
+    def overflowed(self, work: Work) -> Boolean:
+        """Whether the thread's part of a row has numbers that are too large, or none."""
         failed = work.softmax.exceeded(LARGEST_SUM)
         if cutlass.const_expr(self.traits.dtype == "fp16"):
             # A probability beyond 2^16 is infinite there, and its product with V, whatever that is, not finite.
             for r in cutlass.range_constexpr(len(work.score_map.modes.rows)):
                 o = work.fragments.acc_o_rows[r, 0]
                 failed = failed | ~(o - o == 0.0)
-        if failed:
-            work.shared.redo.mark(deal)
+        return failed
 
     def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
         """Descriptors of the warpgroup's operands, and its registers."""
@@ -648,7 +718,15 @@ class ForwardSm90:
         self.first_step(work)
         last = blocks.end - 1
         self.steps(work, cutlass.min(blocks.full_end, last), last, True)
-        self.steps(work, blocks.full_begin, cutlass.min(blocks.full_end, last), False)
+        begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
+        if cutlass.const_expr(self.may_be_wary):
+            looking = dataclasses.replace(work, optimistic=False)
+            if work.wary:
+                self.steps(looking, begin, end, False)
+            else:
+                self.steps(work, begin, end, False)
+        else:
+            self.steps(work, begin, end, False)
         if cutlass.const_expr(self.traits.windowed):
             self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True)
         if cutlass.const_expr(not (self.releases_q_late or self.tile.q_in_regs)):
@@ -739,9 +817,9 @@ class ForwardSm90:
         acc_s = cute.make_rmem_tensor(
             self.mma_qk().get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
-        scores = work.score_map.tile(acc_s, work.row0, block * tile.tile_n)
+        scores = work.score_map.tile(acc_s, work.place.row0, block * tile.tile_n)
         if cutlass.const_expr(self.stages_bias):
-            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
+            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, anew(work.lane), n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit

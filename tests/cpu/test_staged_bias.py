@@ -1,0 +1,129 @@
+"""A bias that TMA brings: which tiles can, which tensors it can read, and what becomes of the others."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import compiler, launch
+from cute_attn.call import NUM_TENSORS, Call
+from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.registry import Unsupported
+from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.traits import Traits
+
+TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
+STAGED = ForwardSm90Tile(192, 96, bias_stages=2, optimistic=True)
+
+
+def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Of rows ``row`` elements apart, from element ``first`` of its memory on."""
+    batch, nheads, rows, cols = shape
+    row = row or cols
+    memory = torch.zeros(batch * nheads * rows * row + first + 8, dtype=dtype)
+    return memory.as_strided(shape, (nheads * rows * row, rows * row, row, 1), first)
+
+
+def call(bias: torch.Tensor, tile: str = "") -> Call:
+    """Of two heads and a batch of two, with as many queries as keys."""
+    length = bias.shape[3]
+    q = torch.empty(2, length, 2, 64, dtype=torch.bfloat16)
+    options = {"q": q, "k": q, "v": q, "bias": bias, "max_seqlen_q": length, "max_seqlen_k": length}
+    plain = {
+        "mask": "",
+        "softcap": 0.0,
+        "dropout": "",
+        "epilogues": (),
+        "return_softmax": False,
+        "kernel": "",
+    }
+    return Call(**dict.fromkeys(Call._fields) | options | plain | {"tile": tile})
+
+
+READABLE = {
+    "full": tensor(2, 2, 64, 64),
+    "one batch": tensor(1, 2, 64, 64),
+    "one head": tensor(2, 1, 64, 64),
+    "expanded": tensor(1, 1, 64, 64).expand(2, 2, 64, 64),
+    "padded": tensor(2, 2, 60, 60, row=64),
+    "aligned start": tensor(2, 2, 64, 64, first=8),
+    "odd strides of single ones": tensor(1, 1, 64, 64).as_strided((1, 1, 64, 64), (3, 5, 64, 1)),
+}
+OTHERS = {
+    "odd rows": tensor(2, 2, 63, 63),
+    "odd heads": tensor(2, 2, 64, 64, row=72).as_strided((2, 2, 64, 64), (9216, 4601, 72, 1)),
+    "odd start": tensor(2, 2, 64, 64, first=1),
+    "a row": tensor(2, 2, 1, 64),
+    "expanded rows": tensor(2, 2, 1, 64).expand(2, 2, 64, 64),
+}
+
+
+@pytest.fixture
+def staged_default(monkeypatch):
+    """The default tile stages the bias."""
+    monkeypatch.setattr(ForwardSm90, "default_tile", classmethod(lambda cls, traits, target: STAGED))
+
+
+@pytest.mark.parametrize("name", [*READABLE, *OTHERS])
+def test_a_call_has_a_staged_bias_where_tma_can_read_it(staged_default, name):
+    bias = (READABLE | OTHERS)[name]
+    kernel = launch.choose_kernel(call(bias), "sm90")
+    assert (kernel.tile == STAGED) == (name in READABLE)
+    assert kernel.tile.reject(kernel.traits, "sm90") is None
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tile_that_is_named_is_not_given_up_silently(name):
+    with pytest.raises(Unsupported, match=r"bias has shape .* accepted: more rows than one, multiples of 8 "):
+        launch.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
+
+
+def test_plans_of_aligned_and_other_addresses_differ():
+    keys = [
+        launch.plan_key(call(tensor(2, 2, 64, 64, first=first))[:NUM_TENSORS], ()) for first in (0, 1, 8, 2)
+    ]
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+
+
+@pytest.mark.parametrize(
+    "tile, traits, message",
+    [
+        (
+            replace(STAGED, bias_stages=-1),
+            TRAITS,
+            "bias_stages is -1; accepted: 0, or more with a bias of 16",
+        ),
+        (
+            STAGED,
+            replace(TRAITS, bias="fp32"),
+            "bias_stages is 2; accepted: 0, or more with a bias of 16 bits",
+        ),
+        (STAGED, replace(TRAITS, bias=""), "bias_stages is 2; accepted"),
+        (replace(STAGED, bias_stages=5), TRAITS, "need .* bytes of shared memory"),
+        (
+            ForwardSm90Tile(64, 16, 16),
+            replace(TRAITS, head_dim=32, head_dim_v=32),
+            "num_stages is 16; accepted: few",
+        ),
+    ],
+)
+def test_a_tile_that_cannot_stage_says_so(tile, traits, message):
+    reason = tile.reject(traits, "sm90") or ""
+    assert re.search(message, reason), reason
+
+
+def test_shared_memory_and_registers_of_a_staged_bias():
+    without = replace(STAGED, bias_stages=0)
+    assert STAGED.smem_bytes(TRAITS) - without.smem_bytes(TRAITS) == 2 * 2 * 192 * 96
+    assert STAGED.registers(TRAITS) == without.registers(replace(TRAITS, bias=""))
+
+
+def test_a_staged_bias_comes_by_tma_and_ldmatrix():
+    compiled = compiler.compile(TRAITS, STAGED, "sm90")
+    resources = compiled.resources
+    assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
+    assert resources.shared_memory_bytes == STAGED.smem_bytes(TRAITS)
+    assert compiled.instructions["LDSM"] > 0
+    direct = compiler.compile(TRAITS, "", "sm90").instructions
+    assert "LDG" not in compiled.instructions and direct["LDG"] > 0
