@@ -36,20 +36,19 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import LOG2_E, anew, narrow, opaque
-from cute_attn.device.output import normalized, store_lse, store_probabilities
-from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, warpgroup_any, warpgroup_barrier
-from cute_attn.device.redo import SECTION, Redo
+from cute_attn.device.output import store_lse
+from cute_attn.device.pipeline import WARPGROUP, Turns, warpgroup_any, warpgroup_barrier
+from cute_attn.device.redo import SECTION
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.staged import ROWS, StagedBias, bias_tma, rows_of
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.staged import ROWS, bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.device.work import QueryBlock
@@ -57,106 +56,29 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.forward_sm90_load import load_all
+from cute_attn.kernels.forward_sm90_parts import (
+    Crew,
+    Fragments,
+    Inputs,
+    Outputs,
+    Problem,
+    Shared,
+    Work,
+    shared_memory,
+)
+from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
+from cute_attn.kernels.forward_sm90_tiles import SHORT, first_that_fits, preferred_tiles, short_tile
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 L2_SECTION_BYTES = 32 << 20
 """How many bytes of K and V the heads that are worked on together may have: what stays in a 50 MB L2."""
 
-SHORT = 1024
-"""The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
 LARGEST_SUM = 2.0**40
 """What a thread's probabilities of a row may add up to under too small a maximum: far from where fp32 ends."""
 SMALLEST_SUM = {"bf16": 2.0**-60, "fp16": 2.0**-6}
 """What a row's may add up to under too large a maximum: of their 16 bits none that count have vanished."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory: operands with their stages last, and the rings that guard them."""
-
-    s_q: cute.Tensor  # (64, head_dim, warpgroup)
-    s_k: cute.Tensor
-    s_v: cute.Tensor
-    s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
-    ring_q: Ring
-    ring_k: Ring
-    ring_v: Ring
-    redo: Redo
-    bias: Any  # StagedBias, or None
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is computed, and in which order."""
-
-    seqlens: Seqlens
-    softmax_scale: Float32
-    score_args: tuple
-    order: TileOrder
-    nheads: Int32
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Where operands come from."""
-
-    q: Tma
-    k: Tma
-    v: Tma
-    bias: Any  # Tma, or None
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go."""
-
-    tma_o: Tma
-    mO: cute.Tensor
-    mLSE: cute.Tensor
-    mSoftmax: cute.Tensor | None
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """A warpgroup's operands as wgmma takes them, and its accumulators."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    p: cute.Tensor  # P in 16 bits, laid out as the scores
-    acc_o: cute.Tensor
-    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
-    factors: cute.Tensor  # (rows): what the output has to be multiplied with
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a warpgroup works on, and everything a step needs of it."""
-
-    shared: Shared
-    fragments: Fragments
-    turns: Turns
-    blocks: BlockRange
-    state: ScoreState
-    score_map: ScoreMap
-    place: QueryBlock
-    group: Int32
-    lane: Int32
-    softmax: OnlineSoftmax
-    first_filling: Int32  # of the rings of K and V
-    optimistic: Constexpr  # the maxima in use are right, until the sums say otherwise
-    wary: Any  # Boolean: but not for this warpgroup; or None
-
-
-@dataclass(frozen=True)
-class Crew:
-    """A thread's place among those that compute, and what it works with."""
-
-    group: Int32
-    thread: Int32
-    turns: Turns
-    fragments: Fragments
 
 
 @dataclass(frozen=True)
@@ -178,17 +100,17 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile that is taken when none is named."""
-        return _first_that_fits(_preferred_tiles(traits), traits, target)
+        return first_that_fits(preferred_tiles(traits), traits, target)
 
     def for_lengths(self, longest: int) -> "ForwardSm90":
         """This kernel, which has its default tile, with the one for sequences of at most ``longest``."""
-        tile = _short_tile(self.traits) if longest <= SHORT else None
+        tile = short_tile(self.traits) if longest <= SHORT else None
         return dataclasses.replace(self, tile=tile) if tile else self
 
     def without_staged_bias(self) -> "ForwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read."""
-        tiles = [tile for tile in _preferred_tiles(self.traits) if not tile.bias_stages]
-        return dataclasses.replace(self, tile=_first_that_fits(tiles, self.traits, "sm90"))
+        tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
+        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
 
     @property
     def stages_bias(self) -> bool:
@@ -330,7 +252,7 @@ class ForwardSm90:
     def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        shared = self.shared_memory()
+        shared = shared_memory(self)
         if warp == 0:
             for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
@@ -345,65 +267,13 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                self.load_all(problem, inputs, shared, None)
+                load_all(self, problem, inputs, shared, None)
             if cutlass.const_expr(self.stages_bias):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
-                    self.load_all(problem, inputs, shared, warp - 1)
+                    load_all(self, problem, inputs, shared, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
-
-    def shared_memory(self) -> Shared:
-        """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share)."""
-        d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
-        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
-        barriers = cute.recast_ptr(base, dtype=Int64)
-        rings: list[Ring] = []
-        start = 0
-        for stages, rows, head_dim in (
-            (1, tile.tile_m, d),
-            (tile.num_stages, tile.tile_n, d),
-            (tile.num_stages, tile.tile_n, dv),
-        ):
-            rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
-            start += Ring.barrier_bytes(stages) // 8
-        q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
-        k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
-        v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
-        o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
-        bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
-        if tile.share_qo_smem:
-            o_start = tile.BARRIER_BYTES
-        return Shared(
-            self.smem_tensor(base + tile.BARRIER_BYTES, 64, d, tile.warpgroups),
-            self.smem_tensor(base + k_start, tile.tile_n, d, tile.num_stages),
-            self.smem_tensor(base + v_start, tile.tile_n, dv, tile.num_stages),
-            self.smem_tensor(base + o_start, 64, dv, tile.warpgroups),
-            rings[0],
-            rings[1],
-            rings[2],
-            Redo.make(base + tile.REDO_START, 32 + (128 + 32 * self.stages_bias) * tile.warpgroups),
-            self.staged_bias(base + bias_start, barriers + start) if self.stages_bias else None,
-        )
-
-    def staged_bias(self, pointer: cute.Pointer, barriers: cute.Pointer) -> StagedBias:
-        """Every warpgroup's tiles of the bias at ``pointer``."""
-        tile = self.tile
-        layout = self.bias_layout(1)
-        rows, cols, _ = layout.outer.shape
-        d_rows, d_cols, _ = layout.outer.stride
-        size = ROWS * tile.tile_n
-        outer = cute.make_layout(
-            (rows, cols, tile.bias_stages, tile.warpgroups),
-            stride=(d_rows, d_cols, size, size * tile.bias_stages),
-        )
-        pointer = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[self.traits.bias])
-        return StagedBias(cute.make_tensor(pointer, outer), barriers, tile.bias_stages, tile.warpgroups)
-
-    def smem_tensor(self, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
-        """(rows, padded head_dim, stages) at ``pointer``."""
-        layout = self.smem_layout(rows, head_dim, stages)
-        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
 
     def begin(self, problem: Problem, place: QueryBlock) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query block."""
@@ -417,100 +287,6 @@ class ForwardSm90:
         """The key blocks that one query block visits."""
         end_row = cutlass.min(place.row0 + self.tile.tile_m, place.info.seqlen_q)
         return BlockRange.of_queries(state.band, place.row0, end_row, self.tile.tile_n)
-
-    # ---- the loading warp ----
-
-    @cute.jit
-    def load_all(self, problem: Problem, inputs: Inputs, shared: Shared, bias_of: Int32 | None) -> None:
-        """Q, K and V of every query block that this block is dealt, or ``bias_of`` one of the warpgroups."""
-        counts = (Int32(0), Int32(0))
-        rounds = problem.order.rounds
-        for first in cutlass.range(0, rounds, SECTION, unroll=1):
-            end = cutlass.min(first + SECTION, rounds)
-            for deal in cutlass.range(first, end, unroll=1):
-                counts = self.load_deal(problem, inputs, shared, bias_of, deal, counts)
-            if cutlass.const_expr(self.tile.optimistic):
-                shared.redo.meet()
-                if shared.redo.any():
-                    for deal in cutlass.range(first, end, unroll=1):
-                        if shared.redo.failed(deal):
-                            counts = self.load_deal(problem, inputs, shared, bias_of, deal, counts)
-                    shared.redo.forget(cute.arch.lane_idx(), bias_of is None)
-
-    @cute.jit
-    def load_deal(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        shared: Shared,
-        bias_of: Int32 | None,
-        deal: Int32,
-        counts: tuple,
-    ) -> tuple:
-        """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
-        queries, keys = counts
-        place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
-        _, state = self.begin(problem, place)
-        blocks = self.key_blocks(place, state)
-        if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
-            if cutlass.const_expr(bias_of is None):
-                self.load_one(inputs, shared, place, blocks, queries, keys)
-            else:
-                self.load_bias(inputs, shared, place, blocks, bias_of, keys)
-            queries += 1
-            keys += (blocks.end - blocks.begin) * self.walks
-        return queries, keys
-
-    @cute.jit
-    def load_one(
-        self,
-        inputs: Inputs,
-        shared: Shared,
-        place: QueryBlock,
-        blocks: BlockRange,
-        queries: Int32,
-        keys: Int32,
-    ) -> None:
-        """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
-        d, dv = padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-        tile, packed = self.tile, self.traits.varlen
-        tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
-        info, last = place.info, blocks.end - 1
-        g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, 64, d, packed)
-        g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
-        g_v = tma_v.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, dv, packed)
-        ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
-        ring_k.acquire(keys)
-        tma_k.load(g_k, last, shared.s_k, ring_k, keys)
-        ring_q.acquire(queries)
-        for group in cutlass.range_constexpr(tile.warpgroups):
-            tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
-        for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
-            ring_k.acquire(keys + i)
-            tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
-            ring_v.acquire(keys + i - 1)
-            tma_v.load(g_v, last - i + 1, shared.s_v, ring_v, keys + i - 1)
-        end = keys + last - blocks.begin
-        ring_v.acquire(end)
-        tma_v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
-        if cutlass.const_expr(self.walks == 2):
-            for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
-                ring_k.acquire(end + 1 + i)
-                tma_k.load(g_k, last - i, shared.s_k, ring_k, end + 1 + i)
-                ring_v.acquire(end + 1 + i)  # unread, but so the rings' fillings keep one number
-                tma_v.load(g_v, last - i, shared.s_v, ring_v, end + 1 + i)
-
-    @cute.jit
-    def load_bias(
-        self, inputs: Inputs, shared: Shared, place: QueryBlock, blocks: BlockRange, group: Int32, keys: Int32
-    ) -> None:
-        """The bias of one query block for one warpgroup, as it walks over the keys."""
-        row0, count = place.row0 + group * ROWS, blocks.end - blocks.begin
-        tiles = rows_of(inputs.bias, row0, place.head, place.batch, self.tile.tile_n)
-        for walk in cutlass.range_constexpr(self.walks):
-            for i in cutlass.range(count, unroll=1):
-                block, filling = blocks.end - 1 - i, keys + walk * count + i
-                shared.bias.load(tiles, inputs.bias, block, group, filling)
 
     # ---- the computing warpgroups ----
 
@@ -639,11 +415,11 @@ class ForwardSm90:
             final_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
             store_lse(outputs.mLSE, lse, final_map, place, self.traits.varlen)
             if cutlass.const_expr(self.traits.return_softmax):
-                self.store_softmax(outputs.mSoftmax, lse, work, place)
-            self.store_output(outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
+                store_softmax(self, outputs.mSoftmax, lse, work, place)
+            store_output(self, outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
             if blocks.begin < blocks.end:
                 if cutlass.const_expr(self.releases_q_late):
-                    self.wait_for_stores(crew.group, thread % WARPGROUP)
+                    wait_for_stores(self, crew.group, thread % WARPGROUP)
                     shared.ring_q.release(queries)
                 queries += 1
                 keys += (blocks.end - blocks.begin) * self.walks
@@ -876,121 +652,9 @@ class ForwardSm90:
                 cute.arch.fence_proxy("async.shared", space="cta")
                 warpgroup_barrier(work.turns.warpgroup)
 
-    # ---- output ----
-
-    @cute.jit
-    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
-        """The second walk over the key blocks, which writes P with its signs. For inspection."""
-        shared, blocks = work.shared, work.blocks
-        for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
-            n = work.first_filling + (blocks.end - blocks.begin) + i
-            tile, acc_s, loaded = self.score_tile(work, blocks.end - 1 - i, n)
-            shared.ring_k.wait(n)
-            self.start_qk(work, acc_s, n)
-            warpgroup.wait_group(0)
-            shared.ring_k.release(n)
-            shared.ring_v.wait(n)
-            shared.ring_v.release(n)
-            self.epilogues.forward(work.state, tile, loaded, True)
-            normalized(tile, lse, work.softmax.scale_log2)
-            p = cute.make_rmem_tensor_like(acc_s, self.dtype)
-            narrow(acc_s, p)
-            p_rows = work.score_map.view(p)
-            self.epilogues.mark_dropped(work.state, tile, p_rows)
-            store_probabilities(mSoftmax, p_rows, tile, place)
-
-    @cute.jit
-    def wait_for_stores(self, group: Int32, lane: Int32) -> None:
-        """Until the warpgroup's last output has left shared memory."""
-        if cutlass.const_expr(self.stores_by_tma):
-            if lane < 32:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-        warpgroup_barrier(group)
-
-    @cute.jit
-    def store_output(
-        self,
-        outputs: Outputs,
-        shared: Shared,
-        fragments: Fragments,
-        place: QueryBlock,
-        group: Int32,
-        lane: Int32,
-    ) -> None:
-        """The warpgroup's 64 rows of O through shared memory, by TMA or, where rows end early, by stores."""
-        dv, packed, tma_o = self.traits.head_dim_v, self.traits.varlen, outputs.tma_o
-        row0 = place.row0 + group * 64
-        s_o = shared.s_o[None, None, group]
-        self.wait_for_stores(group, lane)
-        fragment = cute.make_rmem_tensor_like(fragments.acc_o, self.dtype)
-        narrow(fragments.acc_o, fragment)
-        one_group = layouts.tiled_mma_sm90(
-            self.dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn"
-        )
-        store = layouts.store_copy_c(one_group, self.dtype, "sm90")
-        mine = store.get_slice(lane)
-        cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
-        if cutlass.const_expr(self.stores_by_tma):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            warpgroup_barrier(group)
-            if lane < 32 and row0 < place.info.seqlen_q:
-                g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
-                tma_o.store(s_o, g_o, 0)
-        else:
-            warpgroup_barrier(group)
-            o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q, packed)
-            g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
-            copy_o = RowCopy(self.gmem_store(), lane, padded(dv), dv)
-            copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)
-
 
 def _multiprocessors() -> int:
     """Of torch's current GPU."""
     import torch
 
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-
-def _short_tile(traits: Traits) -> ForwardSm90Tile | None:
-    """For sequences of up to ``SHORT``: narrow steps waste less at the edges, small blocks run beside each other."""
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
-    if laden or traits.return_softmax or 64 < d <= 128:
-        return None
-    if d <= 64:
-        return ForwardSm90Tile(64, 64, optimistic=True, blocks_per_sm=3)
-    return ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True)
-
-
-def _first_that_fits(tiles: list[ForwardSm90Tile], traits: Traits, target: str) -> ForwardSm90Tile:
-    fits = (tile for tile in tiles if tile.reject(traits, target) is None)
-    return next(fits, ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False))
-
-
-def _preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
-    """Best first; the first one that fits is the default. bench/notes.md has what others did.
-
-    What an epilogue holds beside the scores (a bias, the words of the mem_efficient mask) narrows the step or takes the
-    registers that Q would have. Optimism spares no registers, and what can hide whole key blocks from a row would often
-    prove it wrong.
-    """
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
-    if d <= 64:
-        tile_n = 64 if traits.dropout == "mem_efficient" else 96 if traits.epilogues else 128
-        return [
-            ForwardSm90Tile(192, tile_n, num_stages=3, optimistic=not heavy),
-            ForwardSm90Tile(128, 128, optimistic=not heavy),
-            ForwardSm90Tile(128, 64),
-        ]
-    if d <= 128:
-        tile_n = 96 if traits.bias == "fp32" else 128
-        return [
-            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8, optimistic=not heavy),
-            ForwardSm90Tile(128, 64, rescale_threshold=8),
-        ]
-    return [
-        ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True),
-        ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True),
-        ForwardSm90Tile(128, 32, rescale_threshold=8, share_qo_smem=True),
-    ]

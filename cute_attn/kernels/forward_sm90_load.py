@@ -1,0 +1,118 @@
+"""The warps of the Hopper forward that load: one Q, K and V, and where TMA brings a bias, one for each warpgroup.
+
+All of them walk over the same query blocks and key blocks as those that compute.
+"""
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+
+from cute_attn.device.block_range import BlockRange
+from cute_attn.device.redo import SECTION
+from cute_attn.device.staged import ROWS, rows_of
+from cute_attn.device.work import QueryBlock
+from cute_attn.kernels.forward_sm90_parts import Inputs, Problem, Shared
+from cute_attn.tiles import padded
+
+
+@cute.jit
+def load_all(
+    kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared, bias_of: Int32 | None
+) -> None:
+    """Q, K and V of every query block that this block is dealt, or ``bias_of`` one of the warpgroups."""
+    counts = (Int32(0), Int32(0))
+    rounds = problem.order.rounds
+    for first in cutlass.range(0, rounds, SECTION, unroll=1):
+        end = cutlass.min(first + SECTION, rounds)
+        for deal in cutlass.range(first, end, unroll=1):
+            counts = load_deal(kernel, problem, inputs, shared, bias_of, deal, counts)
+        if cutlass.const_expr(kernel.tile.optimistic):
+            shared.redo.meet()
+            if shared.redo.any():
+                for deal in cutlass.range(first, end, unroll=1):
+                    if shared.redo.failed(deal):
+                        counts = load_deal(kernel, problem, inputs, shared, bias_of, deal, counts)
+                shared.redo.forget(cute.arch.lane_idx(), bias_of is None)
+
+
+@cute.jit
+def load_deal(
+    kernel: Constexpr,
+    problem: Problem,
+    inputs: Inputs,
+    shared: Shared,
+    bias_of: Int32 | None,
+    deal: Int32,
+    counts: tuple,
+) -> tuple:
+    """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
+    queries, keys = counts
+    place = problem.order.place(deal, problem.seqlens, kernel.tile.tile_m)
+    _, state = kernel.begin(problem, place)
+    blocks = kernel.key_blocks(place, state)
+    if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
+        if cutlass.const_expr(bias_of is None):
+            load_one(kernel, inputs, shared, place, blocks, queries, keys)
+        else:
+            load_bias(kernel, inputs, shared, place, blocks, bias_of, keys)
+        queries += 1
+        keys += (blocks.end - blocks.begin) * kernel.walks
+    return queries, keys
+
+
+@cute.jit
+def load_one(
+    kernel: Constexpr,
+    inputs: Inputs,
+    shared: Shared,
+    place: QueryBlock,
+    blocks: BlockRange,
+    queries: Int32,
+    keys: Int32,
+) -> None:
+    """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
+    d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
+    tile, packed = kernel.tile, kernel.traits.varlen
+    tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
+    info, last = place.info, blocks.end - 1
+    g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, 64, d, packed)
+    g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
+    g_v = tma_v.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, dv, packed)
+    ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
+    ring_k.acquire(keys)
+    tma_k.load(g_k, last, shared.s_k, ring_k, keys)
+    ring_q.acquire(queries)
+    for group in cutlass.range_constexpr(tile.warpgroups):
+        tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
+    for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
+        ring_k.acquire(keys + i)
+        tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
+        ring_v.acquire(keys + i - 1)
+        tma_v.load(g_v, last - i + 1, shared.s_v, ring_v, keys + i - 1)
+    end = keys + last - blocks.begin
+    ring_v.acquire(end)
+    tma_v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
+    if cutlass.const_expr(kernel.walks == 2):
+        for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
+            ring_k.acquire(end + 1 + i)
+            tma_k.load(g_k, last - i, shared.s_k, ring_k, end + 1 + i)
+            ring_v.acquire(end + 1 + i)  # unread, but so the rings' fillings keep one number
+            tma_v.load(g_v, last - i, shared.s_v, ring_v, end + 1 + i)
+
+
+@cute.jit
+def load_bias(
+    kernel: Constexpr,
+    inputs: Inputs,
+    shared: Shared,
+    place: QueryBlock,
+    blocks: BlockRange,
+    group: Int32,
+    keys: Int32,
+) -> None:
+    """The bias of one query block for one warpgroup, as it walks over the keys."""
+    row0, count = place.row0 + group * ROWS, blocks.end - blocks.begin
+    tiles = rows_of(inputs.bias, row0, place.head, place.batch, kernel.tile.tile_n)
+    for walk in cutlass.range_constexpr(kernel.walks):
+        for i in cutlass.range(count, unroll=1):
+            block, filling = blocks.end - 1 - i, keys + walk * count + i
+            shared.bias.load(tiles, inputs.bias, block, group, filling)

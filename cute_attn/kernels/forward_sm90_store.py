@@ -1,0 +1,85 @@
+"""How the Hopper forward's results leave a warpgroup's registers."""
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+import layouts
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.math import narrow
+from cute_attn.device.output import normalized, store_probabilities
+from cute_attn.device.pipeline import warpgroup_barrier
+from cute_attn.device.seqlen import sequence
+from cute_attn.device.work import QueryBlock
+from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, Work
+from cute_attn.tiles import padded
+
+
+@cute.jit
+def store_softmax(
+    kernel: Constexpr, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock
+) -> None:
+    """The second walk over the key blocks, which writes P with its signs. For inspection."""
+    shared, blocks = work.shared, work.blocks
+    for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
+        n = work.first_filling + (blocks.end - blocks.begin) + i
+        tile, acc_s, loaded = kernel.score_tile(work, blocks.end - 1 - i, n)
+        shared.ring_k.wait(n)
+        kernel.start_qk(work, acc_s, n)
+        warpgroup.wait_group(0)
+        shared.ring_k.release(n)
+        shared.ring_v.wait(n)
+        shared.ring_v.release(n)
+        kernel.epilogues.forward(work.state, tile, loaded, True)
+        normalized(tile, lse, work.softmax.scale_log2)
+        p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
+        narrow(acc_s, p)
+        p_rows = work.score_map.view(p)
+        kernel.epilogues.mark_dropped(work.state, tile, p_rows)
+        store_probabilities(mSoftmax, p_rows, tile, place)
+
+
+@cute.jit
+def wait_for_stores(kernel: Constexpr, group: Int32, lane: Int32) -> None:
+    """Until the warpgroup's last output has left shared memory."""
+    if cutlass.const_expr(kernel.stores_by_tma):
+        if lane < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+    warpgroup_barrier(group)
+
+
+@cute.jit
+def store_output(
+    kernel: Constexpr,
+    outputs: Outputs,
+    shared: Shared,
+    fragments: Fragments,
+    place: QueryBlock,
+    group: Int32,
+    lane: Int32,
+) -> None:
+    """The warpgroup's 64 rows of O through shared memory, by TMA or, where rows end early, by stores."""
+    dv, packed, tma_o = kernel.traits.head_dim_v, kernel.traits.varlen, outputs.tma_o
+    row0 = place.row0 + group * 64
+    s_o = shared.s_o[None, None, group]
+    wait_for_stores(kernel, group, lane)
+    fragment = cute.make_rmem_tensor_like(fragments.acc_o, kernel.dtype)
+    narrow(fragments.acc_o, fragment)
+    one_group = layouts.tiled_mma_sm90(
+        kernel.dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn"
+    )
+    store = layouts.store_copy_c(one_group, kernel.dtype, "sm90")
+    mine = store.get_slice(lane)
+    cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
+    if cutlass.const_expr(kernel.stores_by_tma):
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup_barrier(group)
+        if lane < 32 and row0 < place.info.seqlen_q:
+            g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
+            tma_o.store(s_o, g_o, 0)
+    else:
+        warpgroup_barrier(group)
+        o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q, packed)
+        g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
+        copy_o = RowCopy(kernel.gmem_store(), lane, padded(dv), dv)
+        copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)

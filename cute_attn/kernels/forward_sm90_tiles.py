@@ -1,0 +1,53 @@
+"""Which tile the Hopper forward takes when none is named."""
+
+from cute_attn.tiles import ForwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+SHORT = 1024
+"""The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
+
+
+def short_tile(traits: Traits) -> ForwardSm90Tile | None:
+    """For sequences of up to ``SHORT``: narrow steps waste less at the edges, small blocks run beside each other."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
+    if laden or traits.return_softmax or 64 < d <= 128:
+        return None
+    if d <= 64:
+        return ForwardSm90Tile(64, 64, optimistic=True, blocks_per_sm=3)
+    return ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True)
+
+
+def first_that_fits(tiles: list[ForwardSm90Tile], traits: Traits, target: str) -> ForwardSm90Tile:
+    """The first one that serves ``traits``, or one that always does."""
+    fits = (tile for tile in tiles if tile.reject(traits, target) is None)
+    return next(fits, ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False))
+
+
+def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
+    """Best first; the first one that fits is the default. bench/notes.md has what others did.
+
+    What an epilogue holds beside the scores (a bias, the words of the mem_efficient mask) narrows the step or takes the
+    registers that Q would have. Optimism spares no registers, and what can hide whole key blocks from a row would often
+    prove it wrong.
+    """
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
+    if d <= 64:
+        tile_n = 64 if traits.dropout == "mem_efficient" else 96 if traits.epilogues else 128
+        return [
+            ForwardSm90Tile(192, tile_n, num_stages=3, optimistic=not heavy),
+            ForwardSm90Tile(128, 128, optimistic=not heavy),
+            ForwardSm90Tile(128, 64),
+        ]
+    if d <= 128:
+        tile_n = 96 if traits.bias == "fp32" else 128
+        return [
+            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8, optimistic=not heavy),
+            ForwardSm90Tile(128, 64, rescale_threshold=8),
+        ]
+    return [
+        ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True),
+        ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True),
+        ForwardSm90Tile(128, 32, rescale_threshold=8, share_qo_smem=True),
+    ]
