@@ -23,10 +23,11 @@ ROWS = 64
 class StagedTile:
     """A warpgroup's tile of 16-bit numbers in shared memory, beside the accumulator of its wgmma."""
 
-    tensor: cute.Tensor  # (ROWS, columns, stages)
+    dtype: Constexpr
+    cols: Constexpr
+    address: Int32  # ``lane_address`` of its stage
     ring: Ring
     filling: Int32
-    lane: Int32  # in the warpgroup
 
     PIECE_COLS: ClassVar[int] = 4
     """A thread's columns of the sixteen that are read at once; it has them in two rows."""
@@ -34,7 +35,7 @@ class StagedTile:
     @property
     def pieces(self) -> int:
         """How often sixteen columns are read."""
-        return cute.size(self.tensor, mode=[1]) // 16
+        return self.cols // 16
 
     @cute.jit
     def wait(self) -> None:
@@ -49,16 +50,29 @@ class StagedTile:
     @cute.jit
     def read(self, piece: Constexpr, words: cute.Tensor) -> None:
         """Sixteen columns, to the thread's own pairs: ``words`` (pairs of columns, rows) of 32 bits."""
-        dtype, cols = self.tensor.element_type, cute.size(self.tensor, mode=[1])
-        mma = layouts.tiled_mma_sm90(dtype, ROWS, cols, warpgroups=1)
-        copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype), mma)
-        mine = copy.get_slice(self.lane)
-        source = mine.partition_S(self.tensor[None, None, self.ring.stage(self.filling)])
+        dtype, first = self.dtype, 16 * piece % layouts.atom_cols(self.cols, 16)
+        address = (self.address ^ Int32(2 * first)) + Int32(2 * ROWS * (16 * piece - first))
+        source = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
+        copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype)
         target = cute.make_rmem_tensor(cute.make_layout(8), dtype)
-        cute.copy(copy, source[(None, piece), 0, 0], target)
+        cute.copy(copy, cute.make_tensor(source, cute.make_layout(8)), target)
         pairs = cute.recast_tensor(target, Int32)
         for i in cutlass.range_constexpr(4):  # 8 x 8 each: rows first, then columns
             words[2 * piece + i // 2, i % 2] = pairs[i]
+
+
+def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
+    """Where a lane of a warpgroup finds its eight numbers of the first sixteen columns, for ldmatrix.
+
+    Row lane % 16 of the warp's, the first or the second eight columns. base: the tile's address, a multiple of 1024;
+    rows lie as :func:`layouts.wgmma_smem_layout` has them, with pieces of 16 bytes exchanged. What follows in the same
+    atom has the column's bytes exclusive-or'd to that.
+    """
+    width = 2 * layouts.atom_cols(cols, 16)
+    swizzle = layouts.choose_swizzle(cols, 16)
+    row, half = lane // 32 * 16 + lane % 16, lane // 16 % 2
+    exchange = (row >> (3 - swizzle.bits)) & ((1 << swizzle.bits) - 1)
+    return base + (row * width + ((half ^ exchange) << 4))
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class StagedBias:
     """All warpgroups' tiles: each has a ring of its own, so that none waits for another's."""
 
     tensor: cute.Tensor  # (ROWS, columns, stages, warpgroup)
+    address: Int32  # of all that
     barriers: cute.Pointer
     num_stages: Constexpr
     warpgroups: Constexpr
@@ -89,7 +104,9 @@ class StagedBias:
 
     def tile(self, group: Int32, lane: Int32, filling: Int32) -> StagedTile:
         """What one warpgroup was brought."""
-        return StagedTile(self.tensor[None, None, None, group], self.ring(group), filling, lane)
+        ring, cols = self.ring(group), cute.size(self.tensor, mode=[1])
+        base = self.address + (group * self.num_stages + ring.stage(filling)) * ring.fill_bytes
+        return StagedTile(self.tensor.element_type, cols, lane_address(base, lane, cols), ring, filling)
 
     @cute.jit
     def load(self, tiles: cute.Tensor, tma: Tma, block: Int32, group: Int32, filling: Int32) -> None:

@@ -220,6 +220,8 @@ class Bias(Epilogue):
         staged.wait()
         staged.read(0, words)
         for piece in cutlass.range_constexpr(staged.pieces):
+            if cutlass.const_expr(piece % 2 == 1):
+                cute.arch.sync_warp()  # or all of it would be read at once, into registers that nobody has
             if cutlass.const_expr(piece + 1 < staged.pieces):
                 staged.read(piece + 1, words)
             else:

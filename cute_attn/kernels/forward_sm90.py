@@ -595,7 +595,7 @@ class ForwardSm90:
         )
         scores = work.score_map.tile(acc_s, work.place.row0, block * tile.tile_n)
         if cutlass.const_expr(self.stages_bias):
-            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, anew(work.lane), n))
+            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit

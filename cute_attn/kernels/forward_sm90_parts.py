@@ -153,8 +153,9 @@ def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> 
         (rows, cols, tile.bias_stages, tile.warpgroups),
         stride=(d_rows, d_cols, size, size * tile.bias_stages),
     )
-    pointer = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[kernel.traits.bias])
-    return StagedBias(cute.make_tensor(pointer, outer), barriers, tile.bias_stages, tile.warpgroups)
+    tiles = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[kernel.traits.bias])
+    address = Int32(pointer.toint())
+    return StagedBias(cute.make_tensor(tiles, outer), address, barriers, tile.bias_stages, tile.warpgroups)
 
 
 def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:

@@ -1,13 +1,18 @@
 """A bias that TMA brings: which tiles can, which tensors it can read, and what becomes of the others."""
 
+import itertools
 import re
 from dataclasses import replace
 
+import cutlass
 import pytest
 import torch
+from cutlass import cute
 
+import layouts
 from cute_attn import compiler, launch
 from cute_attn.call import NUM_TENSORS, Call
+from cute_attn.device.staged import ROWS, lane_address
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.registry import Unsupported
 from cute_attn.tiles import ForwardSm90Tile
@@ -127,3 +132,27 @@ def test_a_staged_bias_comes_by_tma_and_ldmatrix():
     assert compiled.instructions["LDSM"] > 0
     direct = compiler.compile(TRAITS, "", "sm90").instructions
     assert "LDG" not in compiled.instructions and direct["LDG"] > 0
+
+
+@pytest.mark.parametrize("cols", [16, 32, 80, 96, 128, 192])
+def test_lanes_find_their_rows_where_tma_puts_them(cols):
+    """ldmatrix's addresses against the layout that TMA writes, swizzled by the model."""
+    swizzle = layouts.choose_swizzle(cols, 16)
+    bytewise = layouts.Swizzle(swizzle.bits, 4, 3)
+    width, wrong = layouts.atom_cols(cols, 16), []
+
+    def compare():
+        outer = layouts.wgmma_smem_layout(ROWS, cols, cutlass.BFloat16).outer
+        for lane, first in itertools.product(range(128), range(0, cols, 16)):
+            row, half = lane // 32 * 16 + lane % 16, lane // 16 % 2
+            expected = bytewise(2 * cute.crd2idx((row, first + 8 * half), outer))
+            found = (lane_address(0, lane, cols) ^ 2 * (first % width)) + 2 * ROWS * (first - first % width)
+            if found != expected:
+                wrong.append((lane, first))
+
+    @cute.jit
+    def trace():
+        compare()
+
+    cute.compile[cute.GPUArch("sm_90a")](trace)
+    assert not wrong
