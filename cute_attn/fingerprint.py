@@ -33,6 +33,7 @@ _HOST_ONLY = {"benchmark"} | {
         *(
             "__init__",
             "__main__",
+            "backward",
             "cache",
             "call",
             "check",
@@ -42,7 +43,7 @@ _HOST_ONLY = {"benchmark"} | {
             "fingerprint",
             "interface",
         ),
-        *("interface", "launch", "ops", "pictures", "reference"),
+        *("launch", "ops", "pictures", "reference"),
     )
 }
 _DISTRIBUTIONS = {

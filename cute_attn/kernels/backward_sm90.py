@@ -955,10 +955,13 @@ def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     narrow = BackwardSm90Tile(64, 128)
     if max(d, dv) <= 64:
         heavy = held or traits.softcap or traits.dropout
-        return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True), narrow]
+        return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True, dq_late=2), narrow]
     if max(d, dv) <= 128:
         fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if held and d == 128 else []
-        return [*fewer, narrow]
+        late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
+        return (
+            [*fewer, narrow] if held or traits.softcap or traits.dropout or traits.alibi else [late, narrow]
+        )
     wide = BackwardSm90Tile(64, 64, p_in_smem=True)
     return [
         wide,

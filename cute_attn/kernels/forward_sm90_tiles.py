@@ -33,6 +33,23 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
+    return [*_staged_tiles(traits, d), *_other_tiles(traits, d, heavy)]
+
+
+def _staged_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
+    """For a bias that comes by TMA, if it is all that is added."""
+    laden = traits.epilogues or traits.dropout or traits.softcap or traits.alibi or traits.return_softmax
+    if laden or traits.bias not in ("fp16", "bf16") or d > 128:
+        return []
+    if d <= 64:
+        return [ForwardSm90Tile(192, 96, num_stages=3, bias_stages=2, optimistic=True)]
+    return [
+        ForwardSm90Tile(128, 96, bias_stages=2, q_in_regs=True, rescale_threshold=8, optimistic=True),
+    ]
+
+
+def _other_tiles(traits: Traits, d: int, heavy: bool) -> list[ForwardSm90Tile]:
+    """Without."""
     if d <= 64:
         tile_n = 64 if traits.dropout == "mem_efficient" else 96 if traits.epilogues else 128
         return [

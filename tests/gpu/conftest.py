@@ -31,23 +31,31 @@ def built(request: pytest.FixtureRequest) -> None:
             if getattr(item.module, "OP", "forward") == "backward":
                 wanted |= set(backward_requests(chosen.params["case"], arch, tile, target))
             else:
-                wanted.add(forward_request(chosen.params["case"], arch, tile, target))
+                wanted |= set(forward_requests(chosen.params["case"], arch, tile, target))
     for built in compiler.prebuild(wanted):
         if built.error:  # the tests that need it will fail
             print(f"{built.traits} {built.tile or ''} does not build: {built.error}")
 
 
-def forward_request(case: Case, arch: str, tile: str | None, target: str) -> tuple[Traits, Any, str]:
-    """The forward, with the tile that its lengths are given if none is named."""
+def forward_requests(
+    case: Case, arch: str, tile: str | None, target: str
+) -> Iterator[tuple[Traits, Any, str]]:
+    """The forward, with the tiles that its lengths, and a bias that TMA cannot read, are given if none is named."""
     traits = case.traits(arch)
-    return traits, tile or registry.lookup(traits, None, target).for_lengths(max(case.longest)).tile, target
+    if tile:
+        yield traits, tile, target
+        return
+    kernel = registry.lookup(traits, None, target)
+    yield traits, kernel.for_lengths(max(case.longest)).tile, target
+    if arch == "sm90" and traits.bias:
+        yield traits, kernel.without_staged_bias().tile, target
 
 
 def backward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
     """The forward, and the backward's three kernels."""
-    yield forward_request(case, arch, None, target)
+    yield from forward_requests(case, arch, None, target)
     try:
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out

@@ -44,8 +44,8 @@ TILES = {
         "num_stages_ds=1",
         "dq_vector=1",
         "p_in_smem=true",
-        "overlap=true",
-        "dk_early=true",
+        "p_rounded=true,dq_late=2",
+        "tile_m=64,p_rounded=false,dq_late=1",
         "p_rounded=true",
     ),
 }

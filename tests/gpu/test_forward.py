@@ -30,7 +30,7 @@ TILES = {
         "tile_m=192,tile_n=32,take_turns=true,optimistic=false",
     ),
 }
-LONG = {"sm90": "persistent=true"}
+LONG = "persistent=true"
 """Nothing but the default tile, which sequences of the named cases' lengths would not be given."""
 
 
@@ -76,8 +76,14 @@ def check_case(case: Case, **options) -> None:
     check_forward(actual, exact, plain, plain32)
 
 
-@pytest.mark.parametrize("arch, tile", [(arch, LONG.get(arch)) for arch in ARCHS])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case, arch, tile",
+    [
+        pytest.param(case, arch, LONG if arch == "sm90" and case in SHORT else None, id=f"{case.name}-{arch}")
+        for case in CASES
+        for arch in ARCHS
+    ],
+)
 def test_case(case, arch, tile):
     check_case(case, kernel=arch, tile=tile)
 
