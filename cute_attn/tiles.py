@@ -526,6 +526,8 @@ class BackwardSm90Tile(Tile):
         dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
             other; with 1 beside the next step's S and dP; with 2 after the next step's P, while the exponentials of
             warpgroups that are up to half a step behind still run. Only 0 with ``p_in_smem``.
+        take_turns: warpgroups start S and dP one after the other, so that one's exponentials run beside another's
+            products. Only with ``dq_late``: otherwise they wait for each other in every step all the same.
     """
 
     tile_m: int = 64
@@ -539,6 +541,7 @@ class BackwardSm90Tile(Tile):
     dq_vector: int = 4
     p_rounded: bool = False
     dq_late: int = 0
+    take_turns: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
 
@@ -637,6 +640,8 @@ class BackwardSm90Tile(Tile):
             return f"dq_late is {self.dq_late}; accepted: 0, 1 or 2"
         if self.dq_late and (self.p_in_smem or self.num_stages_ds != 2):
             return f"dq_late is {self.dq_late}; accepted: with p_in_smem=false and num_stages_ds=2"
+        if self.take_turns and (self.warpgroups == 1 or not self.dq_late):
+            return "take_turns is true; accepted: with 2 or 3 warpgroups and dq_late 1 or 2"
         if self.p_rounded and traits.dropout:
             return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):

@@ -35,6 +35,8 @@ same time, and one's products run beside another's exponentials:
     add dQ to memory
     wait for dV and dK
 
+With ``take_turns``, warpgroups start S and dP one after the other, and stay apart by as much.
+
 Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
 too: the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
 
@@ -59,7 +61,7 @@ from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
 from cute_attn.device.math import LOG2_E, anew
-from cute_attn.device.pipeline import WARPGROUP, Exchange, Ring, compute_barrier
+from cute_attn.device.pipeline import WARPGROUP, Exchange, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -157,6 +159,7 @@ class Work:
 
     shared: Shared
     fragments: Fragments
+    turns: Turns
     blocks: BlockRange
     state: ScoreState
     score_map: ScoreMap
@@ -498,7 +501,10 @@ class BackwardSm90:
         score_map = ScoreMap.make(
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
-        fragments = self.make_fragments(shared, cute.arch.make_warp_uniform(thread // WARPGROUP))
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        fragments = self.make_fragments(shared, warpgroup_index)
+        turns = Turns(warpgroup_index, tile.warpgroups, tile.take_turns)
+        turns.open()
         steps = Int32(0)
         rounds = self.key_blocks(problem, problem.order.place(problem.seqlens), outputs.mDK)
         for i in cutlass.range(rounds, unroll=1):
@@ -517,6 +523,7 @@ class BackwardSm90:
                 work = Work(
                     shared,
                     fragments,
+                    turns,
                     blocks,
                     begun,
                     score_map,
@@ -532,6 +539,7 @@ class BackwardSm90:
             self.store_keys(problem, outputs, shared, fragments, i)
             shared.ring_k.release(i)
             shared.ring_v.release(i)
+        turns.close()
 
     def dq_of_head(self, problem: Problem, outputs: Outputs, place: KeyBlocks, head: Int32) -> cute.Pointer:
         """The accumulator of one head's first query block, in the running block's split."""
@@ -602,21 +610,18 @@ class BackwardSm90:
         """One query block."""
         shared, n = work.shared, work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        self.start_s(work, acc_s, block)
-        self.start_dp(work, acc_dp, n)
+        self.start_s_and_dp(work, acc_s, acc_dp, block)
 
         lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, masked)
-        if cutlass.const_expr(self.drops_before_products):
-            warpgroup.wait_group(0)
-            self.epilogues.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, masked)
         if cutlass.const_expr(not self.tile.p_in_smem):
             self.start_dv(work, p, n)
             warpgroup.wait_group(1)
         else:
             warpgroup.wait_group(0)
-        ds = self.to_gradients(work, scores, acc_dp, p, saved, n)
+        ds = self.to_gradients(work, scores, acc_dp, p, saved, drawn, n)
 
         self.share(work, p, ds, n)
         if cutlass.const_expr(self.tile.p_in_smem):
@@ -654,25 +659,22 @@ class BackwardSm90:
         n = work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
         acc_dq = self.dq_accumulator()
-        self.start_s(work, acc_s, block)
-        self.start_dp(work, acc_dp, n)
+        self.start_s_and_dp(work, acc_s, acc_dp, block)
         if cutlass.const_expr(late == 1):
             self.start_dq_late(work, acc_dq, block - 1)
 
         lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(2 if late == 1 else 1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, masked)
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, masked)
         if cutlass.const_expr(late == 2):
             self.start_dq_late(work, acc_dq, block - 1)
         beside_dp = 1 if late else 0
-        if cutlass.const_expr(self.drops_before_products):
-            warpgroup.wait_group(beside_dp)
-            self.epilogues.drop_both(work.state, scores, work.score_map.view(p), work.score_map.view(acc_dp))
         if cutlass.const_expr(not self.tile.p_rounded):
             self.start_dv(work, p, n)
             beside_dp += 1
         warpgroup.wait_group(beside_dp)
-        ds = self.to_gradients(work, scores, acc_dp, p, saved, n)
+        ds = self.to_gradients(work, scores, acc_dp, p, saved, drawn, n)
 
         if cutlass.const_expr(self.tile.p_rounded):
             self.start_dv(work, p, n)  # only here, because dS reads its operand
@@ -704,46 +706,48 @@ class BackwardSm90:
         acc_s: cute.Tensor,
         loaded: tuple,
         lse: cute.Tensor,
+        drawn: tuple,
         masked: Constexpr,
     ) -> tuple:
-        """Scores become P; also what the epilogues keep for their derivatives, and P in 16 bits."""
+        """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits."""
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
         probabilities(scores, lse, work.scale_log2)
-        return saved, rounded(acc_s, self.dtype)
+        p = rounded(acc_s, self.dtype)
+        self.epilogues.zero_dropped(drawn, work.score_map.view(p))
+        return saved, p
 
     @cute.jit
     def to_gradients(
-        self, work: Work, scores: ScoreTile, acc_dp: cute.Tensor, p: cute.Tensor, saved: tuple, n: Int32
+        self,
+        work: Work,
+        scores: ScoreTile,
+        acc_dp: cute.Tensor,
+        p: cute.Tensor,
+        saved: tuple,
+        drawn: tuple,
+        n: Int32,
     ) -> cute.Tensor:
         """dP becomes dS; the result is dS in 16 bits."""
         shared = work.shared
         dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
         ds_tile = scores.of(work.score_map.view(acc_dp))
+        self.epilogues.zero_dropped(drawn, ds_tile.acc)
         p_kept = Widened(work.score_map.view(p)) if self.tile.p_rounded else scores.acc
         score_gradient(p_kept, ds_tile.acc, dpsum)
         self.epilogues.backward(work.state, ds_tile, saved)
         return rounded(acc_dp, self.dtype)
 
     @cute.jit
-    def start_s(self, work: Work, acc_s: cute.Tensor, block: Int32) -> None:
-        """S of a query block."""
-        op, ring = work.fragments, work.shared.ring_q
-        n = work.filling(block)
-        ring.wait(n)
+    def start_s_and_dp(self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32) -> None:
+        """S and dP of a query block."""
+        op, shared, n = work.fragments, work.shared, work.filling(block)
+        shared.ring_q.wait(n)
         self.clear_foreign_queries(work, block, n)
-        self.start_scores(op.a_scores, op.b_scores, acc_s, ring.stage(n))
-
-    @cute.jit
-    def start_dp(self, work: Work, acc_dp: cute.Tensor, n: Int32) -> None:
-        """dP of a step."""
-        op, ring = work.fragments, work.shared.ring_do
-        ring.wait(n)
-        self.start_scores(op.a_dp, op.b_dp, acc_dp, ring.stage(n))
-
-    @property
-    def drops_before_products(self) -> bool:
-        """Whether P must wait for dP, because dropout works on both at once."""
-        return bool(self.traits.dropout)
+        work.turns.take()
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n))
+        shared.ring_do.wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n))
+        work.turns.give()
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
@@ -954,6 +958,9 @@ def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     held = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     narrow = BackwardSm90Tile(64, 128)
     if max(d, dv) <= 64:
+        if traits.epilogues:
+            return [narrow]
+        narrow = dataclasses.replace(narrow, dq_late=1)
         heavy = held or traits.softcap or traits.dropout
         return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True, dq_late=2), narrow]
     if max(d, dv) <= 128:

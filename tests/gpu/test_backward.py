@@ -41,12 +41,12 @@ TILES = {
     ),
     "sm90": (
         "num_stages_q=1,num_stages_do=1",
-        "num_stages_ds=1",
+        "num_stages_ds=1,dq_late=0",
         "dq_vector=1",
-        "p_in_smem=true",
-        "p_rounded=true,dq_late=2",
+        "p_in_smem=true,p_rounded=false,dq_late=0",
+        "dq_late=2,take_turns=true",
         "tile_m=64,p_rounded=false,dq_late=1",
-        "p_rounded=true",
+        "p_rounded=true,dq_late=0",
     ),
 }
 
