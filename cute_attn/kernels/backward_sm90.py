@@ -44,135 +44,49 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 aligned with a contiguous last dimension.
 """
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.copy import RowCopy
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
 from cute_attn.device.math import LOG2_E, anew
-from cute_attn.device.pipeline import WARPGROUP, Exchange, Ring, Turns, compute_barrier
+from cute_attn.device.pipeline import WARPGROUP, Turns, compute_barrier
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, padded_row0, sequence, workspace_rows
-from cute_attn.device.tma import Tma, load_row
+from cute_attn.device.seqlen import Seqlens, padded_row0, workspace_rows
+from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import operand_layout, start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
+from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
+from cute_attn.kernels.backward_sm90_load import load_all
+from cute_attn.kernels.backward_sm90_parts import (
+    Fragments,
+    Inputs,
+    Outputs,
+    Problem,
+    Shared,
+    Work,
+    shared_memory,
+)
+from cute_attn.kernels.backward_sm90_store import store_keys
+from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 L2_SECTION_BYTES = 32 << 20
 """How many bytes of dQ the heads that are worked on together may have: fp32 additions beyond go at half the speed."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Shared memory: operands with their stages last, and the rings that guard them."""
-
-    s_k: cute.Tensor
-    s_v: cute.Tensor
-    s_q: cute.Tensor
-    s_do: cute.Tensor
-    s_ds: (
-        cute.Tensor
-    )  # as the scores' accumulator has them: (keys, queries, stage), or with p_in_smem (queries, keys, stage)
-    s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
-    s_lse: cute.Tensor  # (tile_m, stage)
-    s_dpsum: cute.Tensor  # (tile_m, stage)
-    ring_k: Ring
-    ring_v: Ring
-    ring_q: Ring
-    ring_do: Ring
-    exchange: Exchange  # of s_ds, if tile.dq_late
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is computed, and in which order."""
-
-    seqlens: Seqlens
-    softmax_scale: Float32
-    score_args: tuple
-    order: KeyOrder
-    nheads: Int32
-    qheads_per_kvhead: Int32
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Where operands come from."""
-
-    k: Tma
-    v: Tma
-    q: Tma
-    do: Tma
-    mLSElog2: cute.Tensor
-    mDPsum: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go."""
-
-    tma_dk: Tma
-    tma_dv: Tma
-    mDK: cute.Tensor
-    mDV: cute.Tensor
-    mDQaccum: cute.Tensor
-    split_stride: Int64
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """A warpgroup's operands as wgmma takes them, and its accumulators."""
-
-    a_scores: cute.Tensor  # of S and dP
-    b_scores: cute.Tensor
-    a_dp: cute.Tensor
-    b_dp: cute.Tensor
-    do: cute.Tensor  # of dV
-    q: cute.Tensor  # of dK
-    a_dq: cute.Tensor
-    b_dq: cute.Tensor
-    p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem
-    ds_smem: cute.Tensor | None
-    acc_dk: cute.Tensor
-    acc_dv: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Work:
-    """One query head that a warpgroup works on, and everything a step needs of it."""
-
-    shared: Shared
-    fragments: Fragments
-    turns: Turns
-    blocks: BlockRange
-    state: ScoreState
-    score_map: ScoreMap
-    key0: Int32
-    seqlen_q: Int32
-    scale_log2: Float32
-    dq: cute.Pointer  # of the head's first query block
-    first_filling: Int32  # of the rings of Q and dO
-    thread: Int32
-
-    def filling(self, block: Int32) -> Int32:
-        """Which filling of the rings a query block is, and of dS."""
-        return self.first_filling + (block - self.blocks.begin)
 
 
 @dataclass(frozen=True)
@@ -194,7 +108,7 @@ class BackwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
         """The tile that is taken when none is named."""
-        tiles = _preferred_tiles(traits)
+        tiles = preferred_tiles(traits)
         return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
 
     @functools.cached_property
@@ -365,7 +279,7 @@ class BackwardSm90:
     def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        shared = self.shared_memory()
+        shared = shared_memory(self)
         if warp == 0:
             for tma in (inputs.k, inputs.v, inputs.q, inputs.do):
                 cpasync.prefetch_descriptor(tma.atom)
@@ -378,49 +292,10 @@ class BackwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                self.load_all(problem, inputs, outputs, shared)
+                load_all(self, problem, inputs, outputs, shared)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
-
-    def shared_memory(self) -> Shared:
-        """Everything where ``tile.smem_areas`` has it."""
-        tile, (d, dv) = self.tile, self.dims
-        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
-        start = {name: base + begin for name, (begin, _) in tile.smem_areas(self.traits).items()}
-
-        def operand(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-            return cute.make_tensor(
-                cute.recast_ptr(start[name], layout.inner, dtype=self.dtype), layout.outer
-            )
-
-        def rows(name: str, stages: int) -> cute.Tensor:
-            return cute.make_tensor(
-                cute.recast_ptr(start[name], dtype=Float32), cute.make_layout((tile.tile_m, stages))
-            )
-
-        barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
-        rings: list[Ring] = []
-        for stages, fill_bytes in (
-            (1, 2 * tile.tile_n * d),
-            (1, 2 * tile.tile_n * dv),
-            (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m),
-            (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
-        ):
-            rings.append(Ring(barriers, stages, fill_bytes))
-            barriers = barriers + Ring.barrier_bytes(stages) // 8
-        return Shared(
-            operand("k", self.layout_k()),
-            operand("v", self.layout_v()),
-            operand("q", self.layout_q()),
-            operand("do", self.layout_do()),
-            operand("ds", self.layout_ds()),
-            operand("p" if tile.p_in_smem else "ds", self.layout_ds()),
-            rows("lse", tile.num_stages_q),
-            rows("dpsum", tile.num_stages_do),
-            *rings,
-            Exchange(barriers),
-        )
 
     def begin(self, problem: Problem, place: KeyBlocks, head: Int32) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query head."""
@@ -441,56 +316,6 @@ class BackwardSm90:
         rows = rows_of_keys(problem.seqlens, mDK, place.batch)
         splits = problem.order.num_splits.divisor
         return (cute.ceil_div(rows, self.tile.tile_n) - place.first + splits - 1) // splits
-
-    # ---- the loading warp ----
-
-    @cute.jit
-    def load_all(self, problem: Problem, inputs: Inputs, outputs: Outputs, shared: Shared) -> None:
-        """All key blocks, with all query blocks of all query heads that see them."""
-        place = problem.order.place(problem.seqlens)
-        group = problem.qheads_per_kvhead
-        _, state = self.begin(problem, place, place.head_kv * group)
-        (d, dv), info, packed = self.dims, place.info, self.traits.varlen
-        g_k = inputs.k.block(info.offset_k, place.head_kv, place.batch, self.tile.tile_n, d, packed)
-        g_v = inputs.v.block(info.offset_k, place.head_kv, place.batch, self.tile.tile_n, dv, packed)
-        steps = Int32(0)  # fillings of Q and dO so far
-        for i in cutlass.range(self.key_blocks(problem, place, outputs.mDK), unroll=1):
-            block = place.first + i * problem.order.num_splits.divisor
-            blocks = self.query_blocks(place, state, block)
-            shared.ring_k.acquire(i)
-            inputs.k.load(g_k, block, shared.s_k, shared.ring_k, i)
-            shared.ring_v.acquire(i)
-            inputs.v.load(g_v, block, shared.s_v, shared.ring_v, i)
-            for h in cutlass.range(group, unroll=1):
-                self.load_queries(problem, inputs, shared, place, place.head_kv * group + h, blocks, steps)
-                steps += blocks.end - blocks.begin
-
-    @cute.jit
-    def load_queries(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        shared: Shared,
-        place: KeyBlocks,
-        head: Int32,
-        blocks: BlockRange,
-        steps: Int32,
-    ) -> None:
-        """Q and dO of one head, with what belongs to their rows."""
-        (d, dv), info, packed, tile_m = self.dims, place.info, self.traits.varlen, self.tile.tile_m
-        g_q = inputs.q.block(info.offset_q, head, place.batch, tile_m, d, packed)
-        g_do = inputs.do.block(info.offset_q, head, place.batch, tile_m, dv, packed)
-        row0 = padded_row0(problem.seqlens, info, place.batch, tile_m)
-        g_lse = workspace_rows(inputs.mLSElog2, place.batch, head, row0, 1, packed)
-        g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
-        for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-            n = steps + (block - blocks.begin)
-            shared.ring_q.acquire(n)
-            inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
-            load_row(cute.local_tile(g_lse, (tile_m,), (block,)), shared.s_lse, shared.ring_q, n)
-            shared.ring_do.acquire(n)
-            inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)
-            load_row(cute.local_tile(g_dpsum, (tile_m,), (block,)), shared.s_dpsum, shared.ring_do, n)
 
     # ---- the computing warpgroups ----
 
@@ -516,7 +341,7 @@ class BackwardSm90:
             fragments.acc_dv.fill(0.0)
             shared.ring_k.wait(i)
             shared.ring_v.wait(i)
-            self.clear_foreign_keys(shared, place.info.seqlen_k - block * tile.tile_n, thread)
+            clear_foreign_keys(self, shared, place.info.seqlen_k - block * tile.tile_n, thread)
             for h in cutlass.range(group, unroll=1):
                 head = place.head_kv * group + h
                 context, begun = self.begin(problem, place, head)
@@ -536,7 +361,7 @@ class BackwardSm90:
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
-            self.store_keys(problem, outputs, shared, fragments, i)
+            store_keys(self, problem, outputs, shared, fragments, i)
             shared.ring_k.release(i)
             shared.ring_v.release(i)
         turns.close()
@@ -742,7 +567,7 @@ class BackwardSm90:
         """S and dP of a query block."""
         op, shared, n = work.fragments, work.shared, work.filling(block)
         shared.ring_q.wait(n)
-        self.clear_foreign_queries(work, block, n)
+        clear_foreign_queries(self, work, block, n)
         work.turns.take()
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n))
         shared.ring_do.wait(n)
@@ -842,137 +667,3 @@ class BackwardSm90:
                 cute.make_tensor(pointer + rows[r], layout), cute.make_tensor(values.iterator + r, layout)
             )
         return values
-
-    # ---- rows of other sequences ----
-
-    @cute.jit
-    def clear_foreign_keys(self, shared: Shared, rows: Int32, thread: Int32) -> None:
-        """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
-        if cutlass.const_expr(self.foreign_keys):
-            if rows < self.tile.tile_n:
-                self.clear(shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
-                self.clear(shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                compute_barrier(self.tile.warpgroups)
-
-    @cute.jit
-    def clear_foreign_queries(self, work: Work, block: Int32, n: Int32) -> None:
-        """Q and dO behind the sequence's last query become zeros."""
-        if cutlass.const_expr(self.foreign_queries):
-            rows = work.seqlen_q - block * self.tile.tile_m
-            if rows < self.tile.tile_m:
-                shared = work.shared
-                shared.ring_do.wait(n)
-                self.clear(shared.s_q[None, None, shared.ring_q.stage(n)], rows, work.thread)
-                self.clear(shared.s_do[None, None, shared.ring_do.stage(n)], rows, work.thread)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                compute_barrier(self.tile.warpgroups)
-
-    @cute.jit
-    def clear(self, tile: cute.Tensor, first: Int32, thread: Int32) -> None:
-        """Zero (rows, cols) in shared memory from row ``first`` on, by all threads that compute."""
-        rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-        vectors = cols // 8
-        zeros = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
-        zeros.fill(0.0)
-        for i in cutlass.range(thread, (rows - first) * vectors, self.tile.mma_threads, unroll=1):
-            row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
-            cute.autovec_copy(zeros, row[0, None])
-
-    # ---- output ----
-
-    @cute.jit
-    def store_keys(
-        self, problem: Problem, outputs: Outputs, shared: Shared, fragments: Fragments, i: Int32
-    ) -> None:
-        """dK and dV of the i-th key block, through the shared memory of K and V. All rows that exist are written.
-
-        Where the block of threads is, it finds out again: the registers that would hold it are the main loop's.
-        """
-        thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
-        place = problem.order.place(problem.seqlens)
-        block = place.first + i * problem.order.num_splits.divisor
-        _, state = self.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
-        rescale = self.epilogues.rescale(state)
-        d, dv = self.dims
-        compute_barrier(self.tile.warpgroups)  # no products read K and V any more
-        self.to_smem(fragments.acc_dv, rescale, self.mma_dkv(dv), shared.s_v[None, None, 0], thread)
-        scale = rescale * problem.softmax_scale
-        self.to_smem(fragments.acc_dk, scale, self.mma_dkv(d), shared.s_k[None, None, 0], thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        compute_barrier(self.tile.warpgroups)
-        if cutlass.const_expr(self.traits.varlen):
-            rows = rows_of_keys(problem.seqlens, outputs.mDK, place.batch) - block * self.tile.tile_n
-            self.store_rows(shared.s_k, outputs.mDK, self.traits.head_dim, place, block, rows, thread)
-            self.store_rows(shared.s_v, outputs.mDV, self.traits.head_dim_v, place, block, rows, thread)
-            compute_barrier(self.tile.warpgroups)
-        elif thread < 32:
-            n, h, b = self.tile.tile_n, place.head_kv, place.batch
-            outputs.tma_dv.store(
-                shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block
-            )
-            outputs.tma_dk.store(shared.s_k[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def to_smem(
-        self,
-        acc: cute.Tensor,
-        factor: Float32,
-        tiled_mma: cute.TiledMma,
-        target: cute.Tensor,
-        thread: Int32,
-    ) -> None:
-        """An accumulator times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
-        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
-        fragment.store((acc.load() * factor).to(self.dtype))
-        store = layouts.store_copy_c(tiled_mma, self.dtype, "sm90")
-        mine = store.get_slice(thread)
-        cute.copy(store, mine.retile(fragment), mine.partition_D(target))
-
-    @cute.jit
-    def store_rows(
-        self,
-        source: cute.Tensor,
-        target: cute.Tensor,
-        head_dim: Constexpr,
-        place: KeyBlocks,
-        block: Int32,
-        rows: Int32,
-        thread: Int32,
-    ) -> None:
-        """The first ``rows`` keys of a block to packed ``target``."""
-        cols = padded(head_dim)
-        plane = sequence(target, place.batch, place.head_kv, place.info.offset_k, True)
-        tiles = cute.local_tile(plane, (self.tile.tile_n, cols), (block, 0))
-        RowCopy(self.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)
-
-
-def _preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
-    """Best first; the first one that fits is the default.
-
-    What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
-    would have.
-    """
-    d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-    held = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
-    narrow = BackwardSm90Tile(64, 128)
-    if max(d, dv) <= 64:
-        if traits.epilogues:
-            return [narrow]
-        narrow = dataclasses.replace(narrow, dq_late=1)
-        heavy = held or traits.softcap or traits.dropout
-        return [narrow] if heavy else [BackwardSm90Tile(128, 128, p_rounded=True, dq_late=2), narrow]
-    if max(d, dv) <= 128:
-        fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if held and d == 128 else []
-        late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
-        return (
-            [*fewer, narrow] if held or traits.softcap or traits.dropout or traits.alibi else [late, narrow]
-        )
-    wide = BackwardSm90Tile(64, 64, p_in_smem=True)
-    return [
-        wide,
-        dataclasses.replace(wide, num_stages_do=1),
-        dataclasses.replace(wide, num_stages_do=1, num_stages_ds=1),
-        dataclasses.replace(wide, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
-    ]

@@ -1,0 +1,80 @@
+"""How dK and dV of a key block leave the Hopper backward's registers."""
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, cute
+
+import layouts
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.key_order import KeyBlocks, rows_of_keys
+from cute_attn.device.math import anew
+from cute_attn.device.pipeline import WARPGROUP, compute_barrier
+from cute_attn.device.seqlen import sequence
+from cute_attn.kernels.backward_sm90_parts import Fragments, Outputs, Problem, Shared
+from cute_attn.tiles import padded
+
+
+@cute.jit
+def store_keys(
+    kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared, fragments: Fragments, i: Int32
+) -> None:
+    """dK and dV of the i-th key block, through the shared memory of K and V. All rows that exist are written.
+
+    Where the block of threads is, it finds out again: the registers that would hold it are the main loop's.
+    """
+    thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
+    place = problem.order.place(problem.seqlens)
+    block = place.first + i * problem.order.num_splits.divisor
+    _, state = kernel.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
+    rescale = kernel.epilogues.rescale(state)
+    d, dv = kernel.dims
+    compute_barrier(kernel.tile.warpgroups)  # no products read K and V any more
+    to_smem(kernel, fragments.acc_dv, rescale, kernel.mma_dkv(dv), shared.s_v[None, None, 0], thread)
+    scale = rescale * problem.softmax_scale
+    to_smem(kernel, fragments.acc_dk, scale, kernel.mma_dkv(d), shared.s_k[None, None, 0], thread)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    compute_barrier(kernel.tile.warpgroups)
+    if cutlass.const_expr(kernel.traits.varlen):
+        rows = rows_of_keys(problem.seqlens, outputs.mDK, place.batch) - block * kernel.tile.tile_n
+        store_rows(kernel, shared.s_k, outputs.mDK, kernel.traits.head_dim, place, block, rows, thread)
+        store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, block, rows, thread)
+        compute_barrier(kernel.tile.warpgroups)
+    elif thread < 32:
+        n, h, b = kernel.tile.tile_n, place.head_kv, place.batch
+        outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block)
+        outputs.tma_dk.store(shared.s_k[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def to_smem(
+    kernel: Constexpr,
+    acc: cute.Tensor,
+    factor: Float32,
+    tiled_mma: cute.TiledMma,
+    target: cute.Tensor,
+    thread: Int32,
+) -> None:
+    """An accumulator times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
+    fragment = cute.make_rmem_tensor_like(acc, kernel.dtype)
+    fragment.store((acc.load() * factor).to(kernel.dtype))
+    store = layouts.store_copy_c(tiled_mma, kernel.dtype, "sm90")
+    mine = store.get_slice(thread)
+    cute.copy(store, mine.retile(fragment), mine.partition_D(target))
+
+
+@cute.jit
+def store_rows(
+    kernel: Constexpr,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    head_dim: Constexpr,
+    place: KeyBlocks,
+    block: Int32,
+    rows: Int32,
+    thread: Int32,
+) -> None:
+    """The first ``rows`` keys of a block to packed ``target``."""
+    cols = padded(head_dim)
+    plane = sequence(target, place.batch, place.head_kv, place.info.offset_k, True)
+    tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (block, 0))
+    RowCopy(kernel.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)
