@@ -22,7 +22,7 @@ class Shared:
     s_v: cute.Tensor
     s_q: cute.Tensor
     s_do: cute.Tensor
-    s_ds: cute.Tensor  # as the scores' accumulator: (keys, queries, stage), or with p_in_smem (queries, keys, stage)
+    s_ds: cute.Tensor  # (keys, queries, stage), or with p_in_smem (queries, keys, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
     s_lse: cute.Tensor  # (tile_m, stage)
     s_dpsum: cute.Tensor  # (tile_m, stage)
