@@ -174,7 +174,8 @@ class SmemResult:
 
     def start(self) -> Int32:
         """The address of the thread's first element, computed here rather than kept through a loop."""
-        row, col = thread_row_col(self.tiled_mma, *self.shape, small(anew(self.thread)))
+        rows, cols = self.shape
+        row, col = thread_row_col(self.tiled_mma, rows, cols, small(anew(self.thread)))
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:

@@ -142,6 +142,9 @@ def shared_memory(kernel: Any) -> Shared:
         operand("p" if tile.p_in_smem else "ds", kernel.layout_ds()),
         rows("lse", tile.num_stages_q),
         rows("dpsum", tile.num_stages_do),
-        *rings,
+        rings[0],
+        rings[1],
+        rings[2],
+        rings[3],
         Exchange(barriers),
     )
