@@ -414,6 +414,7 @@ class BackwardSm80Tile(Tile):
             *([] if self.v_in_regs else between),
             ("lse", 4 * m * self.stages_q),
             ("dpsum", 4 * m * self.stages_do),
+            ("parked", 64),
         ]
         for name, size in [("k", 2 * n * d), ("v", v)]:
             areas[name] = (end, end + size)

@@ -48,6 +48,11 @@ from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
+_BAND = ("left", "right", "seqlen_k")
+PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND)
+"""Numbers that are the same in all threads and wait in shared memory, as 64 bits. Compilers keep what comes from a
+kernel's arguments in registers all through the loop, and spill it; shared memory they read anew after every barrier."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -63,6 +68,16 @@ class Memory:
     dpsum: cute.Tensor  # (tile_m, stage)
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
+    parked: cute.Tensor  # Int64, see PARKED
+
+    def number(self, name: str) -> cute.Tensor:
+        """(1,): a parked number."""
+        return cute.make_tensor(self.parked.iterator + PARKED.index(name), cute.make_layout(1))
+
+    def park(self, **numbers: Int64 | Int32) -> None:
+        """Every thread stores them, and all the same ones."""
+        for name, number in numbers.items():
+            self.parked[PARKED.index(name)] = Int64(number)
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,7 @@ class BlockLoad:
     g: cute.Tensor  # (seqlen_q, head_dim)
     valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
+    stride: cute.Tensor  # of g's rows, parked
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
     seqlen_q: Int32
@@ -133,7 +149,7 @@ class BlockLoad:
         row, col = thread // per_row, thread % per_row * 8
         layout = self.s.layout
         first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
-        stride = opaque(Int64(self.g.stride[0]))
+        stride = self.stride[0]
         source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * 2
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
         atom = cute.make_copy_atom(
@@ -168,7 +184,8 @@ class BlockLoad:
         tile_m = cute.size(self.s_row, mode=[0])
         thread = small(anew(self.thread))
         if thread < tile_m // 4:
-            source = (self.g_row.iterator + (block * tile_m + thread * 4)).toint()
+            # A 32-bit offset in bytes leaves the address before it in a uniform register.
+            source = self.g_row.iterator.toint() + Int64((block * tile_m + thread * 4) * 4)
             target = (self.s_row.iterator + (stage * tile_m + thread * 4)).toint()
             spaces = cute.AddressSpace.gmem, cute.AddressSpace.smem
             pointers = (
@@ -305,12 +322,17 @@ class BackwardSm80:
         inputs = (mQ, mK, mV, mDO, mLSElog2, mDPsum)
         outputs = (mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, split_stride, nheads, group)
-        self.kernel(inputs, outputs, seqlens, scalars, score_args, order).launch(
-            grid=[order.blocks, 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
-        )
+        rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
+        # Launches follow each other, so that no two blocks add to the same accumulator in an order of their own.
+        for skipped in cutlass.range(
+            0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
+        ):
+            self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped).launch(
+                grid=[order.blocks, 1, 1],
+                block=[self.tile.num_threads, 1, 1],
+                stream=stream,
+                min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
+            )
 
     # ---- device ----
 
@@ -323,18 +345,20 @@ class BackwardSm80:
         scalars: tuple,
         score_args: tuple,
         order: KeyOrder,
+        skipped: Int32,
     ) -> None:
-        thread, _, _ = cute.arch.thread_idx()
-        place = uniform_place(order.place(seqlens))
-        mem = self.shared_memory()
-        operands = self.operands(mem, thread)
         # All keys that exist have gradients, those that are not used too.
-        keys = rows_of_keys(seqlens, inputs[1], place.batch)
-        key0 = place.first * self.tile.tile_n
-        while key0 < keys:
-            self.key_block(inputs, outputs, seqlens, scalars, score_args, place, mem, operands, key0, thread)
-            cute.arch.barrier()
-            key0 += order.num_splits.divisor * self.tile.tile_n
+        place = place_of(order, seqlens, anew(cute.arch.block_idx()[0]))
+        key0 = (place.first + skipped) * self.tile.tile_n
+        if key0 < rows_of_keys(seqlens, inputs[1], place.batch):
+            mem = self.shared_memory()
+            mem.park(
+                block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
+            )
+            gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
+            place = place_of(order, seqlens, Int32(mem.number("block")[0]))
+            key0 = (place.first + skipped) * self.tile.tile_n
+            self.store(gradients, inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
 
     @cute.jit
     def key_block(
@@ -345,16 +369,16 @@ class BackwardSm80:
         scalars: tuple,
         score_args: tuple,
         place: KeyBlocks,
-        mem: Memory,
-        operands: Operands,
         key0: Int32,
-        thread: Int32,
-    ) -> None:
-        """dK and dV of the keys from ``key0`` on, and what they add to dQ."""
+        mem: Memory,
+    ) -> Gradients:
+        """dK and dV of the keys from ``key0`` on, but for constants, and what they add to dQ."""
         traits, tile, chain = self.traits, self.tile, self.epilogues
         _, mK, mV, _, _, _ = inputs
-        mDQaccum, mDK, mDV = outputs
+        mDQaccum, _, _ = outputs
         softmax_scale, scale_log2, split_stride, nheads, group = scalars
+        thread, _, _ = cute.arch.thread_idx()
+        operands = self.operands(mem, thread)
         self.load_keys(mK, mem.k, traits.head_dim, place, key0, thread)
         self.load_keys(mV, mem.v, traits.head_dim_v, place, key0, thread)
         cute.arch.cp_async_commit_group()
@@ -367,8 +391,8 @@ class BackwardSm80:
                 operands.k.load_all()
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
-        for member in cutlass.range(group, unroll=1):
-            head = place.head_kv * group + member
+        head0 = place.head_kv * group
+        for head in cutlass.range(head0, head0 + group, unroll=1):
             context = chain.context(score_args, seqlens, place.info, place.batch, head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
             blocks = BlockRange.of_keys(
@@ -398,16 +422,35 @@ class BackwardSm80:
         # Nothing may be on its way to shared memory, nor read there, when the gradients take it over.
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        rescale = chain.context(
+        return gradients
+
+    @cute.jit
+    def store(
+        self,
+        gradients: Gradients,
+        inputs: tuple,
+        outputs: tuple,
+        seqlens: Seqlens,
+        scalars: tuple,
+        score_args: tuple,
+        place: KeyBlocks,
+        key0: Int32,
+        mem: Memory,
+    ) -> None:
+        """dK and dV of the keys that exist, times their constants."""
+        _, mDK, mDV = outputs
+        softmax_scale, _, _, nheads, _ = scalars
+        thread, _, _ = cute.arch.thread_idx()
+        rescale = self.epilogues.context(
             score_args, seqlens, place.info, place.batch, place.head_kv, nheads, softmax_scale
         ).gradient_scale
-        keys = rows_of_keys(seqlens, mK, place.batch) - key0
-        mma_dkv = operands.mma_dkv
+        keys = rows_of_keys(seqlens, inputs[1], place.batch) - key0
+        mma_dkv = self.mma_dkv()
         self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, mem.dk, thread)
         self.stage_gradient(gradients.dv, rescale, mma_dkv, mem.dv, thread)
         cute.arch.barrier()
-        self.store_gradient(mem.dk, mDK, traits.head_dim, place, key0, keys, thread)
-        self.store_gradient(mem.dv, mDV, traits.head_dim_v, place, key0, keys, thread)
+        self.store_gradient(mem.dk, mDK, self.traits.head_dim, place, key0, keys, thread)
+        self.store_gradient(mem.dv, mDV, self.traits.head_dim_v, place, key0, keys, thread)
 
     def shared_memory(self) -> Memory:
         """Everything in shared memory."""
@@ -430,6 +473,7 @@ class BackwardSm80:
             dpsum=area("dpsum", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
             dk=area("dk", self.smem_layout(tile.tile_n, d, None)),
             dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
+            parked=area("parked", cute.make_layout(len(PARKED)), Int64),
         )
 
     def operands(self, mem: Memory, thread: Int32) -> Operands:
@@ -496,15 +540,15 @@ class BackwardSm80:
         mQ, _, _, mDO, mLSElog2, mDPsum = inputs
         packed = self.traits.varlen
 
-        def load(m, head_dim, s, m_row, s_row):
+        def load(m, head_dim, s, stride, m_row, s_row):
             g = sequence(m, place.batch, head, place.info.offset_q, packed)
             g_row = workspace_rows(m_row, place.batch, head, row0, 1, packed)
             seqlen, threads = place.info.seqlen_q, self.tile.num_threads
-            return BlockLoad(g, head_dim, s, g_row, s_row, seqlen, thread, threads)
+            return BlockLoad(g, head_dim, s, mem.number(stride), g_row, s_row, seqlen, thread, threads)
 
         return (
-            load(mQ, self.traits.head_dim, mem.q, mLSElog2, mem.lse),
-            load(mDO, self.traits.head_dim_v, mem.do, mDPsum, mem.dpsum),
+            load(mQ, self.traits.head_dim, mem.q, "stride_q", mLSElog2, mem.lse),
+            load(mDO, self.traits.head_dim_v, mem.do, "stride_do", mDPsum, mem.dpsum),
         )
 
     def gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
@@ -525,6 +569,8 @@ class BackwardSm80:
         if blocks.begin < blocks.end:
             # The head before this one may still be reading.
             cute.arch.barrier()
+            band = work.state.band
+            work.memory.park(dq=work.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
             work.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             work.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
         cute.arch.cp_async_commit_group()
@@ -566,7 +612,7 @@ class BackwardSm80:
     @cute.jit
     def start_next(self, work: Work, block: Int32, q: Constexpr, do: Constexpr) -> None:
         """Start loading what the next step needs."""
-        block = opaque(block) + 1
+        block = block + 1
         if block < work.blocks.end:
             if cutlass.const_expr(q):
                 work.load_q.start(block, self.stage(block, self.tile.stages_q))
@@ -595,7 +641,8 @@ class BackwardSm80:
         scores = self.score_tile(work, block, piece, acc_s)
         saved = chain.forward(work.state, scores, loaded, False)
         if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
-            chain.mask.forward(work.state.band, scores)
+            parked = {name: Int32(work.memory.number(name)[0]) for name in _BAND}
+            chain.mask.forward(dataclasses.replace(work.state.band, **parked), scores)
         lse = self.row_numbers(work, block, piece, work.memory.lse)
         probabilities(scores, lse, work.scale_log2)
         stage_do = self.stage(opaque(block), tile.stages_do) * tile.pieces + piece
@@ -669,7 +716,8 @@ class BackwardSm80:
         acc.fill(0.0)
         gemm(op.mma_dq, acc, op.ds, op.k_t, Int32(0), tile.steps_at_once(tile.tile_n, tile.dq_unroll))
         floats = dq.block_floats(self.traits, tile)
-        place = work.dq_blocks + cute.assume(Int64(block) * floats, divby=4)
+        blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
+        place = blocks + cute.assume(Int64(block) * floats, divby=4)
         add_fragment(acc, place, small(anew(work.thread)), tile.mma_threads, tile.dq_vector)
 
     @cute.jit
@@ -705,14 +753,17 @@ class BackwardSm80:
         RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
 
-def uniform_place(place: KeyBlocks) -> KeyBlocks:
-    """``place`` with lengths that the compiler knows to be the same in all lanes: what follows from them, such as the
-    pointers of a packed sequence, stays out of the threads' registers."""
-    info = place.info
+@cute.jit
+def place_of(order: KeyOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
+    """What the running block has, as numbers that the compiler knows to be the same in all lanes: what follows from
+    them, such as pointers, stays out of the threads' registers. Each call computes them anew.
+    """
+    plane, first = order.plane_of(cute.arch.make_warp_uniform(block))
+    batch, head_kv = (cute.arch.make_warp_uniform(x) for x in divmod(plane, order.nheads_kv))
+    info = SeqlenInfo.read(seqlens, batch)
     lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
-    return dataclasses.replace(
-        place, info=SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
-    )
+    info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
+    return KeyBlocks(cute.arch.make_warp_uniform(first), head_kv, batch, info)
 
 
 def _burden(traits: Traits) -> int:
@@ -723,7 +774,11 @@ def _burden(traits: Traits) -> int:
         return 3 if modified else 2
     if saves:
         return 2
-    return 1 if modified or (traits.varlen and traits.windowed) else 0
+    lengths, large = (
+        traits.varlen or traits.seqused_q or traits.seqused_k,
+        traits.head_dim + traits.head_dim_v > 128,
+    )
+    return 1 if modified or lengths + traits.windowed + large > 1 else 0
 
 
 def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
@@ -731,14 +786,14 @@ def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
     return BackwardSm80Tile(*shape, **fields)
 
 
-def _in_regs(queries_at_once: int, dq_unroll: int) -> BackwardSm80Tile:
+def _in_regs(queries_at_once: int, unroll: int) -> BackwardSm80Tile:
     """P and dS in registers: four warps of 32 keys, so that two blocks share a multiprocessor."""
     return BackwardSm80Tile(
         *(64, 128, 4, 1, 4, 2),
         p_in_regs=True,
         queries_at_once=queries_at_once,
-        sdp_unroll=2,
-        dq_unroll=dq_unroll,
+        sdp_unroll=unroll,
+        dq_unroll=unroll,
     )
 
 
@@ -746,12 +801,25 @@ _ONE_STAGE = {"stages_q": 1, "stages_do": 1}
 # The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
 # What the epilogues burden begins so many places further back.
 _TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_in_regs(32, 2), _in_regs(16, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
-    96: [*[_tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 4, 4)],
-    128: [*[_tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 2, 2)],
-    192: [*[_tile(64, 64, 8, 4, 2, 2, dq_unroll=2)] * 2, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
+    64: [_in_regs(32, 0), _in_regs(16, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
+    96: [
+        _tile(64, 128, 8, 2, 4, 4),
+        _tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4),
+    ],
+    128: [
+        _tile(64, 128, 8, 2, 4, 2),
+        _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2),
+        _tile(64, 64, 8, 4, 2, 2),
+    ],
+    192: [
+        _tile(64, 64, 8, 4, 2, 2),
+        _tile(64, 64, 8, 4, 2, 2, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, dq_unroll=2),
+    ],
     256: [
-        *[_tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2)] * 2,
+        _tile(64, 64, 8, 4, 2, 2, **_ONE_STAGE),
+        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
         _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
         _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1),
         _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE),
@@ -777,8 +845,8 @@ def _preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
-    # Reductions of single floats take registers too: up to 64, as many as the epilogues.
-    least = 1 if target == "sm80" and largest <= 64 else 0
+    # Reductions of single floats take registers too.
+    least = 1 if target == "sm80" and largest > 192 else 0
     first = min(max(_burden(traits), least), len(tiles) - 1)
     tiles = [*tiles[first:], *_FIT_ALWAYS]
     vector = 4 if target == "sm90" else 1

@@ -55,6 +55,7 @@ def memory_at_zero(kernel):
         dpsum=None,
         dk=at_zero(kernel.smem_layout(tile.tile_n, d, None)),
         dv=at_zero(kernel.smem_layout(tile.tile_n, dv, None)),
+        parked=None,
     )
 
 
