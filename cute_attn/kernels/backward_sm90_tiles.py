@@ -18,7 +18,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     narrow = BackwardSm90Tile(64, 128)
     late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
     if max(d, dv) <= 64:
-        if traits.epilogues:
+        if traits.epilogues or (traits.alibi and traits.bias):
             return [narrow]
         beside_products = dataclasses.replace(narrow, dq_late=1)
         return [beside_products] if laden else [dataclasses.replace(late, tile_m=128), beside_products]
