@@ -651,7 +651,7 @@ class BackwardSm80:
         p.store(acc_s.load().to(self.dtype))
         dp = self.score_tile(work, block, piece, acc_dp)
         chain.drop_both(work.state, dp, self.by_rows(op, p), dp.acc)
-        if cutlass.const_expr(tile.p_in_regs):
+        if cutlass.const_expr(op.p_out is None):
             gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
             op.p_out.store(p)
@@ -781,9 +781,11 @@ def _burden(traits: Traits) -> int:
     return 1 if modified or lengths + traits.windowed + large > 1 else 0
 
 
-def _tile(*shape: int, **fields: Any) -> BackwardSm80Tile:
-    """(tile_m, tile_n, num_warps, warps along M in S, in dK, in dQ)."""
-    return BackwardSm80Tile(*shape, **fields)
+def _tile(
+    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, **fields: Any
+) -> BackwardSm80Tile:
+    """sdp, dkv, dq: warps along M in S, in dK and in dQ."""
+    return BackwardSm80Tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
 
 
 def _in_regs(queries_at_once: int, unroll: int) -> BackwardSm80Tile:
