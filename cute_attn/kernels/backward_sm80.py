@@ -654,7 +654,7 @@ class BackwardSm80:
         if cutlass.const_expr(op.p_out is None):
             gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
-            op.p_out.store(p)
+            op.p_out.store(p)  # type: ignore[union-attr]
         score_gradient(scores.acc, dp.acc, self.row_numbers(work, block, piece, work.memory.dpsum))
         chain.backward(work.state, dp, saved)
         ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
