@@ -28,8 +28,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
-from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device import dq
@@ -45,7 +44,9 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, 
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
-from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
+from cute_attn.kernels.backward_sm80_load import BlockLoad
+from cute_attn.kernels.backward_sm80_tiles import FIT_ALWAYS, preferred_tiles
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 _BAND = ("left", "right", "seqlen_k")
@@ -110,96 +111,6 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class BlockLoad:
-    """One head's Q or dO in global memory with its row statistics, and their stages in shared memory."""
-
-    g: cute.Tensor  # (seqlen_q, head_dim)
-    valid_cols: Constexpr  # head_dim
-    s: cute.Tensor  # (queries, padded head_dim, piece and stage)
-    stride: cute.Tensor  # of g's rows, parked
-    g_row: cute.Tensor  # LSE or D of the padded rows
-    s_row: cute.Tensor  # (tile_m, stage)
-    seqlen_q: Int32
-    thread: Int32
-    num_threads: Constexpr
-
-    @cute.jit
-    def start(self, block: Int32, stage: Int32) -> None:
-        """Start loading ``block``. Queries that do not exist become zeros, since 0 * NaN would be NaN."""
-        tile_m = cute.size(self.s_row, mode=[0])
-        if (block + 1) * tile_m <= self.seqlen_q:
-            self.rows(block, stage, True)
-        else:
-            self.rows(block, stage, False)
-        self.row_statistics(block, stage)
-
-    @cute.jit
-    def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows exist.
-
-        A thread's vectors lie whole rows of the swizzle's pattern apart, so that one address in shared memory serves
-        all of them. The row stride is opaque, or each vector's offset would be kept in registers.
-        """
-        (tile_m, _), (queries, cols, _) = (
-            tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
-        )
-        per_row = 8 if cols % 64 == 0 else 4
-        row_step, col_step = self.num_threads // per_row, per_row * 8
-        thread = small(anew(self.thread))
-        row, col = thread // per_row, thread % per_row * 8
-        layout = self.s.layout
-        first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
-        stride = self.stride[0]
-        source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * 2
-        exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.s.element_type, num_bits_per_copy=128
-        )
-        vector = cute.make_layout(((8, 1), 1))
-        for m in cutlass.range_constexpr(0, tile_m, row_step):
-            for k in cutlass.range_constexpr(0, cols, col_step):
-                distance = cute.crd2idx((m % queries, k, m // queries), layout.outer)
-                g, s = (
-                    cute.make_tensor(
-                        cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
-                    )
-                    for address, space in (
-                        (source + (m * stride + k) * 2, cute.AddressSpace.gmem),
-                        (first + distance * 2, cute.AddressSpace.smem),
-                    )
-                )
-                exists[0, 0] = Boolean(True)
-                if cutlass.const_expr(k + col_step > self.valid_cols):
-                    exists[0, 0] = col + k < self.valid_cols
-                if cutlass.const_expr(not whole):
-                    exists[0, 0] = exists[0, 0] & (row + m < self.seqlen_q - block * tile_m)
-                if cutlass.const_expr(whole and k + col_step <= self.valid_cols):
-                    cute.copy(atom, g, s)
-                else:
-                    cute.copy(atom, g, s, pred=exists)
-
-    @cute.jit
-    def row_statistics(self, block: Int32, stage: Int32) -> None:
-        """A number a row, 16 bytes a thread; the workspace has all rows of the block."""
-        tile_m = cute.size(self.s_row, mode=[0])
-        thread = small(anew(self.thread))
-        if thread < tile_m // 4:
-            # A 32-bit offset in bytes leaves the address before it in a uniform register.
-            source = self.g_row.iterator.toint() + Int64((block * tile_m + thread * 4) * 4)
-            target = (self.s_row.iterator + (stage * tile_m + thread * 4)).toint()
-            spaces = cute.AddressSpace.gmem, cute.AddressSpace.smem
-            pointers = (
-                cute.make_ptr(Float32, address, space, assumed_align=16)
-                for address, space in zip((source, target), spaces, strict=True)
-            )
-            atom = cute.make_copy_atom(
-                cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
-            )
-            g, s = (cute.make_tensor(pointer, cute.make_layout(4)) for pointer in pointers)
-            cute.copy(atom, g, s)
-
-
-@dataclass(frozen=True)
 class Work:
     """What a block works on for one query head, and everything a step needs of it."""
 
@@ -235,10 +146,10 @@ class BackwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
         """The tile that is taken when none is named."""
-        for tile in _preferred_tiles(traits, target):
+        for tile in preferred_tiles(traits, target):
             if tile.reject(traits, target) is None:
                 return tile
-        return _FIT_ALWAYS[0]
+        return FIT_ALWAYS[0]
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -764,92 +675,3 @@ def place_of(order: KeyOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
     lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
     info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
     return KeyBlocks(cute.arch.make_warp_uniform(first), head_kv, batch, info)
-
-
-def _burden(traits: Traits) -> int:
-    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 3."""
-    saves = bool(traits.softcap or traits.epilogues)  # for their derivatives
-    modified = bool(saves or traits.bias or traits.alibi)
-    if traits.dropout:
-        return 3 if modified else 2
-    if saves:
-        return 2
-    lengths, large = (
-        traits.varlen or traits.seqused_q or traits.seqused_k,
-        traits.head_dim + traits.head_dim_v > 128,
-    )
-    return 1 if modified or lengths + traits.windowed + large > 1 else 0
-
-
-def _tile(
-    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, **fields: Any
-) -> BackwardSm80Tile:
-    """sdp, dkv, dq: warps along M in S, in dK and in dQ."""
-    return BackwardSm80Tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
-
-
-def _in_regs(queries_at_once: int, unroll: int) -> BackwardSm80Tile:
-    """P and dS in registers: four warps of 32 keys, so that two blocks share a multiprocessor."""
-    return BackwardSm80Tile(
-        *(64, 128, 4, 1, 4, 2),
-        p_in_regs=True,
-        queries_at_once=queries_at_once,
-        sdp_unroll=unroll,
-        dq_unroll=unroll,
-    )
-
-
-_ONE_STAGE = {"stages_q": 1, "stages_do": 1}
-# The larger head dim -> tiles, best first; the first that fits the traits and the target is the default. None spills.
-# What the epilogues burden begins so many places further back.
-_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_in_regs(32, 0), _in_regs(16, 2), _in_regs(16, 2), _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)],
-    96: [
-        _tile(64, 128, 8, 2, 4, 4),
-        _tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2),
-        _tile(64, 64, 8, 4, 4, 4),
-    ],
-    128: [
-        _tile(64, 128, 8, 2, 4, 2),
-        _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2),
-        _tile(64, 64, 8, 4, 2, 2),
-    ],
-    192: [
-        _tile(64, 64, 8, 4, 2, 2),
-        _tile(64, 64, 8, 4, 2, 2, dq_unroll=2),
-        _tile(64, 64, 8, 4, 4, 4, dq_unroll=2),
-    ],
-    256: [
-        _tile(64, 64, 8, 4, 2, 2, **_ONE_STAGE),
-        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
-        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
-        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1),
-        _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE),
-    ],
-}
-# The same for targets with less than 100 KB of shared memory a multiprocessor.
-_SMALL_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_tile(64, 128, 8, 2, 4, 2, dq_unroll=2)],
-    96: [_tile(64, 64, 8, 4, 4, 4, dq_unroll=2)],
-    128: [_tile(64, 64, 8, 4, 2, 2, stages_do=1)],
-    160: [_tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE)],
-    192: [_tile(64, 32, 8, 4, 2, 2, **_ONE_STAGE)],
-    256: [_tile(64, 32, 8, 4, 2, 2, v_in_regs=True, dq_unroll=1, **_ONE_STAGE)],
-}
-_FIT_ALWAYS = [
-    _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
-    _tile(32, 32, 4, 2, 2, 2, dq_unroll=1, **_ONE_STAGE),
-]
-
-
-def _preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
-    """Best first."""
-    tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
-    largest = max(traits.head_dim, traits.head_dim_v)
-    tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
-    # Reductions of single floats take registers too.
-    least = 1 if target == "sm80" and largest > 192 else 0
-    first = min(max(_burden(traits), least), len(tiles) - 1)
-    tiles = [*tiles[first:], *_FIT_ALWAYS]
-    vector = 4 if target == "sm90" else 1
-    return [dataclasses.replace(tile, dq_vector=vector) for tile in tiles]
