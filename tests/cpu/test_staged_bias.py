@@ -130,7 +130,7 @@ def test_a_staged_bias_comes_by_tma_and_ldmatrix():
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
     assert resources.shared_memory_bytes == STAGED.smem_bytes(TRAITS)
     assert compiled.instructions["LDSM"] > 0
-    direct = compiler.compile(TRAITS, "", "sm90").instructions
+    direct = compiler.compile(TRAITS, "bias_stages=0", "sm90").instructions
     assert "LDG" not in compiled.instructions and direct["LDG"] > 0
 
 
