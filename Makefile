@@ -1,7 +1,8 @@
 # make demo       what the project does, on this machine (about 3 minutes with its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed)
 # make test-gpu   the kernels against the reference, on a GPU
-# make bench      the kernels against their peers, on a GPU; writes bench/results
+# make bench      the forward kernels against their peers, on a GPU; writes bench/results
+# make bench-backward   the same for the backward
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
 # DSL and pytest, the last two and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest or the script.
@@ -11,7 +12,7 @@ VENV := .venv
 export PYTHONUNBUFFERED := 1
 
 ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
-ifneq (,$(filter demo test-gpu bench,$(MAKECMDGOALS)))
+ifneq (,$(filter demo test-gpu bench bench-backward,$(MAKECMDGOALS)))
   ifeq (,$(PYTHON))
     PYTHON := $(shell $(BASE_PYTHON) -c "$(ready)" 2>/dev/null && command -v $(BASE_PYTHON))
   endif
@@ -23,7 +24,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo test test-gpu bench lint format types clean
+.PHONY: help demo test test-gpu bench bench-backward lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -49,6 +50,9 @@ test-gpu: $(installed_dev)
 
 bench: $(installed_dev)
 	$(run) -m bench.forward $(ARGS)
+
+bench-backward: $(installed_dev)
+	$(run) -m bench.backward $(ARGS)
 
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
