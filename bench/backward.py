@@ -12,35 +12,18 @@ each peer's.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from bench import run
-from cute_attn.benchmark.workload import Workload, mixed_lengths, standard
+from bench import forward, run
+from cute_attn.benchmark.workload import Workload
 
 
 def workloads() -> Iterator[Workload]:
-    """Head dims and lengths, full and causal; then one feature at a time."""
-    for workload in _forwards():
+    """The forward's, with and without the bias's gradient; softcap, which has a derivative, in place of ALiBi."""
+    for workload in forward.workloads():
+        if workload.alibi:
+            workload = replace(workload, alibi=False, softcap=True)
         yield replace(workload, op="backward")
         if workload.bias:
             yield replace(workload, op="backward", bias_grad=True)
-
-
-def _forwards() -> Iterator[Workload]:
-    for head_dim in (64, 128, 256):
-        for seqlen in (512, 2048, 8192, 16384):
-            for causal in (False, True):
-                yield standard(head_dim, seqlen, causal=causal)
-    for head_dim in (64, 128):
-        yield standard(head_dim, 2048, causal=True, dropout="flash")
-        yield standard(head_dim, 2048, causal=True, dropout="mem_efficient")
-        yield standard(head_dim, 2048, bias="bf16")
-    yield Workload(16, 512, 16, 32, bias="bf16")
-    yield Workload(2, 8192, 16, 128, nheads_kv=2, causal=True)
-    yield Workload(1, 8192, 32, 128, nheads_kv=8, causal=True)  # Llama-3-8B
-    yield standard(128, 8192, causal=True, window=1024)
-    yield standard(128, 8192, causal=True, softcap=True)
-    yield Workload(1, 1, 16, 128, causal=True, lengths=mixed_lengths(16384, 8192))
-    yield standard(64, 2048, causal=True, dtype="fp16")
-    yield standard(128, 8192, causal=True, dtype="fp16")
 
 
 if __name__ == "__main__":

@@ -90,11 +90,6 @@ class ScoreTile:
         None  # device.staged.StagedTile: a bias for each score in shared memory, where a kernel brings it
     )
 
-    @property
-    def pair_shape(self) -> tuple[int, int]:
-        """(rows, columns) of two neighbouring registers."""
-        return (2, 1) if self.transposed else (1, 2)
-
     def of(self, acc: cute.Tensor) -> "ScoreTile":
         """The same elements' places with other numbers: acc (rows, cols), such as their gradients."""
         return replace(self, acc=acc)

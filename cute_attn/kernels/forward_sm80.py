@@ -27,13 +27,14 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Constexpr, Float32, Int32, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
-from cute_attn.device.math import LOG2_E, anew, exp2, opaque
+from cute_attn.device.math import LOG2_E, anew, opaque
+from cute_attn.device.output import normalized, store_lse, store_probabilities
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.device.work import QueryBlock, QueryGrid
@@ -230,7 +231,7 @@ class ForwardSm80:
             self.statistics(work, thread).fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
             thread = opaque(thread)
             score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
-            self.store_lse(mLSE, lse, score_map, place)
+            store_lse(mLSE, lse, score_map, place, self.traits.varlen)
             if cutlass.const_expr(self.traits.return_softmax):
                 self.store_softmax(mSoftmax, lse, work, place)
             o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
@@ -453,20 +454,6 @@ class ForwardSm80:
         gemm_rs(op.tiled_mma, work.acc_o, layouts.as_operand_a(p), op.v, stage)
 
     @cute.jit
-    def store_lse(self, mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryBlock) -> None:
-        """One lane of the four that share a row writes its log-sum-exp."""
-        if cutlass.const_expr(self.traits.varlen):
-            start = Int64(place.head) * mLSE.stride[0] + place.info.offset_q
-        else:
-            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
-        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(place.info.seqlen_q))
-        if score_map.thr_col == 0:
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = place.row0 + score_map.thr_row + score_map.modes.rows[r]
-                if row < place.info.seqlen_q:
-                    g_lse[row] = lse[r]
-
-    @cute.jit
     def store_output(
         self, o: cute.Tensor, s_o: cute.Tensor, work: Work, place: QueryBlock, thread: Int32
     ) -> None:
@@ -487,8 +474,6 @@ class ForwardSm80:
     @cute.jit
     def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
         """A second walk over the key blocks, now that LSE is known, that writes P with its signs. For inspection."""
-        stride_batch, stride_head, stride_row, _ = mSoftmax.stride
-        plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)
         for i in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.begin + i
             cute.arch.barrier()
@@ -499,21 +484,12 @@ class ForwardSm80:
             acc_s, loaded = self.scores(work, block, Int32(0))
             tile = self.score_tile(work, block, acc_s, work.thread)
             self.epilogues.forward(work.state, tile, loaded, True)
-            for r in cutlass.range_constexpr(len(tile.rows)):
-                lse_log2 = Float32(0.0) if lse[r] == -Float32.inf else lse[r] * LOG2_E
-                for c in cutlass.range_constexpr(len(tile.cols)):
-                    tile.acc[r, c] = exp2(tile.acc[r, c] * work.softmax.scale_log2 - lse_log2)
+            normalized(tile, lse, work.softmax.scale_log2)
             p = cute.make_rmem_tensor_like(acc_s, self.dtype)
             p.store(acc_s.load().to(self.dtype))
             p_rows = self.by_rows(work, p)
             self.epilogues.mark_dropped(work.state, tile, p_rows)
-            for r in cutlass.range_constexpr(len(tile.rows)):
-                row = tile.row0 + tile.rows[r]
-                for c in cutlass.range_constexpr(len(tile.cols)):
-                    column = tile.col0 + tile.cols[c]
-                    if row < place.info.seqlen_q and column < place.info.seqlen_k:
-                        element = plane + (Int64(row) * stride_row + Int64(column))
-                        cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
+            store_probabilities(mSoftmax, p_rows, tile, place)
 
 
 def _burden(traits: Traits) -> str:
