@@ -1,8 +1,8 @@
 """``make demo``: what this project does, on this machine, in a few minutes; all but the last part without a GPU.
 
-The kernels, and what the Ampere and the Hopper one cost; the Ampere kernel's layouts and epilogues, run on the CPU for
-every thread and compared with torch; attention on CPU tensors; pictures. With a GPU: both kernels against torch at
-Llama-3-8B's shapes.
+The kernels, and what the Ampere and the Hopper one cost; the score tiles of both and their epilogues, run on the CPU for
+every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both kernels against torch
+at Llama-3-8B's shapes.
 """
 
 import sys
@@ -42,9 +42,10 @@ def main() -> None:
     )
     console.print(cli.cost_table(*built))
     wrong = epilogues_on_the_cpu() + attention_on_the_cpu()
-    heading("The Ampere kernel's layouts")
-    for path in pictures.pictures(registry.lookup(Traits.parse(FLAGSHIP)), PICTURES):
-        console.print(f"  {path}")
+    heading("The layouts of both")
+    for name in (FLAGSHIP, HOPPER):
+        for path in pictures.pictures(registry.lookup(Traits.parse(name)), PICTURES):
+            console.print(f"  {path}")
     if torch.cuda.is_available():
         wrong += kernel_against_torch()
         speed_against_torch()
@@ -60,7 +61,7 @@ def main() -> None:
 def epilogues_on_the_cpu() -> str:
     """The kernels' own MMA tiling and epilogues, for every thread, against the same formulas in torch."""
     heading(
-        "The Ampere kernel's score tile on this CPU: the real tiling and epilogues for every thread, against torch"
+        "The kernels' score tiles on this CPU: the real tiling and epilogues for every thread, against torch"
     )
     seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
     shape = (2, 4, seqlen_q, seqlen_k)
@@ -76,10 +77,12 @@ def epilogues_on_the_cpu() -> str:
         ("softcap", ScoreInputs(softcap=2.0)),
         ("alibi", ScoreInputs(alibi_slopes=torch.rand(2, 4))),
     ):
-        traits = Traits.parse(f"forward-sm80-bf16-d128-{features}")
-        ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
-        expected = reference.modify_scores(products * scale, coords, reference.Features(traits.mask), inputs)
-        wrong += _compare(features, ours, expected)
+        for arch in ("sm80", "sm90"):
+            traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
+            ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
+            mask = reference.Features(traits.mask)
+            expected = reference.modify_scores(products * scale, coords, mask, inputs)
+            wrong += _compare(f"{arch} {features}", ours, expected)
     return wrong
 
 

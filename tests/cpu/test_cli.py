@@ -103,10 +103,20 @@ def test_check_fails_on_spills(run):
     assert done.returncode == 1 and "it spills registers" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_show(run, tmp_path):
-    names = ok(run("show", "forward-sm80-bf16-d64", "-o", str(tmp_path), "--svg")).split()
-    assert len(names) == 6
-    assert all(Path(name).read_text().startswith("<?xml") for name in names)
+PICTURES = {
+    "forward-sm80-bf16-d64": 6,
+    "forward-sm90-bf16-d64-bias_bf16": 7,
+    "backward-sm80-bf16-d64": 9,
+    "backward-sm90-bf16-d256x64": 9,
+    "backward_convert-sm90-bf16-d96": 3,
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_show(run, tmp_path, name):
+    names = ok(run("show", name, "-o", str(tmp_path), "--svg")).split()
+    assert len(names) == PICTURES[name]
+    assert all(Path(path).read_text().startswith("<?xml") for path in names)
 
 
 def test_the_cache_commands(run, tmp_path):
@@ -131,6 +141,7 @@ WRONG = {
     ("list", "--target", "sm75"): "target is 'sm75'; accepted: sm80",
     ("bench", "forward-sm80-bf16-d64"): "there is no GPU",
     ("bench", "forward-sm80-bf16-d64-return_softmax"): "cannot be timed by name",
+    ("show", "backward_preprocess-sm80-bf16-d64"): "has no shared-memory layout and no MMA to draw",
     ("--load", "absent.py", "list"): "--load is 'absent.py'",
     ("cache", "prebuild", "nonsense"): "name is 'nonsense'",
 }
