@@ -1,8 +1,8 @@
 """``make demo``: what this project does, on this machine, in a few minutes; all but the last part without a GPU.
 
-The kernels, and what the Ampere and the Hopper one cost; the score tiles of both and their epilogues, run on the CPU for
-every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both kernels against torch
-at Llama-3-8B's shapes.
+The kernels, and what the Ampere and the Hopper one cost; the score tiles of both and their epilogues, run on the CPU
+for every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both kernels against
+torch at Llama-3-8B's shapes.
 """
 
 import sys

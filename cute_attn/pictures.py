@@ -7,7 +7,7 @@ from typing import Any
 from cute_attn.tiles import padded
 
 Things = dict[str, Callable[[], Any]]
-"""What to draw: under its name what builds the layout, the copy or the MMA, in a trace. TMA's copies have no threads."""
+"""What to draw: under its name what builds the layout, the copy or the MMA in a trace. TMA's copies have no threads."""
 
 
 def pictures(kernel: Any, folder: Path, suffix: str = ".png") -> Iterator[Path]:
