@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import ops
+from cute_attn import ops, random_states
 from cute_attn.call import NUM_TENSORS, Call, pack_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.launch import Outputs, Tensors, known_plan, plan_call
+from cute_attn.launch import Outputs, Tensors, known_plan, plan_call, recall, remember
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -434,9 +434,10 @@ def _signed(word: int) -> int:
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
 
-    The kernels read it on the device, so what a CUDA graph captures is the drawing: each replay draws anew.
+    The one that a call without ``rng_state`` would draw now. The kernels read it on the device, so what a CUDA graph
+    captures is the drawing: each replay draws anew.
     """
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return random_states.draw(torch.device(device)).clone()
 
 
 class _Options(NamedTuple):
@@ -468,18 +469,22 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
-    if given[_DROPOUT_P] and tensors[-1] is None:
-        tensors = (*tensors[:-1], draw_rng_state(q.device))
     # A call whose like was made before, on CUDA, has been checked, and its kernel is known. Users' epilogues are
     # looked at anew.
     direct = ops.nobody_watches()
+    if given[_DROPOUT_P] and tensors[-1] is None:
+        tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
     if direct and not given[_EPILOGUES]:
+        seen = recall(tensors, given)
+        if seen is not None:
+            return _result(ops.run(seen.plan, tensors, (), seen.constant), given[_RETURN_LSE])
         plan = known_plan(tensors, given)
         if plan is not None:
+            remember(tensors, given, plan)
             return _result(ops.run(plan, tensors), given[_RETURN_LSE])
     call = _call(tensors, _Options._make(given))
     if direct and q.is_cuda and ops.all_plain(tensors):
-        outputs = ops.run(plan_call(call, given), tensors, call.epilogue_tensors)
+        outputs = ops.run(plan_call(call, given), tensors, tuple(call.epilogue_tensors))
     else:
         outputs = ops.forward(call)
     return _result(outputs, given[_RETURN_LSE])

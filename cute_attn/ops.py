@@ -36,7 +36,7 @@ def forward(call: Call) -> Outputs:
     """out, lse, and softmax where the call asks for it, through the dispatcher where anything may watch."""
     if nobody_watches() and all_plain(call[:NUM_TENSORS]):
         return (
-            run(plan_call(call), call[:NUM_TENSORS], call.epilogue_tensors)
+            run(plan_call(call), call[:NUM_TENSORS], tuple(call.epilogue_tensors))
             if call.q.is_cuda
             else forward_cpu(call)
         )
@@ -44,11 +44,19 @@ def forward(call: Call) -> Outputs:
     return out, lse, softmax if call.return_softmax else None
 
 
-def run(plan: Plan, tensors: Tensors, epilogue_tensors: Sequence[Tensor] = ()) -> Outputs:
-    """Launch, with nobody watching, and let autograd know where it has to."""
-    if torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
+def run(
+    plan: Plan,
+    tensors: Tensors,
+    epilogue_tensors: tuple[Tensor, ...] = (),
+    constant: bool = False,
+) -> Outputs:
+    """Launch, with nobody watching, and let autograd know where it has to.
+
+    constant: none of the tensors requires a gradient, as is known.
+    """
+    if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
         return Attention.apply(plan, *tensors, *epilogue_tensors)
-    return plan.launch(tensors, tuple(epilogue_tensors))
+    return plan.launch(tensors, epilogue_tensors)
 
 
 def backward(

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cute_attn import attention, reference
+from cute_attn import attention, random_states, reference
+from cute_attn.interface import draw_rng_state
 from tests.gpu.archs import runnable_archs
 
 ARCHS = runnable_archs()
@@ -96,3 +97,33 @@ def test_seeds_are_drawn_from_torchs_generator():
     first, second = attention(q, k, v, dropout_p=0.5), attention(q, k, v, dropout_p=0.5)
     torch.cuda.manual_seed(5)
     assert torch.equal(attention(q, k, v, dropout_p=0.5), first) and not torch.equal(first, second)
+
+
+def test_a_restored_generator_draws_what_it_drew():
+    """As checkpoints restore it; and another stream, thousands of draws later and a draw by hand see no difference."""
+    q, k, v = inputs(2, 4, 113, 203)
+    before = torch.cuda.get_rng_state()
+    first = [attention(q, k, v, dropout_p=0.5) for _ in range(3)]
+    torch.rand(100_000, device="cuda")
+    for _ in range(5000):
+        last = random_states.draw(q.device)
+    torch.cuda.set_rng_state(before)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        again = [
+            attention(q, k, v, dropout_p=0.5, rng_state=state) for state in (draw_rng_state("cuda"), None)
+        ]
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+    with torch.profiler.profile():
+        watched = attention(q, k, v, dropout_p=0.5)
+    assert torch.equal(watched, first[2])
+    assert not torch.equal(attention(q, k, v, dropout_p=0.5, rng_state=last), first[0])
+
+
+def test_states_are_distinct_and_random():
+    torch.cuda.manual_seed(2**64 - 1)
+    states = torch.stack([random_states.draw(torch.device("cuda")) for _ in range(3 * random_states.DRAWN)])
+    assert states.min() >= 0 and len(states.flatten().unique()) == states.numel()
+    assert abs(float((states.double() / 2**63).mean()) - 0.5) < 0.01

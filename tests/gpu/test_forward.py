@@ -283,8 +283,14 @@ def test_a_call_takes_little_host_time(tensors, monkeypatch):
     monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
     state = torch.tensor([1, 2], device="cuda")
     bias = torch.zeros(2, 4, 113, 203, dtype=torch.bfloat16, device="cuda")
-    dropout = {"dropout_p": 0.1, "rng_state": state}
-    for name, options in (("plain", {}), ("dropout", dropout), ("bias", {"bias": bias})):
+    options_of = {
+        "plain": {},
+        "dropout": {"dropout_p": 0.1, "rng_state": state},
+        "dropout, drawn": {"dropout_p": 0.1},
+        "bias": {"bias": bias},
+        "bias, broadcast": {"bias": bias[:, :, :1]},
+    }
+    for name, options in options_of.items():
         times = []
         for _ in range(20):
             torch.cuda.synchronize()

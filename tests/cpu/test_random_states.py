@@ -1,0 +1,101 @@
+"""States of dropout masks: as torch's generators stand, drawn many at a time."""
+
+import pytest
+import torch
+
+from cute_attn import random_states
+from cute_attn.random_states import DRAWN, STEP
+
+CUDA = torch.device("cuda", 0)
+
+
+class Generator:
+    """A generator of CUDA's kind, as far as it is looked at."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.seed, self.offset, self.stream, self.launches = 0, 0, 0, []
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def draw_group(self, device, seed, group):
+        self.launches.append((seed, group))
+        generator = torch.Generator().manual_seed(hash((seed, group)))
+        return torch.randint(0, 2**63 - 1, (DRAWN, 2), generator=generator)
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    """Stands for CUDA's default generator, and for its stream."""
+    generator, draw_one = Generator(), random_states._draw_one
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    monkeypatch.setattr(random_states, "_is_capturing", lambda: False)
+    monkeypatch.setattr(random_states, "_current_stream", lambda index: generator.stream)
+    monkeypatch.setattr(random_states, "_draw_one", lambda device: draw_one(torch.device("cpu")))
+    monkeypatch.setattr(random_states, "_draw_group", generator.draw_group)
+    monkeypatch.setattr(random_states, "_states", {})
+    return generator
+
+
+def draws(n):
+    return [tuple(random_states.draw(CUDA).tolist()) for _ in range(n)]
+
+
+def test_many_states_are_one_launch(generator):
+    seen = draws(2 * DRAWN)
+    assert len(generator.launches) == 2 and len(set(seen)) == 2 * DRAWN
+    assert generator.offset == 2 * DRAWN * STEP
+    assert all(0 <= x < 2**63 for state in seen for x in state)
+
+
+def test_a_state_belongs_to_its_generators(generator):
+    """Whoever restores a seed and an offset, as checkpoints do, draws what was drawn there."""
+    first = draws(3)
+    generator.offset = STEP
+    assert draws(2) == first[1:]
+    generator.seed, generator.offset = 2**64 - 1, 0
+    other = draws(3)
+    assert not set(other) & set(first)
+    generator.seed, generator.offset = 0, 0
+    assert draws(3) == first
+    generator.offset = 10**9 * STEP
+    far = draws(1)
+    generator.stream = 7
+    generator.offset = 10**9 * STEP
+    assert draws(1) == far
+
+
+def test_each_stream_draws_its_own(generator):
+    draws(2)
+    generator.stream = 7
+    draws(2)
+    assert len(generator.launches) == 2
+    generator.stream = 0
+    draws(1)
+    assert len(generator.launches) == 2
+
+
+def test_captures_and_the_cpu_draw_two_numbers(generator, monkeypatch):
+    monkeypatch.setattr(random_states, "_is_capturing", lambda: True)
+    assert len(set(draws(2))) == 2 and not generator.launches and generator.offset == 0
+    assert random_states.draw(torch.device("cpu")).shape == (2,)
+
+
+def test_tracers_see_the_drawing_and_watchers_do_not(generator):
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils.flop_counter import FlopCounterMode
+
+    traced = make_fx(lambda x: x + random_states.draw(CUDA))(torch.zeros(2, dtype=torch.int64))
+    assert "randint" in traced.code and generator.offset == 0
+    (expected,) = draws(1)
+    generator.offset = 0
+    with FlopCounterMode(display=False):
+        assert draws(1) == [expected]
