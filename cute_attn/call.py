@@ -88,6 +88,11 @@ class Call(NamedTuple):
         return self.q.shape[-2]
 
     @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.nheads // self.k.shape[-2]
+
+    @property
     def epilogue_names(self) -> tuple[str, ...]:
         """Names of the users' epilogues."""
         return tuple(item.partition(":")[0] for item in self.epilogues)

@@ -22,7 +22,7 @@ from cute_attn import reference
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax
 from cute_attn.device.probabilities import probabilities, score_gradient
-from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import ScoreState
@@ -41,7 +41,8 @@ class Emulated:
         scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), natural units; -inf where a mask hides the key,
             and NaN where no block was visited.
         dropped: bool, as scores; False everywhere without dropout.
-        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED.
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; of a kernel that packs
+            heads, (batch, packs of heads, ...).
         out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
         lse: float32 (batch, nheads, max_seqlen_q), as out.
     """
@@ -117,25 +118,28 @@ def attend_on_host(
     """A kernel's whole walk over the scores, with everything but the first product done as on the GPU.
 
     Args:
-        kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()`` or
-            ``mma_qk()``.
+        kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
+            ``tiled_mma()`` or ``mma_qk()``.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v).
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); heads that a kernel packs
+            are given the first one's.
         softmax_scale: as for ``attention``.
         inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
         lengths: of the sequences. cu_seqlens are read for lengths alone: products are not packed.
     """
-    batch, nheads, seqlen_q, seqlen_k = products.shape
+    max_seqlen_q, heads = products.shape[2], _heads(kernel)
+    products, values = _pack(products, heads), values[:, ::heads]
+    batch, packs, rows, seqlen_k = products.shape
     tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
-    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
+    m_blocks, n_blocks = -(-rows // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, packs, m_blocks * tile_m, n_blocks * tile_n)
     buffers = Buffers(
         products=torch.zeros(padded),
-        values=torch.zeros(batch, nheads, n_blocks * tile_n, values.shape[3]),
+        values=torch.zeros(batch, packs, n_blocks * tile_n, values.shape[3]),
         scores=torch.full(padded, torch.nan),
         signs=torch.zeros(padded),
         p=torch.zeros(padded),
-        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
+        visits=torch.zeros(batch, packs, m_blocks, n_blocks, dtype=torch.int32),
         out=torch.zeros(*padded[:3], values.shape[3]),
         lse=torch.full(padded[:3], torch.nan),
         factors=torch.empty(padded[:3]),
@@ -143,26 +147,42 @@ def attend_on_host(
         sums=torch.zeros(padded[:3]),
         statistics=torch.empty(2 * tile_m * tile_n),
     )
-    buffers.products[:, :, :seqlen_q, :seqlen_k] = products
+    buffers.products[:, :, :rows, :seqlen_k] = products
     buffers.values[:, :, :seqlen_k] = values
     seqlens = Seqlens(
         lengths.cu_seqlens_q,
         lengths.cu_seqlens_k,
         lengths.seqused_q,
         lengths.seqused_k,
-        seqlen_q,
+        max_seqlen_q,
         seqlen_k,
     )
     _run(_every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
     unit = inputs.softcap or softmax_scale
-    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
+    seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
+    lse = buffers.lse[seen[:3]]
     return Emulated(
-        scores=buffers.scores[seen] * unit,
-        dropped=buffers.signs[seen] < 0,
+        scores=_unpack(buffers.scores[seen] * unit, heads),
+        dropped=_unpack(buffers.signs[seen] < 0, heads),
         visits=buffers.visits,
-        out=buffers.out[:, :, :seqlen_q].masked_fill(buffers.lse[:, :, :seqlen_q, None].isnan(), torch.nan),
-        lse=buffers.lse[:, :, :seqlen_q],
+        out=_unpack(buffers.out[seen[:3]].masked_fill(lse.isnan().unsqueeze(-1), torch.nan), heads),
+        lse=_unpack(lse, heads),
     )
+
+
+def _heads(kernel: Any) -> int:
+    """How many heads are rows of one tile."""
+    return getattr(kernel.tile, "pack_heads", 1)
+
+
+def _pack(x: Tensor, heads: int) -> Tensor:
+    """(batch, nheads, queries, ...) -> (batch, packs of heads, rows, ...), the heads of a query after each other."""
+    return x.unflatten(1, (-1, heads)).transpose(2, 3).flatten(2, 3)
+
+
+def _unpack(x: Tensor, heads: int) -> Tensor:
+    """The other way round."""
+    return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 
 def differentiate_on_host(
@@ -315,7 +335,7 @@ def _on_cpu(args: Any) -> Any:
 
 @dataclass(frozen=True)
 class Walk:
-    """One query block of one head, and what its threads share."""
+    """One query block of one head, or of one pack of heads, and what its threads share."""
 
     buffers: Any  # Buffers or GradientBuffers, of this batch and head
     state: ScoreState
@@ -342,7 +362,21 @@ class Walk:
     def score_map(self, thread: Int32) -> ScoreMap:
         """As kernels make it."""
         size = self.kernel.tile
-        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed)
+        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed, self.heads)
+
+    def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
+        """As kernels make it."""
+        return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
+
+    def rows(self, thread: Int32) -> list[Int32]:
+        """The thread's rows in the buffers."""
+        score_map = self.score_map(thread)
+        return [self.row0 + score_map.thr_row + row for row in score_map.modes.rows]
+
+    @property
+    def heads(self) -> int:
+        """How many are rows of the tile."""
+        return _heads(self.kernel)
 
     def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
         """As the accumulator has them."""
@@ -378,15 +412,16 @@ class Walk:
 
 @cute.jit
 def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
-    batches, nheads, _, _ = buffers.products.shape
+    batches, packs, _, _ = buffers.products.shape
+    heads: Constexpr = _heads(kernel)
     for batch in cutlass.range(batches):
         info = SeqlenInfo.read(seqlens, batch)
-        for head in cutlass.range(nheads):
+        for pack in cutlass.range(packs):
             chain = kernel.epilogues
-            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
+            context = chain.context(args, seqlens, info, batch, pack * heads, packs * heads, scale)
             state = chain.begin(args, context)
-            plane = _plane(buffers, batch, head)
-            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
+            plane = _plane(buffers, batch, pack)
+            for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
                 _query_block(Walk(plane, state, row0, info.seqlen_q, context.unit * LOG2_E, kernel))
 
 
@@ -404,8 +439,9 @@ def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
 @cute.jit
 def _query_block(walk: Walk):
     size, buffers = walk.kernel.tile, walk.buffers
-    end_row = cutlass.min(walk.row0 + size.tile_m, walk.seqlen_q)
-    blocks = BlockRange.of_queries(walk.state.band, walk.row0, end_row, size.tile_n)
+    end_row = cutlass.min(walk.row0 + size.tile_m, walk.seqlen_q * walk.heads)
+    queries = (walk.row0 // walk.heads, end_row // walk.heads)
+    blocks = BlockRange.of_queries(walk.state.band, *queries, size.tile_n)
     for thread in cutlass.range(walk.threads):
         rows = len(walk.score_map(thread).modes.rows)
         OnlineSoftmax.make(rows, walk.scale_log2, False, walk.statistics(thread, rows))
@@ -447,30 +483,28 @@ def _key_block(walk: Walk, block: Int32, masked: Constexpr):
 def _score(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     """Products become scores."""
     chain, acc = walk.kernel.epilogues, walk.fragment(thread, Float32)
-    tile = walk.score_map(thread).tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    tile, rows = walk.score_tile(thread, acc, block * walk.kernel.tile.tile_n), walk.rows(thread)
     loaded = chain.load(walk.state, tile)
     _copy(walk.part(walk.buffers.products, thread, block), acc)
     chain.forward(walk.state, tile, loaded, masked)
     _copy(acc, walk.part(walk.buffers.scores, thread, block))
     softmax = walk.online_softmax(thread, len(tile.rows)).fetch()
     maxima = walk.buffers.maxima
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        row = tile.row0 + tile.rows[r]
-        maxima[row] = fmax(maxima[row], softmax.block_max(tile.acc, r))
+    for r in cutlass.range_constexpr(len(rows)):
+        maxima[rows[r]] = fmax(maxima[rows[r]], softmax.block_max(tile.acc, r))
 
 
 @cute.jit
 def _exponentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     """Scores become probabilities under the new maximum, in 16 bits."""
     acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
-    tile = walk.score_map(thread).tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    tile, rows = walk.score_tile(thread, acc, block * walk.kernel.tile.tile_n), walk.rows(thread)
     _copy(walk.part(walk.buffers.scores, thread, block), acc)
-    parked = walk.online_softmax(thread, len(tile.rows))
+    parked = walk.online_softmax(thread, len(rows))
     softmax = parked.fetch()
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        row = tile.row0 + tile.rows[r]
-        row_max = softmax.max_to_use(r, walk.buffers.maxima[row])
-        walk.buffers.factors[row] = softmax.exponentiate(tile.acc, r, row_max, masked)
+    for r in cutlass.range_constexpr(len(rows)):
+        row_max = softmax.max_to_use(r, walk.buffers.maxima[rows[r]])
+        walk.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
     parked.park(softmax)
     _copy(acc, p)
     _copy(p, walk.part(walk.buffers.p, thread, block))
@@ -499,23 +533,20 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 @cute.jit
 def _add_up(walk: Walk, thread: Int32):
     """A thread's part of its rows' sums."""
-    tile = walk.score_map(thread).tile(walk.fragment(thread, Float32), walk.row0, Int32(0))
-    row_sum = walk.online_softmax(thread, len(tile.rows)).fetch().row_sum
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        row = tile.row0 + tile.rows[r]
-        walk.buffers.sums[row] = walk.buffers.sums[row] + row_sum[r]
+    rows = walk.rows(thread)
+    row_sum = walk.online_softmax(thread, len(rows)).fetch().row_sum
+    for r in cutlass.range_constexpr(len(rows)):
+        walk.buffers.sums[rows[r]] = walk.buffers.sums[rows[r]] + row_sum[r]
 
 
 @cute.jit
 def _finish(walk: Walk, thread: Int32):
     """The row sums of all lanes are there: what each row's output is multiplied with, and its log-sum-exp."""
-    tile = walk.score_map(thread).tile(walk.fragment(thread, Float32), walk.row0, Int32(0))
-    rescale = walk.kernel.epilogues.rescale(walk.state)
-    softmax = walk.online_softmax(thread, len(tile.rows)).fetch()
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        row = tile.row0 + tile.rows[r]
-        factor, lse = softmax.finish(r, walk.buffers.sums[row], rescale)
-        walk.buffers.factors[row], walk.buffers.lse[row] = factor, lse
+    rows, rescale = walk.rows(thread), walk.kernel.epilogues.rescale(walk.state)
+    softmax = walk.online_softmax(thread, len(rows)).fetch()
+    for r in cutlass.range_constexpr(len(rows)):
+        factor, lse = softmax.finish(r, walk.buffers.sums[rows[r]], rescale)
+        walk.buffers.factors[rows[r]], walk.buffers.lse[rows[r]] = factor, lse
 
 
 # ---- the backward ----

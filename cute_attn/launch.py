@@ -412,6 +412,11 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             )
             if op == "forward" and not tile:
                 kernel = kernel.for_lengths(max(call.max_seqlen_q, call.max_seqlen_k))
+            heads = getattr(kernel.tile, "pack_heads", 1)
+            if heads > 1 and call.group % heads:
+                raise registry.Unsupported(
+                    f"tile has pack_heads={heads}; accepted: divisors of {call.group}, the query heads of a key head"
+                )
             reason = _unstaged(call.bias) if getattr(kernel.tile, "bias_stages", 0) else None
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")

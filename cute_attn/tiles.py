@@ -27,6 +27,11 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
 
 
+def may_pack_heads(traits: Traits) -> bool:
+    """Whether nothing but ALiBi's slope depends on a row's head, so that rows of several heads can be one block's."""
+    return not (traits.bias or traits.dropout or traits.epilogues or traits.return_softmax)
+
+
 class Tile:
     """Base of all tiles: text both ways, and the checks that every tile needs."""
 
@@ -230,6 +235,9 @@ class ForwardSm90Tile(Tile):
             first and last steps then run beside another's products, which short sequences live by.
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it, for each warpgroup that
             computes; 0: threads read the bias from global memory. Its rows must then be as those of q are.
+        pack_heads: how many of the query heads that share a key head are rows of one block: row r is query
+            r // pack_heads of head r % pack_heads. Few queries then fill a block, and K and V are read once for all of
+            its heads. A power of two up to 64 that divides the heads of a group.
     """
 
     tile_m: int = 128
@@ -245,6 +253,12 @@ class ForwardSm90Tile(Tile):
     polynomial: int = 0
     blocks_per_sm: int = 1
     bias_stages: int = 0
+    pack_heads: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block, each with a row for each of its heads."""
+        return self.tile_m // self.pack_heads
 
     @property
     def warpgroups(self) -> int:
@@ -309,6 +323,13 @@ class ForwardSm90Tile(Tile):
             )
         if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
+        if self.pack_heads < 1 or 64 % self.pack_heads:
+            return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64, of a warpgroup's 64 rows"
+        if self.pack_heads > 1 and not may_pack_heads(traits):
+            return (
+                f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout, users' epilogues or "
+                f"return_softmax, for {traits}"
+            )
         if 16 * (1 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.REDO_START:
             return f"num_stages is {self.num_stages}; accepted: few enough for {self.REDO_START} bytes of barriers"
         if self.registers(traits) > self.compute_registers:

@@ -97,6 +97,11 @@ class Case:
         return (max(self.lengths_q), max(self.lengths_k)) if self.packed else (self.seqlen_q, self.seqlen_k)
 
     @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.nheads // self.nheads_kv
+
+    @property
     def launches(self) -> bool:
         """Whether there is anything to compute."""
         return 0 not in (self.batch, self.nheads, *self.longest)

@@ -23,6 +23,7 @@ class TileSize:
     tile_m: int
     tile_n: int
     rescale_threshold: int = 0
+    pack_heads: int = 1
 
 
 @dataclass(frozen=True)

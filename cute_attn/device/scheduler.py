@@ -24,7 +24,7 @@ class TileOrder:
     dealt to and fro (0, 1, 2, 2, 1, 0, ...) in an even number of rounds, which gives every block the same work without
     asking a counter.
 
-    Planes are (batch, head) with heads fastest.
+    Planes are (batch, head) with heads fastest; where a query block has several heads, (batch, first of them).
     """
 
     m_blocks: cute.FastDivmodDivisorV2
@@ -39,6 +39,7 @@ class TileOrder:
     blocks: Int32
     rounds: Int32
     longest_first: Constexpr
+    heads: Constexpr  # of a query block
 
     @staticmethod
     def make(
@@ -49,8 +50,12 @@ class TileOrder:
         planes: Int32,
         blocks: Int32,
         longest_first: bool,
+        heads: int = 1,
     ) -> "TileOrder":
-        """On the host; ``planes``: how many (batch, head) share L2; ``blocks``: how many the grid may have."""
+        """On the host; ``planes``: how many (batch, head) share L2; ``blocks``: how many the grid may have.
+
+        ``nheads`` counts packs of ``heads`` heads, which a query block has all of.
+        """
         total = m_blocks * nheads * batch
         m_blocks, all_planes = cutlass.max(m_blocks, 1), cutlass.max(nheads * batch, 1)
         blocks = cutlass.max(cutlass.min(blocks, total), 1)
@@ -74,11 +79,12 @@ class TileOrder:
             blocks=cutlass.min(blocks, total),
             rounds=rounds * sections,
             longest_first=longest_first,
+            heads=heads,
         )
 
     @cute.jit
-    def place(self, deal: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryBlock:
-        """What the running block is dealt; its row0 is ``NOWHERE`` if nothing is."""
+    def place(self, deal: Int32, seqlens: Seqlens, queries: Constexpr) -> QueryBlock:
+        """What the running block is dealt, ``queries`` of them; its row0 is ``NOWHERE`` if nothing is."""
         blocks = cute.arch.grid_dim()[0]
         block = opaque(cute.arch.block_idx()[0])
         if cutlass.const_expr(self.longest_first):
@@ -95,5 +101,6 @@ class TileOrder:
             exists = position < self.total
             plane = plane if exists else Int32(0)
         batch, head = divmod(plane, self.nheads)
-        row0 = (self.num_m_blocks - 1 - from_last) * tile_m if exists else Int32(NOWHERE)
-        return QueryBlock(row0, head, head // self.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))
+        row0 = (self.num_m_blocks - 1 - from_last) * queries if exists else Int32(NOWHERE)
+        info, head_kv = SeqlenInfo.read(seqlens, batch), head // self.qheads_per_kvhead
+        return QueryBlock(row0, head * self.heads, head_kv, batch, info)

@@ -38,33 +38,63 @@ class ScoreContext:
 
 @dataclass(frozen=True)
 class ScoreMap:
-    """Which rows and columns of a score tile a thread holds; made once before the loops."""
+    """Which rows and columns of a score tile a thread holds; made once before the loops.
+
+    Where ``heads`` > 1 row r is query r // heads of head r % heads, a power of two. A thread's first row has no bit in
+    common with its rows' offsets from there, so that the two are divided each by itself.
+    """
 
     modes: Constexpr  # layouts.mma.RowColModes
     tile_n: Constexpr
     thr_row: Int32
     thr_col: Int32
     transposed: Constexpr = False
+    heads: Constexpr = 1
 
     @staticmethod
     def make(
-        tiled_mma: cute.TiledMma, tile_m: int, tile_n: int, thread: Int32, transposed: bool = False
+        tiled_mma: cute.TiledMma,
+        tile_m: int,
+        tile_n: int,
+        thread: Int32,
+        transposed: bool = False,
+        heads: int = 1,
     ) -> "ScoreMap":
-        """The map of ``thread`` in the accumulator of ``tile_m`` queries and ``tile_n`` keys.
+        """The map of ``thread`` in the accumulator of ``tile_m`` rows and ``tile_n`` keys.
 
         transposed: the accumulator is (keys, queries), K Q^T. Rows are queries and columns keys all the same.
         """
         shape = (tile_n, tile_m) if transposed else (tile_m, tile_n)
         modes = row_col_modes(tiled_mma, *shape, transposed)
         thr_row, thr_col = thread_row_col(tiled_mma, *shape, thread, transposed)
-        return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col), transposed)
+        return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col), transposed, heads)
+
+    def query(self, r: int) -> Int32:
+        """Of row r, counted from the tile's first."""
+        return self._first_query + self._queries[r]
+
+    def head(self, r: int) -> Int32:
+        """Of row r, counted from the tile's first."""
+        return self.thr_row % self.heads + self.modes.rows[r] % self.heads
+
+    @property
+    def _first_query(self) -> Int32:
+        return self.thr_row if self.heads == 1 else self.thr_row >> (self.heads.bit_length() - 1)
+
+    @property
+    def _queries(self) -> tuple[int, ...]:
+        return tuple(row // self.heads for row in self.modes.rows)
 
     def tile(self, acc: cute.Tensor, row0: Int32, col0: Int32) -> "ScoreTile":
         """The score tile whose first element is (query row0, key col0)."""
-        rows, cols = self.modes.rows, self.modes.cols
         view = row_col_view(acc, self.modes)
-        row, col = row0 + self.thr_row, col0 + self.thr_col
-        return ScoreTile(view, rows, cols, self.tile_n, row, col, self.transposed)
+        row, col = row0 + self._first_query, col0 + self.thr_col
+        heads = None
+        if self.heads > 1:
+            heads = tuple(self.head(r) for r in range(len(self.modes.rows)))
+        return ScoreTile(
+            view, self._queries, self.modes.cols, self.tile_n, row, col, self.transposed, heads=heads
+        )
 
     def view(self, fragment: cute.Tensor) -> cute.Tensor:
         """Any fragment laid out as the accumulator, such as P, as (rows, cols)."""
@@ -80,7 +110,7 @@ class ScoreTile:
     """
 
     acc: cute.Tensor
-    rows: Constexpr  # tuple[int, ...]: offset of each row from row0
+    rows: Constexpr  # tuple[int, ...]: offset of each row's query from row0
     cols: Constexpr  # tuple[int, ...]: offset of each column from col0
     tile_n: Constexpr  # columns of the whole tile
     row0: Int32  # the query index of the thread's first row
@@ -88,6 +118,9 @@ class ScoreTile:
     transposed: Constexpr = False
     staged: Any = (
         None  # device.staged.StagedTile: a bias for each score in shared memory, where a kernel brings it
+    )
+    heads: Any = (
+        None  # tuple[Int32, ...]: each row's head, counted from the block's first, where it has several
     )
 
     def of(self, acc: cute.Tensor) -> "ScoreTile":

@@ -11,21 +11,28 @@ from cute_attn.device.pipeline import Ring
 
 @dataclass(frozen=True)
 class Tma:
-    """A tensor in global memory as TMA addresses it: (rows, head_dim, heads[, batch])."""
+    """A tensor in global memory as TMA addresses it: (rows, head_dim, heads[, batch]).
+
+    Where ``heads`` > 1 neighbouring heads alternate as rows it is ((heads, rows), head_dim[, batch]), all heads of it.
+    """
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
+    heads: Constexpr = 1
 
     @cute.jit
     def block(
         self, first_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
     ) -> cute.Tensor:
-        """All (rows, cols) tiles of one head from ``first_row`` on: (rows, cols, n)."""
-        if cutlass.const_expr(packed):
-            plane = cute.domain_offset((first_row, 0), self.tensor[None, None, head])
+        """All (rows, cols) tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, cols, n)."""
+        where = () if cutlass.const_expr(packed) else (batch,)
+        if cutlass.const_expr(self.heads > 1):
+            plane = cute.domain_offset(((head, first_row), 0), self.tensor[(None, None, *where)])
+            tiles = cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
         else:
-            plane = cute.domain_offset((first_row, 0), self.tensor[None, None, head, batch])
-        return cute.local_tile(plane, (rows, cols), (None, 0))
+            plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
+            tiles = cute.local_tile(plane, (rows, cols), (None, 0))
+        return tiles
 
     @cute.jit
     def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:

@@ -36,8 +36,8 @@ class QueryBlock:
     The last query block has the most work under a causal band, so it starts first.
     """
 
-    row0: Int32
-    head: Int32
+    row0: Int32  # the first query
+    head: Int32  # the first one, where a kernel packs several into a block
     head_kv: Int32
     batch: Int32
     info: SeqlenInfo

@@ -215,19 +215,22 @@ class ForwardSm90:
         traits, tile = self.traits, self.tile
         batch = seqlens.batch(mQ)
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
         head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
-        planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (nheads // cutlass.max(nheads_kv, 1))
-        blocks = tile.blocks_per_sm * score_args[0] if tile.persistent else m_blocks * nheads * batch
-        order = TileOrder.make(m_blocks, nheads, nheads_kv, batch, planes, blocks, traits.causal)
+        packs = nheads // tile.pack_heads
+        planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (packs // cutlass.max(nheads_kv, 1))
+        blocks = tile.blocks_per_sm * score_args[0] if tile.persistent else m_blocks * packs * batch
+        order = TileOrder.make(
+            m_blocks, packs, nheads_kv, batch, planes, blocks, traits.causal, tile.pack_heads
+        )
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
-            self.tma(load, mQ, 64, traits.head_dim),
+            self.tma(load, mQ, 64, traits.head_dim, tile.pack_heads),
             self.tma(load, mK, tile.tile_n, traits.head_dim),
             self.tma(load, mV, tile.tile_n, traits.head_dim_v),
             bias_tma(self.epilogues.bias(score_args[1:]), self.bias_layout()) if self.stages_bias else None,
         )
-        tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v)
+        tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
         problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
         self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
             grid=[order.blocks, 1, 1],
@@ -237,14 +240,22 @@ class ForwardSm90:
             preferred_smem_carveout=100,
         )
 
-    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int) -> Tma:
-        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles."""
-        mode = [0, 2, 1] if self.traits.varlen else [1, 3, 2, 0]
-        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=mode))
-        atom, coords = cpasync.make_tiled_tma_atom(
-            op, view, self.smem_layout(rows, head_dim), (rows, padded(head_dim))
-        )
-        return Tma(atom, coords)
+    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> Tma:
+        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles.
+
+        heads: how many of them alternate as a tile's rows.
+        """
+        packed = self.traits.varlen
+        layout = cute.select(tensor.layout, mode=[0, 2, 1] if packed else [1, 3, 2, 0])
+        extents: Any = rows
+        if heads > 1:
+            order = [1, 0, 2] if packed else [2, 1, 3, 0]
+            layout = cute.group_modes(cute.select(tensor.layout, mode=order), 0, 2)
+            extents = (heads, rows // heads)
+        view = cute.make_tensor(tensor.iterator, layout)
+        smem_layout = self.smem_layout(rows, head_dim)
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, padded(head_dim)))
+        return Tma(atom, coords, heads)
 
     # ---- device ----
 
@@ -285,7 +296,7 @@ class ForwardSm90:
 
     def key_blocks(self, place: QueryBlock, state: ScoreState) -> BlockRange:
         """The key blocks that one query block visits."""
-        end_row = cutlass.min(place.row0 + self.tile.tile_m, place.info.seqlen_q)
+        end_row = cutlass.min(place.row0 + self.tile.queries, place.info.seqlen_q)
         return BlockRange.of_queries(state.band, place.row0, end_row, self.tile.tile_n)
 
     # ---- the computing warpgroups ----
@@ -365,11 +376,11 @@ class ForwardSm90:
         queries, keys = counts[0], counts[1]
         failures = counts[2] if cutlass.const_expr(self.may_be_wary) else None
         fragments, thread = crew.fragments, crew.thread
-        place = problem.order.place(deal, problem.seqlens, self.tile.tile_m)
+        place = problem.order.place(deal, problem.seqlens, self.tile.queries)
         context, state = self.begin(problem, place)
         blocks = self.key_blocks(place, state)
         if place.row0 < place.info.seqlen_q:
-            score_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
+            score_map = self.score_map(thread)
             rows = len(score_map.modes.rows)
             scale_log2, may_mask = context.unit * LOG2_E, self.epilogues.may_mask_rows
             tile = self.tile
@@ -405,15 +416,14 @@ class ForwardSm90:
                         shared.ring_q.release(queries)
                 self.compute_one(work, queries)
                 if cutlass.const_expr(self.may_be_wary):
-                    late_map = ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, anew(thread))
+                    late_map = self.score_map(anew(thread))
                     failures = failures | Int32(self.verify_warily(work, deal, late_map))
                 elif cutlass.const_expr(optimistic):
                     self.verify(work, deal)
             thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
             lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
             softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
-            final_map = ScoreMap.make(self.mma_qk(), self.tile.tile_m, self.tile.tile_n, thread)
-            store_lse(outputs.mLSE, lse, final_map, place, self.traits.varlen)
+            store_lse(outputs.mLSE, lse, self.score_map(thread), place, self.traits.varlen)
             if cutlass.const_expr(self.traits.return_softmax):
                 store_softmax(self, outputs.mSoftmax, lse, work, place)
             store_output(self, outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
@@ -430,7 +440,7 @@ class ForwardSm90:
         """As ``verify``, where a maximum in use may have been too large too; whether any row of all failed."""
         failed, seqlen_q = self.overflowed(work), work.place.info.seqlen_q
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            exists = work.place.row0 + score_map.thr_row + score_map.modes.rows[r] < seqlen_q
+            exists = work.place.row0 + score_map.query(r) < seqlen_q
             vanished = work.softmax.vanished(r, SMALLEST_SUM[self.traits.dtype])
             failed = failed | (exists & vanished)
         failed = failed & ~work.wary
@@ -454,6 +464,11 @@ class ForwardSm90:
                 o = work.fragments.acc_o_rows[r, 0]
                 failed = failed | ~(o - o == 0.0)
         return failed
+
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """Which scores a thread that computes holds."""
+        tile = self.tile
+        return ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, thread, heads=tile.pack_heads)
 
     def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
         """Descriptors of the warpgroup's operands, and its registers."""

@@ -46,7 +46,7 @@ def load_deal(
 ) -> tuple:
     """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
     queries, keys = counts
-    place = problem.order.place(deal, problem.seqlens, kernel.tile.tile_m)
+    place = problem.order.place(deal, problem.seqlens, kernel.tile.queries)
     _, state = kernel.begin(problem, place)
     blocks = kernel.key_blocks(place, state)
     if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:

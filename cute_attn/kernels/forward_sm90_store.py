@@ -1,5 +1,7 @@
 """How the Hopper forward's results leave a warpgroup's registers."""
 
+from typing import Any
+
 import cutlass
 from cutlass import Constexpr, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -60,7 +62,8 @@ def store_output(
 ) -> None:
     """The warpgroup's 64 rows of O through shared memory, by TMA or, where rows end early, by stores."""
     dv, packed, tma_o = kernel.traits.head_dim_v, kernel.traits.varlen, outputs.tma_o
-    row0 = place.row0 + group * 64
+    heads = kernel.tile.pack_heads
+    row0 = place.row0 + group * (64 // heads)  # the warpgroup's first query
     s_o = shared.s_o[None, None, group]
     wait_for_stores(kernel, group, lane)
     fragment = cute.make_rmem_tensor_like(fragments.acc_o, kernel.dtype)
@@ -79,7 +82,11 @@ def store_output(
             tma_o.store(s_o, g_o, 0)
     else:
         warpgroup_barrier(group)
-        o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q, packed)
-        g_o = cute.local_tile(o, (64, padded(dv)), (row0 // 64, 0))
+        o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q + row0, packed)
+        rows: Any = 64
+        steps: Any = o.stride[0]
+        if cutlass.const_expr(heads > 1):
+            rows, steps = (heads, 64 // heads), (outputs.mO.stride[-2], steps)
+        g_o = cute.make_tensor(o.iterator, cute.make_layout((rows, padded(dv)), stride=(steps, 1)))
         copy_o = RowCopy(kernel.gmem_store(), lane, padded(dv), dv)
-        copy_o.copy(s_o, g_o, place.info.seqlen_q - row0, False)
+        copy_o.copy(s_o, g_o, (place.info.seqlen_q - row0) * heads, False)

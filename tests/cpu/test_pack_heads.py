@@ -1,0 +1,103 @@
+"""Query heads packed as rows of one block: which query and head a row is, what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import launch
+from cute_attn.call import Call
+from cute_attn.compiler import compile
+from cute_attn.registry import Unsupported
+from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.traits import Traits
+from tests.cpu.test_epilogues import compare
+from tests.tilings import TILINGS, Scores
+
+TRAITS = Traits("forward", "sm90", "bf16", 128)
+PACKED = ForwardSm90Tile(64, 64, pack_heads=8)
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("features", ["", "causal-alibi", "causal_top_left", "window-softcap-alibi"])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("wgmma1-64x80", 2), ("wgmma1-64x80", 8), ("wgmma1-64x80", 64), ("wgmma2-128x176", 16)],
+)
+def test_rows_are_queries_of_their_heads(name, heads, features):
+    """Scores, softmax and log-sum-exps of every query and head, on real accumulators; two packs a batch."""
+    tiling = TILINGS[name].of(features)
+    tiling = replace(tiling, tile=replace(tiling.tile, pack_heads=heads))
+    for seqlen_q, seqlen_k in ((1, 100), (7, 60), (70, 300)):
+        problem = Scores.random(
+            *(1, 2 * heads, seqlen_q, seqlen_k),
+            softcap=2.5 if "softcap" in features else 0.0,
+            alibi_slopes=torch.rand(1, 2 * heads) if "alibi" in features else None,
+            window_left=20,
+            window_right=3,
+        )
+        first = [heads * (head // heads) for head in range(2 * heads)]
+        got = compare(tiling, replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first]))
+        assert got.visits.shape[1] == 2 and got.visits.shape[2] == -(-seqlen_q * heads // tiling.tile.tile_m)
+
+
+# ---- tiles ----
+
+
+@pytest.mark.parametrize(
+    "tile, traits, message",
+    [
+        (replace(PACKED, pack_heads=0), TRAITS, "pack_heads is 0; accepted: 1, 2, 4, 8, 16, 32 or 64, of a"),
+        (replace(PACKED, pack_heads=3), TRAITS, "pack_heads is 3; accepted: 1, 2, 4"),
+        (replace(PACKED, pack_heads=128), TRAITS, "pack_heads is 128; accepted: 1, 2, 4"),
+        *(
+            (PACKED, replace(TRAITS, **feature), "pack_heads is 8; accepted: 1 with a bias, dropout, users' ")
+            for feature in (
+                {"bias": "bf16"},
+                {"dropout": "flash"},
+                {"epilogues": ("mine",)},
+                {"return_softmax": True},
+            )
+        ),
+    ],
+)
+def test_a_tile_that_cannot_pack_says_so(tile, traits, message):
+    reason = tile.reject(traits, "sm90") or ""
+    assert re.search(message, reason), reason
+
+
+def test_a_tile_counts_its_queries():
+    assert (PACKED.queries, replace(PACKED, tile_m=192, pack_heads=4).queries) == (8, 48)
+    assert ForwardSm90Tile().override("pack_heads=4") == replace(ForwardSm90Tile(), pack_heads=4)
+
+
+# ---- calls ----
+
+
+def call(nheads: int, nheads_kv: int, tile: str = "") -> Call:
+    q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((3, nheads), (300, nheads_kv)))
+    return Call(
+        *(q, k, k, *(None,) * 7, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
+    )
+
+
+def test_a_pack_of_more_heads_than_share_keys_is_refused():
+    with pytest.raises(
+        Unsupported, match="tile has pack_heads=4; accepted: divisors of 6, the query heads of a"
+    ):
+        launch.choose_kernel(call(12, 2, "pack_heads=4"), "sm90")
+
+
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("features", ["d64-causal", "d128-window-softcap-alibi-varlen-seqused_k"])
+def test_it_builds_without_spills(features):
+    traits = Traits.parse(f"forward-sm90-bf16-{features}")
+    compiled = compile(traits, PACKED, "sm90")
+    resources = compiled.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
+    assert compiled.warnings == () and resources.shared_memory_bytes == PACKED.smem_bytes(traits)
