@@ -646,6 +646,11 @@ class BackwardSm90Tile(Tile):
                 f"dq_transposed is true; accepted: with head dims of whole {64 * self.warpgroups}, 64 for each of "
                 f"{self.warpgroups} warpgroups, not {d}"
             )
+        along_n = self.warpgroups // min(self.warpgroups, self.tile_m // 64) if self.p_in_smem else 1
+        if self.p_in_smem and (
+            self.tile_m % (64 * self.warpgroups // along_n) or self.tile_n % (16 * along_n)
+        ):
+            return f"warpgroups is {self.warpgroups}; accepted with p_in_smem: what divides {self.tile_m} queries"
         for what, dim, parts in (
             ("dQ", d, self.dq_warps_n),
             ("dK", d, self.dkv_warps_n),

@@ -237,6 +237,7 @@ FOR_EVERY_TILE = tuple(
         "causal-203x113",
         "full-256x1000",
         "window-1000x256",
+        "causal-d96",
         "causal-d128",
         "causal-d256",
         "everything-causal-dropout",

@@ -63,6 +63,7 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
     [
         ("d64", "warpgroups=4", "warpgroups is 4"),
         ("d64", "tile_n=192", "tile_n is 192"),
+        ("d96", "warpgroups=3,p_in_smem=true,tile_n=64,p_rounded=false,dq_late=0", "warpgroups is 3"),
         ("d64", "tile_m=96", "tile_m is 96"),
         ("d64", "dq_transposed=true", "dq_transposed is true"),
         ("d64", "take_turns=true,dq_late=0", "take_turns is true"),
@@ -176,6 +177,11 @@ def test_every_key_block_once_and_the_longest_first(splits, heads, batch, sectio
         ("d64-dropout", "dq_late=0"),
         ("d128-window", "take_turns=true"),
         ("d256-window", "num_stages_ds=1"),
+        (
+            "d96-causal",
+            "warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
+            "p_rounded=false,dq_late=0",
+        ),
         ("d64x192-causal-varlen-seqused_q-seqused_k", ""),
     ],
 )

@@ -37,7 +37,11 @@ TILES = {
         "p_in_regs=true,k_in_regs=false,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,"
         "sdp_warps_m=1,dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
         "stages_q=1,stages_do=1",
-        "dq_vector=4",
+        f"{_PLAIN},v_in_regs=true,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=2,dq_warps_m=2,stages_q=1,"
+        "stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1",
+        "p_in_regs=true,k_in_regs=true,v_in_regs=true,queries_at_once=16,tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,"
+        "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
+        "dq_vector=2",
     ),
     "sm90": (
         "num_stages_q=1,num_stages_do=1",
@@ -47,6 +51,10 @@ TILES = {
         "dq_late=2,take_turns=true",
         "tile_m=64,p_rounded=false,dq_late=1",
         "p_rounded=true,dq_late=0",
+        "warpgroups=1,tile_m=64,tile_n=64,dq_late=0,dq_vector=2",
+        "warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,p_rounded=false,"
+        "dq_late=0",
+        "dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
     ),
 }
 
@@ -106,6 +114,13 @@ REPEATED = [
 REPEATED += [
     replace(
         BY_NAME["causal-d128"], name="gqa-that-fills-the-card", batch=8, nheads=8, seqlen_q=600, seqlen_k=600
+    ),
+    replace(BY_NAME["window-5-300"], name="window-that-fills-the-card", batch=8, seqlen_q=900, seqlen_k=900),
+    replace(
+        BY_NAME["varlen-causal-d256"],
+        name="varlen-d256",
+        lengths_q=(700, 3, 40) * 6,
+        lengths_k=(700, 90, 0) * 6,
     ),
     EVERYTHING,
 ]

@@ -29,6 +29,8 @@ TILES = {
         "tile_m=128,tile_n=64,overlap=false,share_qo_smem=true",
         "tile_m=192,tile_n=32,take_turns=true,optimistic=false",
         "tile_m=128,tile_n=64,pack_heads=2",
+        "tile_m=128,tile_n=64,optimistic=true,polynomial=3",
+        "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2",
     ),
 }
 LONG = "persistent=true"
@@ -120,6 +122,38 @@ def test_repeats_are_bitwise_equal(case, arch):
     first = problem.run(kernel=arch)
     for _ in range(50):
         assert_same(problem.run(kernel=arch), first)
+
+
+LARGE = {"batch": 8, "nheads": 8, "seqlen_q": 700, "seqlen_k": 700}
+FILLING = [
+    replace(BY_NAME[name], name=f"{name}-that-fills-the-card", **LARGE)
+    for name in ("causal-d128", "full-d256", "everything-causal-dropout", "bias_bf16", "window-5-300")
+]
+FILLING.append(
+    replace(
+        BY_NAME["varlen-causal"], name="varlen", lengths_q=(1500, 3, 700) * 6, lengths_k=(1500, 90, 0) * 6
+    )
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", FILLING, ids=lambda case: case.name)
+def test_what_fills_the_card_repeats_bitwise(case, arch, monkeypatch):
+    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    problem = case.build("cuda")
+    first = problem.run(kernel=arch)
+    for _ in range(200):
+        assert_same(problem.run(kernel=arch), first)
+
+
+@pytest.mark.skipif(len(ARCHS) < 2, reason="one arch runs here")
+@pytest.mark.parametrize("case", [CAUSAL, EVERYTHING, *FILLING], ids=lambda case: case.name)
+def test_archs_agree(case):
+    problem = case.build("cuda")
+    a, b = (problem.run(kernel=arch) for arch in ARCHS[:2])
+    # Each is within its own rounding of the exact output: two of bf16.
+    torch.testing.assert_close(a["out"], b["out"], atol=0.01, rtol=2**-7)
+    torch.testing.assert_close(a["lse"], b["lse"], atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
