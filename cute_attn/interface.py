@@ -89,10 +89,13 @@ def attention(
     kernel : str, optional
         Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that serves.
     tile : Tile or str, optional
-        A tile, or text that changes fields of the default one, such as "tile_n=32".
+        A tile, or text that changes fields of the default one, such as "tile_n=32". A generation that has no such tile
+        leaves the call, with a warning, to the one before it, unless kernel names it.
     deterministic : bool
         Whether gradients are bitwise the same every time (the output always is). Also on under
-        ``torch.use_deterministic_algorithms(True)``. Takes more memory, see :mod:`cute_attn.backward`.
+        ``torch.use_deterministic_algorithms(True)``. A backward then takes up to 16 times the fp32 memory of q, where
+        it otherwise takes once that, and for the gradient of a broadcast bias 4 bytes a score: see
+        :mod:`cute_attn.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
 

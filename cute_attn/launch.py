@@ -7,6 +7,7 @@ launch.
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -393,6 +394,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     """The kernel with its tile: the newest generation that serves the call on ``target``, unless the call names one.
 
     A variant that is named and registered for the forward alone leaves the backward to its generation's own kernel.
+    Where a newer generation declines, such as a tile with fields of an older one, a warning gives its reason.
 
     Raises:
         Unsupported: no kernel serves it, with each one's reason.
@@ -401,7 +403,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
 
     tile = call.tile if op == "forward" else call.backward_tile
     names = [call.kernel] if call.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
-    reasons = []
+    reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
         if op != "forward" and (op, arch, variant) not in registry.KERNELS:
@@ -420,6 +422,8 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             reason = _unstaged(call.bias) if getattr(kernel.tile, "bias_stages", 0) else None
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
+            if reasons:
+                warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
             return kernel.without_staged_bias() if reason else kernel
         except ValueError as reason:
             if len(names) == 1:

@@ -532,8 +532,8 @@ _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     },
     96: {
         "none": [_tile(128, 64, 4, 2)],
-        "some": [_tile(128, 64, 4, 2, qk_unroll=2)],
-        "more": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "some": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "more": [_tile(128, 64, 4, 2, qk_unroll=1)],
         "much": [_tile(128, 32, 4, 2, qk_unroll=2)],
         "most": [_tile(64, 64, 4, 1)],
     },

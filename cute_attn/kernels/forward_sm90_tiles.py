@@ -51,7 +51,10 @@ def _staged_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
 def _other_tiles(traits: Traits, d: int, heavy: bool) -> list[ForwardSm90Tile]:
     """Without."""
     if d <= 64:
-        tile_n = 64 if traits.dropout == "mem_efficient" else 96 if traits.epilogues else 128
+        several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
+        tile_n = 96 if traits.epilogues or several else 128
+        if traits.dropout == "mem_efficient":
+            tile_n = 48 if traits.bias else 64
         return [
             ForwardSm90Tile(192, tile_n, num_stages=3, optimistic=not heavy),
             ForwardSm90Tile(128, 128, optimistic=not heavy),

@@ -23,6 +23,31 @@ def test_default_builds_without_spills(traits, target):
     check(compile(traits, target=target), traits)
 
 
+# Beside what stands for all: head dims between, fp16, and what several epilogues together ask of a thread.
+FURTHER = [
+    *(
+        f"{op}-{arch}-bf16-{rest}"
+        for op in ("forward", "backward")
+        for arch in ATTENTION
+        for rest in ("d160-causal", "d224")
+    ),
+    "forward-sm80-bf16-d96-causal-softcap",
+    "forward-sm90-fp16-d64-causal-dropout",
+    "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",
+    "forward-sm90-bf16-d64-causal-softcap-alibi",
+    "forward-sm90-bf16-d64-causal-bias_bf16-dropout_mem_efficient",
+    "forward-sm90-bf16-d64-causal-softcap-alibi-bias_bf16-dropout",
+    "backward-sm80-fp16-d128-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
+    "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
+]
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_default_builds_without_spills(name):
+    traits = Traits.parse(name)
+    check(compile(traits, target="sm90"), traits)
+
+
 @pytest.mark.parametrize("kernel", short_defaults(), ids=lambda kernel: str(kernel.traits))
 def test_short_default_builds_without_spills(kernel):
     assert kernel.tile != registry.lookup(kernel.traits).tile

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -398,6 +399,19 @@ def test_what_no_kernel_serves(recorder):
         attention(q, k, v, kernel="sm80", tile="rows=3")
     with pytest.raises(ValueError, match="arch is 'sm70'"):
         attention(q, k, v, kernel="sm70")
+
+
+def test_a_generation_that_declines_says_why(recorder):
+    q, k, v = kernel_inputs()
+    with pytest.warns(
+        UserWarning, match="forward-sm80-bf16-d16x8 serves the call, since tile has 'num_warps=8'"
+    ):
+        attention(q, k, v, tile="tile_m=128,num_warps=8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, v, tile="tile_m=128,num_warps=8")
+        attention(q, k, v, kernel="sm80", tile="tile_m=128,num_warps=8")
+        attention(q, k, v, tile="tile_n=64")
 
 
 def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
