@@ -1,0 +1,31 @@
+"""compute-sanitizer finds nothing in small problems: no access outside memory, no race on shared memory."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.archs import runnable_archs
+from tests.gpu.sanitized import NAMES
+
+ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "tests.gpu.sanitized")
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer on the path")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_small_problems_are_clean(tool):
+    subprocess.run(
+        COMMAND, check=True, timeout=300, cwd=ROOT
+    )  # builds the kernels, which takes longer under a tool
+    done = subprocess.run(
+        ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *COMMAND),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.stdout.count("ran ") == len(NAMES) * len(runnable_archs("backward"))
