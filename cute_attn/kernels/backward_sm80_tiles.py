@@ -63,7 +63,7 @@ _TILES: dict[int, list[BackwardSm80Tile]] = {
     256: [
         _tile(64, 64, 8, 4, 2, 2, **_ONE_STAGE),
         _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
-        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2),
+        _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=1),
         _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1),
         _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE),
     ],
