@@ -301,7 +301,8 @@ def gradients(
         # What is saved for a backward may come back with other strides, after a trip to the host for example.
         seen = (call.q, call.k, call.v, out, lse, grad_out, grad_lse, call.alibi_slopes, call.bias)
         strides = [None if x is None else x.stride() for x in seen]
-        key = (forward, needed, deterministic, *strides)
+        aligned = call.bias is None or call.bias.data_ptr() % ALIGNMENT_BYTES == 0
+        key = (forward, needed, deterministic, aligned, *strides)
     else:
         tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
         key = plan_key(tensors, (call[NUM_TENSORS + 1 :], needed, deterministic, classes))

@@ -419,7 +419,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
                 raise registry.Unsupported(
                     f"tile has pack_heads={heads}; accepted: divisors of {call.group}, the query heads of a key head"
                 )
-            reason = _unstaged(call.bias) if getattr(kernel.tile, "bias_stages", 0) else None
+            reason = _unstaged(call, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
             if reasons:
@@ -432,9 +432,21 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _unstaged(bias: Tensor | None) -> str | None:
-    """Why TMA cannot bring a bias, or None. A single row is cheaper without it."""
-    assert bias is not None
+def _unstaged(call: Call, kernel: Any) -> str | None:
+    """Why TMA cannot bring a bias or take its gradient, though the kernel's tile has it so, or None.
+
+    A single row is cheaper without it.
+    """
+    bias = call.bias
+    if bias is None or not getattr(kernel.tile, "bias_stages", 0):
+        return None
+    if getattr(kernel, "stores_bias_gradient", False):
+        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
+        if tuple(bias.shape) != full or bias.shape[3] % 8:
+            return (
+                f"bias has shape {tuple(bias.shape)} and a gradient; accepted: {full} with a last size that is a "
+                "multiple of 8,"
+            )
     whole = ALIGNMENT_BYTES // bias.element_size()
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
     aligned = bias.data_ptr() % ALIGNMENT_BYTES == 0

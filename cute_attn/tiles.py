@@ -550,6 +550,9 @@ class BackwardSm90Tile(Tile):
             warpgroups that are up to half a step behind still run. Only 0 with ``p_in_smem``.
         take_turns: warpgroups start S and dP one after the other, so that one's exponentials run beside another's
             products. Only with ``dq_late``: otherwise they wait for each other in every step all the same.
+        bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
+            Q; 0: threads read the bias from global memory. With ``dq_late``, TMA also takes its gradient from where dS
+            lies, if that is the same. Rows of both must then be as those of q are.
     """
 
     tile_m: int = 64
@@ -564,6 +567,7 @@ class BackwardSm90Tile(Tile):
     p_rounded: bool = False
     dq_late: int = 0
     take_turns: bool = False
+    bias_stages: int = 0
 
     BARRIER_BYTES: ClassVar[int] = 1024
 
@@ -608,6 +612,7 @@ class BackwardSm90Tile(Tile):
             "do": 2 * self.tile_m * dv * self.num_stages_do,
             "ds": 2 * self.tile_m * self.tile_n * self.num_stages_ds,
             "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
+            "bias": 2 * self.tile_m * self.tile_n * self.bias_stages,
             "lse": 4 * self.tile_m * self.num_stages_q,
             "dpsum": 4 * self.tile_m * self.num_stages_do,
         }
@@ -669,6 +674,13 @@ class BackwardSm90Tile(Tile):
             return f"dq_late is {self.dq_late}; accepted: with p_in_smem=false and num_stages_ds=2"
         if self.take_turns and (self.warpgroups == 1 or not self.dq_late):
             return "take_turns is true; accepted: with 2 or 3 warpgroups and dq_late 1 or 2"
+        if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):
+            return (
+                f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false as "
+                f"many as num_stages_q, for {traits}"
+            )
+        if self.bias_stages not in (0, self.num_stages_q):
+            return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
         if self.p_rounded and traits.dropout:
             return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):

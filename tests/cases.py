@@ -97,7 +97,17 @@ def _features() -> list[Case]:
         Case(f"bias-over-{b}", bias="bf16", bias_broadcast=b, seqlen_q=65, seqlen_k=130)
         for b in ("b", "h", "q", "bh", "bhq")
     ]
+    whole: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 200, "bias": "bf16"}  # rows that TMA can read
     cases += [
+        Case("bias-by-tma", **whole, **GQA),
+        Case("bias-by-tma-causal-d128", head_dim=128, causal=True, **whole),
+        Case("bias-by-tma-window-d96", head_dim=96, window=(37, 20), **whole),
+        Case("bias-by-tma-hides", bias_hides=True, **whole),
+        Case("bias-by-tma-over-b", bias_broadcast="b", **whole),
+        Case("bias-by-tma-softcap", softcap=5.0, logits=6.0, **whole),
+        Case("bias-by-tma-dropout-d128", head_dim=128, dropout_p=0.2, **whole),
+        Case("bias-by-tma-of-fp16", **(whole | {"bias": "fp16"})),
+        Case("bias-by-tma-varlen", bias="bf16", lengths_q=(5, 0, 130, 64), lengths_k=(70, 33, 0, 136)),
         Case("bias-hides", bias="bf16", bias_hides=True, **odd),
         Case("bias-fp32-hides", bias="fp32", bias_hides=True, seqlen_q=64, seqlen_k=128),
         Case(

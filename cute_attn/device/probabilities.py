@@ -5,7 +5,24 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_attn.device.math import exp2
-from cute_attn.device.score_tile import ScoreTile
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+
+
+@cute.jit
+def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
+    """A number for each of the thread's rows, of fp32 in shared memory for all rows of a tile, contiguous."""
+    rows = score_map.modes.rows
+    values = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
+    pairs = len(rows) > 1 and all(b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
+    step = 2 if pairs else 1
+    first = (s_rows.iterator + score_map.thr_row).toint()
+    pointer = cute.make_ptr(Float32, first, cute.AddressSpace.smem, assumed_align=4 * step)
+    for r in cutlass.range_constexpr(0, len(rows), step):
+        layout = cute.make_layout(step)
+        cute.autovec_copy(
+            cute.make_tensor(pointer + rows[r], layout), cute.make_tensor(values.iterator + r, layout)
+        )
+    return values
 
 
 @cute.jit

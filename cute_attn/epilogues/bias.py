@@ -214,9 +214,11 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_staged(self, state: BiasRows, tile: ScoreTile) -> None:
-        """From shared memory, a few columns at a time: while they are added, the next ones are on their way."""
-        staged, cols = tile.staged, tile.staged.PIECE_COLS
-        words = cute.make_rmem_tensor(cute.make_layout((len(tile.cols) // 2, len(tile.rows))), Int32)
+        """From shared memory, a piece of each line at a time: while it is added, the next one is on its way."""
+        staged, size = tile.staged, tile.staged.PIECE
+        along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
+        lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
+        words = cute.make_rmem_tensor(cute.make_layout((along // 2, lines)), Int32)
         staged.wait()
         staged.read(0, words)
         for piece in cutlass.range_constexpr(staged.pieces):
@@ -226,7 +228,7 @@ class Bias(Epilogue):
                 staged.read(piece + 1, words)
             else:
                 staged.release()
-            self._add_to_scores(state, tile, words, piece * cols, (piece + 1) * cols)
+            self._add_to_scores(state, tile, words, piece * size, (piece + 1) * size)
 
     @cute.jit
     def _add_to_scores(
@@ -259,7 +261,7 @@ class Bias(Epilogue):
     @cute.jit
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """The score's gradient is what it was, and the bias's is the same."""
-        if cutlass.const_expr(self.gradient):
+        if cutlass.const_expr(self.gradient and not (tile.staged is not None and tile.staged.takes_gradient)):
             gradient, row0 = state.gradient, anew(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
                 if cutlass.const_expr(self._exchanged(tile)):

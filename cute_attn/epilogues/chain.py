@@ -91,10 +91,22 @@ class EpilogueChain:
         """The cap (1.0 without one), then a tuple for each part."""
         return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
 
+    @property
+    def bias_has_scores_gradient(self) -> bool:
+        """Whether the bias's gradient is, number by number, what :meth:`backward` leaves of the scores'."""
+        return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
+
     def bias(self, args: tuple) -> cute.Tensor:
         """Of a chain's arguments the bias's tensor."""
+        return self._bias_args(args)[0]
+
+    def bias_gradient(self, args: tuple) -> cute.Tensor:
+        """Of a chain's arguments the tensor of the bias's gradient, where one is wanted."""
+        return self._bias_args(args)[1]
+
+    def _bias_args(self, args: tuple) -> tuple:
         place = next(i for i, part in enumerate(self._parts) if isinstance(part, Bias))
-        return args[1 + place][0]
+        return args[1 + place]
 
     def context(
         self,

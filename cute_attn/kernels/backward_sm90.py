@@ -11,9 +11,10 @@
 A block of threads has a key block, and walks over all query blocks that see it, of every query head in the group: dK
 and dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel converts it.
 
-One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings. The warpgroups
-compute S and dP transposed, each for 64 keys of its own, so that P and dS are operands of dV and dK as they lie in
-registers (all as (keys, queries) here):
+One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings, a bias of 16 bits
+beside Q; another stores the bias's gradient, where that is dS (``bias_stages``). The warpgroups compute S and dP
+transposed, each for 64 keys of its own, so that P and dS are operands of dV and dK as they lie in registers (all as
+(keys, queries) here):
 
     start S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
@@ -45,7 +46,7 @@ aligned with a contiguous last dimension.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -59,11 +60,12 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
 from cute_attn.device.math import LOG2_E, anew
-from cute_attn.device.pipeline import WARPGROUP, Turns, compute_barrier
-from cute_attn.device.probabilities import probabilities, score_gradient
+from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
+from cute_attn.device.probabilities import probabilities, row_values, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, padded_row0, workspace_rows
+from cute_attn.device.staged import bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import operand_layout, start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
@@ -80,8 +82,8 @@ from cute_attn.kernels.backward_sm90_parts import (
     Work,
     shared_memory,
 )
-from cute_attn.kernels.backward_sm90_store import store_keys
-from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
+from cute_attn.kernels.backward_sm90_store import store_bias_gradients, store_keys
+from cute_attn.kernels.backward_sm90_tiles import first_that_fits, preferred_tiles
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
@@ -108,8 +110,26 @@ class BackwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
         """The tile that is taken when none is named."""
-        tiles = preferred_tiles(traits)
-        return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
+        return first_that_fits(preferred_tiles(traits), traits, target)
+
+    def without_staged_bias(self) -> "BackwardSm90":
+        """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
+        tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
+        return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
+
+    @property
+    def stages_bias(self) -> bool:
+        """Whether TMA brings the bias: its strides and its address then have to be as those of q, k and v."""
+        return self.tile.bias_stages > 0
+
+    @property
+    def stores_bias_gradient(self) -> bool:
+        """Whether TMA stores the bias's gradient from where dS lies: as it reads the bias, and not broadcast."""
+        traits, same = (
+            self.traits,
+            self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient,
+        )
+        return self.stages_bias and traits.bias_grad and same and self.tile.dq_late > 0
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -162,9 +182,14 @@ class BackwardSm90:
         )
 
     def layout_ds(self) -> cute.ComposedLayout:
-        """dS and P as the scores' accumulator is stored, see ``scores_shape``."""
-        rows, cols = self.scores_shape
-        return operand_layout(rows, cols, self.dtype, stages=self.tile.num_stages_ds)
+        """dS and P, (tile_m, tile_n, stage)."""
+        tile = self.tile
+        return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=tile.num_stages_ds)
+
+    def layout_bias(self) -> cute.ComposedLayout:
+        """The bias, (tile_m, tile_n, stage)."""
+        tile, dtype = self.tile, CUTE_DTYPES[self.traits.bias]
+        return layouts.wgmma_smem_layout(tile.tile_m, tile.tile_n, dtype, stages=tile.bias_stages)
 
     @property
     def scores_shape(self) -> tuple[int, int]:
@@ -194,8 +219,7 @@ class BackwardSm90:
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
-        ds, k = "k" if self.tile.p_in_smem else "mn", "mn"
-        a, b = (k, ds) if self.tile.dq_transposed else (ds, k)
+        a, b = ("mn", "k") if self.tile.dq_transposed else ("k", "mn")
         return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
@@ -249,12 +273,16 @@ class BackwardSm90:
             self.tma(load, mV, self.layout_v(), tile.tile_n, dv),
             self.tma(load, mQ, self.layout_q(), tile.tile_m, d),
             self.tma(load, mDO, self.layout_do(), tile.tile_m, dv),
+            bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.stages_bias else None,
             mLSElog2,
             mDPsum,
         )
         outputs = Outputs(
             self.tma(store, mDK, self.layout_k(), tile.tile_n, d),
             self.tma(store, mDV, self.layout_v(), tile.tile_n, dv),
+            bias_tma(self.epilogues.bias_gradient(score_args), self.layout_ds(), store=True)
+            if self.stores_bias_gradient
+            else None,
             mDK,
             mDV,
             mDQaccum,
@@ -286,13 +314,16 @@ class BackwardSm90:
             with cute.arch.elect_one():
                 for ring in (shared.ring_k, shared.ring_v, shared.ring_q, shared.ring_do):
                     ring.init(4 * self.tile.warpgroups)
-                shared.exchange.init(4 * self.tile.warpgroups)
+                shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
                 load_all(self, problem, inputs, outputs, shared)
+            if cutlass.const_expr(self.stores_bias_gradient):
+                if warp == 1:
+                    store_bias_gradients(self, problem, outputs, shared)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -358,6 +389,7 @@ class BackwardSm90:
                     self.dq_of_head(problem, outputs, place, head),
                     steps,
                     thread,
+                    shared.bias.address_of(thread) if self.stages_bias else None,
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
@@ -386,7 +418,7 @@ class BackwardSm90:
         upright = tile.p_in_smem
         a_scores, b_scores = (shared.s_q, shared.s_k) if upright else (shared.s_k, shared.s_q)
         a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
-        ds, k = (shared.s_ds if upright else turn(shared.s_ds)), turn(shared.s_k)
+        ds, k = shared.s_ds, turn(shared.s_k)
         a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
         return Fragments(
             scores.make_fragment_A(in_scores.partition_A(a_scores)),
@@ -437,10 +469,10 @@ class BackwardSm90:
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
         self.start_s_and_dp(work, acc_s, acc_dp, block)
 
-        lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        lse = None if self.stages_bias else self.row_values(work, shared.s_lse, shared.ring_q, n)
         drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, masked)
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(not self.tile.p_in_smem):
             self.start_dv(work, p, n)
             warpgroup.wait_group(1)
@@ -488,10 +520,10 @@ class BackwardSm90:
         if cutlass.const_expr(late == 1):
             self.start_dq_late(work, acc_dq, block - 1)
 
-        lse = self.row_values(work, shared.s_lse, shared.ring_q.stage(n))
+        lse = None if self.stages_bias else self.row_values(work, shared.s_lse, shared.ring_q, n)
         drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(2 if late == 1 else 1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, masked)
+        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(late == 2):
             self.start_dq_late(work, acc_dq, block - 1)
         beside_dp = 1 if late else 0
@@ -530,12 +562,18 @@ class BackwardSm90:
         scores: ScoreTile,
         acc_s: cute.Tensor,
         loaded: tuple,
-        lse: cute.Tensor,
+        lse: cute.Tensor | None,
         drawn: tuple,
+        n: Int32,
         masked: Constexpr,
     ) -> tuple:
-        """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits."""
+        """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits.
+
+        lse: or None to read it only here, where what a staged bias was read into is free again.
+        """
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
+        if cutlass.const_expr(lse is None):
+            lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
         probabilities(scores, lse, work.scale_log2)
         p = rounded(acc_s, self.dtype)
         self.epilogues.zero_dropped(drawn, work.score_map.view(p))
@@ -554,7 +592,7 @@ class BackwardSm90:
     ) -> cute.Tensor:
         """dP becomes dS; the result is dS in 16 bits."""
         shared = work.shared
-        dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do.stage(n))
+        dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do, n)
         ds_tile = scores.of(work.score_map.view(acc_dp))
         self.epilogues.zero_dropped(drawn, ds_tile.acc)
         p_kept = Widened(work.score_map.view(p)) if self.tile.p_rounded else scores.acc
@@ -579,6 +617,9 @@ class BackwardSm90:
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         scores = work.score_map.tile(acc_s, block * self.tile.tile_m, work.key0)
+        if cutlass.const_expr(self.stages_bias):
+            stage = work.shared.ring_q.stage(work.filling(block))
+            scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
     @cute.jit
@@ -637,9 +678,11 @@ class BackwardSm90:
     @cute.jit
     def store_scores(self, work: Work, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
-        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90")
+        upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
+        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
         mine = store.get_slice(anew(work.thread))  # kept through the loop, addresses would cost registers
-        cute.copy(store, mine.retile(fragment), mine.partition_D(target[None, None, self.ds_stage(n)]))
+        as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
+        cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 
     def dq_accumulator(self) -> cute.Tensor:
         """Registers for dQ of a query block."""
@@ -652,18 +695,6 @@ class BackwardSm90:
         base = work.dq + Int64(block) * block_floats(self.traits, tile)
         add_fragment(acc_dq, base, anew(work.thread), tile.mma_threads, tile.dq_vector)
 
-    @cute.jit
-    def row_values(self, work: Work, s_rows: cute.Tensor, stage: Int32) -> cute.Tensor:
-        """What (tile_m, stage) in shared memory has for each of the thread's rows."""
-        rows = work.score_map.modes.rows
-        values = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
-        pairs = len(rows) > 1 and all(b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
-        step = 2 if pairs else 1
-        first = (s_rows.iterator + (stage * self.tile.tile_m + work.score_map.thr_row)).toint()
-        pointer = cute.make_ptr(Float32, first, cute.AddressSpace.smem, assumed_align=4 * step)
-        for r in cutlass.range_constexpr(0, len(rows), step):
-            layout = cute.make_layout(step)
-            cute.autovec_copy(
-                cute.make_tensor(pointer + rows[r], layout), cute.make_tensor(values.iterator + r, layout)
-            )
-        return values
+    def row_values(self, work: Work, s_rows: cute.Tensor, ring: Ring, n: Int32) -> cute.Tensor:
+        """What filling n of (tile_m, stage) in shared memory has for each of the thread's rows."""
+        return row_values(work.score_map, s_rows[None, ring.stage(n)])

@@ -20,7 +20,7 @@ def clear_foreign_keys(kernel: Constexpr, shared: Shared, rows: Int32, thread: I
 
 @cute.jit
 def clear_foreign_queries(kernel: Constexpr, work: Work, block: Int32, n: Int32) -> None:
-    """Q and dO behind the sequence's last query become zeros."""
+    """Q, dO and the bias behind the sequence's last query become zeros."""
     if cutlass.const_expr(kernel.foreign_queries):
         rows = work.seqlen_q - block * kernel.tile.tile_m
         if rows < kernel.tile.tile_m:
@@ -28,6 +28,8 @@ def clear_foreign_queries(kernel: Constexpr, work: Work, block: Int32, n: Int32)
             shared.ring_do.wait(n)
             clear(kernel, shared.s_q[None, None, shared.ring_q.stage(n)], rows, work.thread)
             clear(kernel, shared.s_do[None, None, shared.ring_do.stage(n)], rows, work.thread)
+            if cutlass.const_expr(kernel.stages_bias):
+                clear(kernel, shared.bias.tensor[None, None, shared.ring_q.stage(n)], rows, work.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             compute_barrier(kernel.tile.warpgroups)
 
@@ -37,7 +39,7 @@ def clear(kernel: Constexpr, tile: cute.Tensor, first: Int32, thread: Int32) -> 
     """Zero (rows, cols) in shared memory from row ``first`` on, by all threads that compute."""
     rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
     vectors = cols // 8
-    zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
+    zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
     zeros.fill(0.0)
     for i in cutlass.range(thread, (rows - first) * vectors, kernel.tile.mma_threads, unroll=1):
         row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))

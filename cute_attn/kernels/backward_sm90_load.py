@@ -6,6 +6,7 @@ from cutlass import Constexpr, Int32, cute
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.key_order import KeyBlocks
 from cute_attn.device.seqlen import padded_row0, workspace_rows
+from cute_attn.device.staged import columns_of
 from cute_attn.device.tma import load_row
 from cute_attn.kernels.backward_sm90_parts import Inputs, Outputs, Problem, Shared
 
@@ -28,7 +29,8 @@ def load_all(kernel: Constexpr, problem: Problem, inputs: Inputs, outputs: Outpu
         shared.ring_v.acquire(i)
         inputs.v.load(g_v, block, shared.s_v, shared.ring_v, i)
         for h in cutlass.range(group, unroll=1):
-            load_queries(kernel, problem, inputs, shared, place, place.head_kv * group + h, blocks, steps)
+            head = place.head_kv * group + h
+            load_queries(kernel, problem, inputs, shared, place, block, head, blocks, steps)
             steps += blocks.end - blocks.begin
 
 
@@ -39,6 +41,7 @@ def load_queries(
     inputs: Inputs,
     shared: Shared,
     place: KeyBlocks,
+    key_block: Int32,
     head: Int32,
     blocks: BlockRange,
     steps: Int32,
@@ -50,10 +53,14 @@ def load_queries(
     row0 = padded_row0(problem.seqlens, info, place.batch, tile_m)
     g_lse = workspace_rows(inputs.mLSElog2, place.batch, head, row0, 1, packed)
     g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
+    if cutlass.const_expr(kernel.stages_bias):
+        g_bias = columns_of(inputs.bias, key_block, head, place.batch, (tile_m, kernel.tile.tile_n))
     for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
         n = steps + (block - blocks.begin)
         shared.ring_q.acquire(n)
         inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
+        if cutlass.const_expr(kernel.stages_bias):
+            inputs.bias.load(g_bias, block, shared.bias.tensor, shared.ring_q, n)
         load_row(cute.local_tile(g_lse, (tile_m,), (block,)), shared.s_lse, shared.ring_q, n)
         shared.ring_do.acquire(n)
         inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)

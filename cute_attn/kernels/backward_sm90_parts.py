@@ -10,8 +10,10 @@ from cute_attn.device.key_order import KeyOrder
 from cute_attn.device.pipeline import Exchange, Ring, Turns
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.staged import StagedQueries
 from cute_attn.device.tma import Tma
 from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.arguments import CUTE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Shared:
     s_v: cute.Tensor
     s_q: cute.Tensor
     s_do: cute.Tensor
-    s_ds: cute.Tensor  # (keys, queries, stage), or with p_in_smem (queries, keys, stage)
+    s_ds: cute.Tensor  # (tile_m, tile_n, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
     s_lse: cute.Tensor  # (tile_m, stage)
     s_dpsum: cute.Tensor  # (tile_m, stage)
@@ -31,6 +33,7 @@ class Shared:
     ring_q: Ring
     ring_do: Ring
     exchange: Exchange  # of s_ds, if tile.dq_late
+    bias: Any  # StagedQueries, in Q's ring, or None
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Inputs:
     v: Tma
     q: Tma
     do: Tma
+    bias: Any  # Tma, or None
     mLSElog2: cute.Tensor
     mDPsum: cute.Tensor
 
@@ -63,6 +67,7 @@ class Outputs:
 
     tma_dk: Tma
     tma_dv: Tma
+    tma_dbias: Any  # Tma, or None
     mDK: cute.Tensor
     mDV: cute.Tensor
     mDQaccum: cute.Tensor
@@ -103,6 +108,7 @@ class Work:
     dq: cute.Pointer  # of the head's first query block
     first_filling: Int32  # of the rings of Q and dO
     thread: Int32
+    bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
 
     def filling(self, block: Int32) -> Int32:
         """Which filling of the rings a query block is, and of dS."""
@@ -115,20 +121,24 @@ def shared_memory(kernel: Any) -> Shared:
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     start = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
 
-    def operand(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
-        return cute.make_tensor(cute.recast_ptr(start[name], layout.inner, dtype=kernel.dtype), layout.outer)
+    def operand(name: str, layout: cute.ComposedLayout, dtype: Any = kernel.dtype) -> cute.Tensor:
+        return cute.make_tensor(cute.recast_ptr(start[name], layout.inner, dtype=dtype), layout.outer)
 
     def rows(name: str, stages: int) -> cute.Tensor:
         return cute.make_tensor(
             cute.recast_ptr(start[name], dtype=Float32), cute.make_layout((tile.tile_m, stages))
         )
 
+    bias = None
+    if kernel.stages_bias:
+        s_bias = operand("bias", kernel.layout_bias(), CUTE_DTYPES[kernel.traits.bias])
+        bias = StagedQueries(s_bias, kernel.stores_bias_gradient)
     barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
     rings: list[Ring] = []
     for stages, fill_bytes in (
         (1, 2 * tile.tile_n * d),
         (1, 2 * tile.tile_n * dv),
-        (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m),
+        (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.fill_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
     ):
         rings.append(Ring(barriers, stages, fill_bytes))
@@ -147,4 +157,5 @@ def shared_memory(kernel: Any) -> Shared:
         rings[2],
         rings[3],
         Exchange(barriers),
+        bias,
     )

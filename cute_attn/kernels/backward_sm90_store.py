@@ -9,6 +9,7 @@ from cute_attn.device.key_order import KeyBlocks, rows_of_keys
 from cute_attn.device.math import anew
 from cute_attn.device.pipeline import WARPGROUP, compute_barrier
 from cute_attn.device.seqlen import sequence
+from cute_attn.device.staged import columns_of
 from cute_attn.kernels.backward_sm90_parts import Fragments, Outputs, Problem, Shared
 from cute_attn.tiles import padded
 
@@ -43,6 +44,31 @@ def store_keys(
         outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block)
         outputs.tma_dk.store(shared.s_k[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def store_bias_gradients(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared) -> None:
+    """By one warp: dS of every step, as soon as all warpgroups have written theirs, as the bias's gradient.
+
+    The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``Exchange``.
+    """
+    place = problem.order.place(problem.seqlens)
+    group = problem.qheads_per_kvhead
+    _, state = kernel.begin(problem, place, place.head_kv * group)
+    shape = (kernel.tile.tile_m, kernel.tile.tile_n)
+    n = Int32(0)
+    for i in cutlass.range(kernel.key_blocks(problem, place, outputs.mDK), unroll=1):
+        key_block = place.first + i * problem.order.num_splits.divisor
+        blocks = kernel.query_blocks(place, state, key_block)
+        for h in cutlass.range(group, unroll=1):
+            tma, head = outputs.tma_dbias, place.head_kv * group + h
+            tiles = columns_of(tma, key_block, head, place.batch, shape)
+            for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                shared.exchange.arrive(n)
+                shared.exchange.wait(n)
+                tma.store(shared.s_ds[None, None, kernel.ds_stage(n)], tiles, block)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                n += 1
 
 
 @cute.jit

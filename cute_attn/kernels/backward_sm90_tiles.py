@@ -6,23 +6,50 @@ from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 
+def first_that_fits(tiles: list[BackwardSm90Tile], traits: Traits, target: str) -> BackwardSm90Tile:
+    """The first one that serves ``traits``, or the last one, which says why it does not."""
+    return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
+
+
 def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.
 
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     or a late dQ would have; how many a user's needs, nobody knows here.
     """
-    d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    return [*_staged_tiles(traits, d), *_other_tiles(traits, d)]
+
+
+def _staged_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+    """For a bias that comes by TMA, which takes shared memory but hardly a register, and one epilogue beside it."""
+    others = [bool(x) for x in (traits.epilogues, traits.softcap, traits.alibi, traits.dropout)]
+    if traits.bias not in ("fp16", "bf16") or d > 128 or sum(others) > 1:
+        return []
+    if d == 128 and traits.softcap and traits.varlen:  # spills with the bias's gradient
+        return []
+    narrow = BackwardSm90Tile(64, 128, bias_stages=2)
+    late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
+    gradient_from_registers = traits.bias_grad and traits.bias != traits.dtype
+    if not (traits.epilogues or traits.softcap or traits.dropout or gradient_from_registers):
+        return [dataclasses.replace(late, tile_m=128 if d <= 64 else 64), late]
+    if d <= 64:
+        return [narrow if traits.epilogues else dataclasses.replace(narrow, dq_late=1)]
+    return [dataclasses.replace(narrow, tile_m=48, dq_transposed=True)] if d == 128 else [narrow]
+
+
+def _other_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+    """Without."""
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     laden = heavy or traits.softcap or traits.dropout
     narrow = BackwardSm90Tile(64, 128)
     late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
-    if max(d, dv) <= 64:
+    if d <= 64:
         if traits.epilogues or (traits.alibi and traits.bias):
             return [narrow]
         beside_products = dataclasses.replace(narrow, dq_late=1)
         return [beside_products] if laden else [dataclasses.replace(late, tile_m=128), beside_products]
-    if max(d, dv) <= 128:
+    if d <= 128:
         fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if heavy and d == 128 else []
         return [*fewer, narrow] if laden or traits.alibi else [late, narrow]
     wide = BackwardSm90Tile(64, 64, p_in_smem=True)

@@ -206,6 +206,27 @@ def test_store_writes_each_element_once_from_the_thread_that_holds_it(name, arch
         assert taken == sorted(zip(mma.row[thread], mma.col[thread], strict=True))
 
 
+@pytest.mark.parametrize("n", [48, 64, 128])
+def test_transposed_store_exchanges_rows_and_columns_of_each_8_x_8(n):
+    """Against stmatrix.trans: lane l writes row l % 8 of matrix l // 8, which is a column of the accumulator."""
+
+    def copy():
+        tiled_mma = layouts.tiled_mma_sm90(BFloat16, 128, n, warpgroups=2)
+        return layouts.store_copy_c(tiled_mma, BFloat16, "sm90", transpose=True)
+
+    written = coordinate_table(
+        lambda t: copy().get_slice(t).partition_D(cute.make_identity_tensor((128, n))), 256
+    )
+    thread, value = np.arange(256)[:, None], np.arange(n // 2)[None, :]
+    lane, matrix = thread % 32, thread % 32 // 8
+    assert (written[..., 0] == thread // 32 * 16 + 8 * (matrix % 2) + value % 8).all()
+    assert (written[..., 1] == value // 8 * 16 + 8 * (matrix // 2) + lane % 8).all()
+    source = model.copy_map(copy, "src")
+    matrix = value % 8 // 2
+    assert (source.row == thread // 32 * 16 + lane // 4 + 8 * (matrix % 2)).all()
+    assert (source.col == value // 8 * 16 + 8 * (matrix // 2) + lane % 4 * 2 + value % 2).all()
+
+
 # The device accepts them: two chained products, compiled
 
 

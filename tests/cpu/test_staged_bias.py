@@ -12,14 +12,16 @@ from cutlass import cute
 import layouts
 from cute_attn import compiler, launch
 from cute_attn.call import NUM_TENSORS, Call
-from cute_attn.device.staged import ROWS, lane_address
+from cute_attn.device.staged import ROW_COLS, ROWS, lane_address, lane_address_transposed
+from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.registry import Unsupported
-from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile
 from cute_attn.traits import Traits
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
 STAGED = ForwardSm90Tile(192, 96, bias_stages=2, optimistic=True)
+BACKWARD = Traits("backward", "sm90", "bf16", 64, bias="bf16")
 
 
 def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -30,11 +32,11 @@ def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch
     return memory.as_strided(shape, (nheads * rows * row, rows * row, row, 1), first)
 
 
-def call(bias: torch.Tensor, tile: str = "") -> Call:
+def call(bias: torch.Tensor, tile: str = "", **options) -> Call:
     """Of two heads and a batch of two, with as many queries as keys."""
     length = bias.shape[3]
     q = torch.empty(2, length, 2, 64, dtype=torch.bfloat16)
-    options = {"q": q, "k": q, "v": q, "bias": bias, "max_seqlen_q": length, "max_seqlen_k": length}
+    options |= {"q": q, "k": q, "v": q, "bias": bias, "max_seqlen_q": length, "max_seqlen_k": length}
     plain = {
         "mask": "",
         "softcap": 0.0,
@@ -43,7 +45,7 @@ def call(bias: torch.Tensor, tile: str = "") -> Call:
         "return_softmax": False,
         "kernel": "",
     }
-    return Call(**dict.fromkeys(Call._fields) | options | plain | {"tile": tile})
+    return Call(**dict.fromkeys(Call._fields) | plain | options | {"tile": tile})
 
 
 READABLE = {
@@ -84,6 +86,25 @@ def test_a_tile_that_is_named_is_not_given_up_silently(name):
         launch.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
 
 
+@pytest.mark.parametrize("bias_grad", [False, True])
+@pytest.mark.parametrize("name", [*READABLE, *OTHERS])
+def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradient(name, bias_grad):
+    bias = (READABLE | OTHERS)[name]
+    storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
+    kernel = launch.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
+    assert kernel.stages_bias == (name in READABLE and (storable or not bias_grad))
+    assert kernel.tile.reject(kernel.traits, "sm90") is None
+
+
+def test_a_backward_tile_that_is_named_is_not_given_up_silently():
+    unstorable = call(READABLE["one head"], backward_tile="bias_stages=2")
+    assert launch.choose_kernel(unstorable, "sm90", op="backward").stages_bias
+    with pytest.raises(
+        Unsupported, match=r"bias has shape .* and a gradient; accepted: \(2, 2, 64, 64\) with "
+    ):
+        launch.choose_kernel(unstorable, "sm90", op="backward", bias_grad=True)
+
+
 def test_plans_of_aligned_and_other_addresses_differ():
     keys = [
         launch.plan_key(call(tensor(2, 2, 64, 64, first=first))[:NUM_TENSORS], ()) for first in (0, 1, 8, 2)
@@ -110,6 +131,21 @@ def test_plans_of_aligned_and_other_addresses_differ():
             ForwardSm90Tile(64, 16, 16),
             replace(TRAITS, head_dim=32, head_dim_v=32),
             "num_stages is 16; accepted: few",
+        ),
+        (
+            BackwardSm90Tile(bias_stages=1),
+            BACKWARD,
+            "bias_stages is 1; accepted: 0, or num_stages_q, which is 2",
+        ),
+        (
+            BackwardSm90Tile(bias_stages=2),
+            replace(BACKWARD, bias="fp32"),
+            "bias_stages is 2; accepted: 0, or with a bias of 16 bits",
+        ),
+        (
+            BackwardSm90Tile(64, 64, p_in_smem=True, bias_stages=2),
+            BACKWARD,
+            "bias_stages is 2; accepted: 0, or with .* p_in_smem=false",
         ),
     ],
 )
@@ -156,3 +192,39 @@ def test_lanes_find_their_rows_where_tma_puts_them(cols):
 
     cute.compile[cute.GPUArch("sm_90a")](trace)
     assert not wrong
+
+
+@pytest.mark.parametrize("queries, groups", [(48, 2), (64, 1), (128, 2), (64, 3)])
+def test_lanes_find_their_queries_where_tma_puts_them(queries, groups):
+    """The same for a backward: a warp's sixteen keys, of eight queries at a time."""
+    bytewise, wrong = layouts.Swizzle(3, 4, 3), []
+
+    def compare():
+        outer = layouts.wgmma_smem_layout(queries, groups * ROW_COLS, cutlass.BFloat16).outer
+        for thread, first in itertools.product(range(128 * groups), range(0, queries, 16)):
+            lane, matrix = thread % 8, thread // 8 % 4  # of four of 8 x 8: keys first, then queries
+            place = (first + 8 * (matrix // 2) + lane, thread // 32 * 16 + 8 * (matrix % 2))
+            expected = bytewise(2 * cute.crd2idx(place, outer))
+            if lane_address_transposed(0, thread, queries) + 2 * ROW_COLS * first != expected:
+                wrong.append((thread, first))
+
+    @cute.jit
+    def trace():
+        compare()
+
+    cute.compile[cute.GPUArch("sm_90a")](trace)
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "name", ["d64-bias_bf16", "d128-causal-bias_bf16-bias_grad", "d96-softcap-bias_bf16-bias_grad"]
+)
+def test_a_backward_reads_a_staged_bias_transposed_and_stores_its_gradient_by_tma(name):
+    compiled = compiler.compile(f"backward-sm90-bf16-{name}", None, "sm90")
+    resources = compiled.resources
+    assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
+    assert compiled.tile.bias_stages == 2 and "LDG" not in compiled.instructions
+    assert "LDSM.16.MT88.4" in compiled.sass
+    kernel = BackwardSm90(compiled.traits, compiled.tile)
+    assert kernel.stores_bias_gradient == ("bias_grad" in name and "softcap" not in name)
+    assert ("STG" in compiled.instructions) == ("softcap" in name)

@@ -54,13 +54,16 @@ def forward_requests(
 def backward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward, and the backward's three kernels."""
+    """The forward, and the backward's three kernels, also for a bias that TMA cannot read."""
     yield from forward_requests(case, arch, None, target)
     try:
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
     yield from ((traits, own, target) for traits, own in kernels_of(main))
+    if arch == "sm90" and case.bias and not tile:
+        others = kernels_of(main.without_staged_bias())
+        yield from ((traits, own, target) for traits, own in others)
 
 
 @pytest.fixture(autouse=True)
