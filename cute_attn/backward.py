@@ -136,7 +136,7 @@ class Plan:
         kernel: the main kernel object, which picks the epilogues' arguments.
         needed: which of the gradients of q, k, v and bias are asked for.
         shapes, strides: of those of q, k and v.
-        clear: which of those have rows that no thread writes.
+        packed: whether those have rows that may be no sequence's.
         copy: which of grad_out and out no kernel can read as they lie.
         views: as of :class:`cute_attn.launch.Plan`.
         workspace: or None where there is nothing to launch.
@@ -154,7 +154,7 @@ class Plan:
     needed: tuple[bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
-    clear: tuple[bool, bool, bool]
+    packed: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     workspace: Workspace | None
@@ -193,7 +193,10 @@ class Plan:
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = (self._gradient(q, self.shapes[i], self.strides[i], self.clear[i]) for i in range(3))
+        dq, dk, dv = (
+            launch.new_empty_strided(q, shape, strides, q.dtype)
+            for shape, strides in zip(self.shapes, self.strides, strict=True)
+        )
         space = self.workspace
         memory = launch.new_empty_strided(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(memory, *space.lse_log2)
@@ -208,7 +211,10 @@ class Plan:
         seqlens, part_seqlens = self.seqlens or _seqlens(call)
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
-        self.preprocess(grad_out, out, lse, grads[1], lse_log2, dpsum, accumulators, part_seqlens, keep)
+        cleared = (dq, dk, dv) if self.packed else None
+        self.preprocess(
+            grad_out, out, lse, grads[1], lse_log2, dpsum, accumulators, cleared, part_seqlens, keep
+        )
         self.main(
             *call[:3],
             grad_out,
@@ -229,11 +235,6 @@ class Plan:
             dbias = self.bias.finish(dbias)
         needed = self.needed
         return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, dbias
-
-    @staticmethod
-    def _gradient(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], clear: bool) -> Tensor:
-        gradient = launch.new_empty_strided(like, shape, strides, like.dtype)
-        return gradient.zero_() if clear else gradient
 
     def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
@@ -335,12 +336,7 @@ def _make_plan(
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
-        # Packed rows may belong to no sequence.
-        clear=(
-            call.packed or call.seqused_q is not None,
-            call.packed or call.seqused_k is not None,
-            call.packed or call.seqused_k is not None,
-        ),
+        packed=call.packed,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,

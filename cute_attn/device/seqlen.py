@@ -54,6 +54,17 @@ def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32):
 
 
 @cute.jit
+def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: Int32) -> Int32:
+    """How many rows of ``batch`` exist in ``tensor``, used or not: (batch, rows, ...), or packed."""
+    rows = Int32(0)
+    if cutlass.const_expr(cu_seqlens is not None):
+        rows = cu_seqlens[batch + 1] - cu_seqlens[batch]  # type: ignore[index]
+    else:
+        rows = Int32(tensor.shape[1])
+    return rows
+
+
+@cute.jit
 def sequence(
     tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, packed: cutlass.Constexpr
 ) -> cute.Tensor:
@@ -76,13 +87,35 @@ def sequence(
 def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """The first row of ``batch`` in a workspace whose sequences are padded to whole blocks of ``tile_m`` rows.
 
-    Batched, every (batch, head) has rows of its own, so 0. Packed, sequence b starts at block cu_seqlens_q[b] // tile_m
-    + b: no two sequences share a block, and all end within total_q // tile_m + batch blocks.
+    Batched, every (batch, head) has rows of its own, so 0. Packed, sequences follow each other as :func:`first_block`
+    has it.
     """
     row0 = Int32(0)
     if cutlass.const_expr(seqlens.cu_seqlens_q is not None):
         row0 = (info.offset_q // tile_m + batch) * tile_m
     return row0
+
+
+@cute.jit
+def first_block(cu_seqlens: cute.Tensor, batch: Int32, tile: cutlass.Constexpr) -> Int32:
+    """Where a packed sequence begins if each is padded to whole blocks of ``tile`` rows: cu_seqlens[b] // tile + b.
+
+    No two sequences share a block, and all end within total // tile + batch blocks.
+    """
+    return cu_seqlens[batch] // tile + batch
+
+
+@cute.jit
+def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Constexpr) -> Int32:
+    """The last sequence that begins at ``block`` or before, see :func:`first_block`; the first one if none does."""
+    batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
+    while batch + 1 < end:
+        middle = (batch + end) // 2
+        if first_block(cu_seqlens, middle, tile) <= block:
+            batch = middle
+        else:
+            end = middle
+    return batch
 
 
 @cute.jit

@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import warp
 import layouts
 from cute_attn.device import dq
 from cute_attn.device.accumulate import load_fragment
-from cute_attn.device.seqlen import Seqlens, padded_row0, sequence
+from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
 from cute_attn.tiles import padded
@@ -96,7 +96,7 @@ class BackwardConvert:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
 
-        Writes the rows of dQ that are some sequence's; those that seqused_q leaves out are not touched.
+        Writes the rows of dQ that are some sequence's: those that seqused_q leaves out are 0.
         """
         tile = self.tile
         nheads = mDQ.shape[1] if self.traits.varlen else mDQ.shape[2]
@@ -117,16 +117,19 @@ class BackwardConvert:
         traits, tile = self.traits, self.tile
         thread, _, _ = cute.arch.thread_idx()
         place = QueryBlock.read(seqlens, grid, tile.tile_m)
-        if place.row0 < place.info.seqlen_q:
+        exist = existing_rows(seqlens.cu_seqlens_q, mDQ, place.batch) - place.row0
+        if exist > 0:
             rows = 2 * tile.tile_m * padded(traits.head_dim)
             base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
             s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
-            row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m) + place.row0
-            acc = self.load(mDQaccum, place, row0, thread)
-            self.to_shared(acc, s_dq, scale, thread)
+            used = place.info.seqlen_q - place.row0
+            if used > 0:
+                row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m) + place.row0
+                acc = self.load(mDQaccum, place, row0, thread)
+                self.to_shared(acc, s_dq, scale, thread)
             cute.arch.barrier()
             rows_dq = sequence(mDQ, place.batch, place.head, place.info.offset_q, traits.varlen)
-            self.store_rows(s_dq, rows_dq, place.row0, place.info.seqlen_q, thread)
+            self.store_rows(s_dq, rows_dq, place.row0, used, exist, thread)
 
     @cute.jit
     def load(self, mDQaccum: cute.Tensor, place: QueryBlock, row0: Int32, thread: Int32) -> cute.Tensor:
@@ -152,9 +155,18 @@ class BackwardConvert:
 
     @cute.jit
     def store_rows(
-        self, s_dq: cute.Tensor, rows_dq: cute.Tensor, row0: Int32, seqlen_q: Int32, thread: Int32
+        self,
+        s_dq: cute.Tensor,
+        rows_dq: cute.Tensor,
+        row0: Int32,
+        used: Int32,
+        exist: Int32,
+        thread: Int32,
     ) -> None:
-        """The rows and columns that exist, from ``row0`` on, in vectors of 16 bytes: neighbours go to neighbours."""
+        """From ``row0`` on ``used`` rows, and zeros up to ``exist`` ones, or as many of them as a block has.
+
+        In vectors of 16 bytes: neighbours go to neighbours.
+        """
         tile: Constexpr = self.tile
         per_row: Constexpr = self.traits.head_dim // 8
         total: Constexpr = tile.tile_m * per_row
@@ -162,8 +174,11 @@ class BackwardConvert:
         target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=8)
         for first in cutlass.range_constexpr(0, total, tile.mma_threads):
             row, col = (first + thread) // per_row, (first + thread) % per_row * 8
-            if row < cutlass.min(seqlen_q - row0, tile.tile_m):
+            if row < cutlass.min(exist, tile.tile_m):
                 offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=8)
                 cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(8)), vector)
+                if cutlass.const_expr(self.traits.seqused_q):
+                    if row >= used:
+                        vector.fill(0.0)
                 place = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=8)
                 cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(8)))

@@ -2,7 +2,7 @@
 
     D[i] = (sum_j dO[i, j] * O[i, j] - dLSE[i]) / rp        rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
-    dQ accumulators = 0
+    dQ accumulators = 0;  of packed dQ, dK and dV, rows of no sequence = 0
 
 A block takes some rows of one head. A few neighbouring threads share a row: each multiplies vectors of 16 bytes of dO
 and O, shuffles add up, and shared memory brings a row's sum to the thread that writes its two numbers. The kernel does
@@ -113,6 +113,7 @@ class BackwardPreprocess:
         mLSElog2: cute.Tensor,
         mDPsum: cute.Tensor,
         mDQaccum: cute.Tensor,
+        gradients: tuple | None,
         seqlens: Seqlens,
         keep_prob: Float32,
         stream: cuda.CUstream,
@@ -120,13 +121,15 @@ class BackwardPreprocess:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; keep_prob: 1 - dropout_p.
 
         Of each sequence all rows up to a whole block of tile_m are written, and of its dq accumulators as many; what
-        lies between packed sequences beyond those is not touched.
+        lies between packed sequences beyond those is not touched. Of packed gradients all rows are written that lie
+        before the first sequence or behind the last.
         """
         tile = self.tile
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
         blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m) * (tile.tile_m // tile.rows)
         grid = RowGrid.make(nheads, blocks)
-        self.kernel(mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, seqlens, keep_prob, grid).launch(
+        workspace = (mLSElog2, mDPsum, mDQaccum)
+        self.kernel(mDO, mO, mLSE, mDLSE, *workspace, gradients, seqlens, keep_prob, grid).launch(
             grid=[blocks * nheads * seqlens.batch(mO), 1, 1], block=[tile.num_threads, 1, 1], stream=stream
         )
 
@@ -142,6 +145,7 @@ class BackwardPreprocess:
         mLSElog2: cute.Tensor,
         mDPsum: cute.Tensor,
         mDQaccum: cute.Tensor,
+        gradients: tuple | None,
         seqlens: Seqlens,
         keep_prob: Float32,
         grid: RowGrid,
@@ -172,6 +176,11 @@ class BackwardPreprocess:
                 dpsum = workspace_rows(mDPsum, place.batch, place.head, place.padded0, 1, packed)
                 exists = place.row0 + thread < place.info.seqlen_q
                 lse_log2[thread], dpsum[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
+        if cutlass.const_expr(gradients is not None):
+            block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+            cu_seqlens = (seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, seqlens.cu_seqlens_k)
+            for gradient, ends in zip(gradients, cu_seqlens, strict=True):  # type: ignore[arg-type]
+                self.clear_foreign_rows(gradient, ends, block, blocks, thread)
 
     @cute.jit
     def load_rows(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> cute.Tensor:
@@ -223,6 +232,22 @@ class BackwardPreprocess:
                 )
                 if exists:
                     cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
+    def clear_foreign_rows(
+        self, gradient: cute.Tensor, cu_seqlens: cute.Tensor, block: Int32, blocks: Int32, thread: Int32
+    ) -> None:
+        """Zeros to the rows of packed (rows, heads, head_dim) that no sequence owns; a block takes every blocks-th."""
+        begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
+        per_head = gradient.shape[2] // 8
+        zeros = cute.make_rmem_tensor(cute.make_layout(8), gradient.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range(block, gradient.shape[0] - (end - begin), blocks, unroll=1):
+            row = i if i < begin else i + end - begin
+            for j in cutlass.range(thread, gradient.shape[1] * per_head, self.tile.num_threads, unroll=1):
+                place = Int64(row) * gradient.stride[0] + Int64(j // per_head) * gradient.stride[1]
+                target = gradient.iterator + cute.assume(place + j % per_head * 8, divby=8)
+                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(8)))
 
     @cute.jit
     def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:

@@ -48,7 +48,11 @@ class Torch:
             yield b, *rows, first
 
     @classmethod
-    def preprocess(cls, traits, tile, do, o, lse, dlse, lse_log2, dpsum, accumulators, seqlens, keep):
+    def preprocess(cls, traits, tile, do, o, lse, dlse, lse_log2, dpsum, accumulators, grads, seqlens, keep):
+        assert (grads is not None) == traits.varlen
+        for x, side in zip(grads or (), "qkk", strict=False):
+            ends = getattr(seqlens, f"cu_seqlens_{side}")
+            x[: ends[0]], x[ends[-1] :] = 0, 0
         for x in (lse_log2, dpsum, accumulators):
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
         for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
@@ -147,7 +151,8 @@ class Torch:
     @classmethod
     def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
         width = padded(traits.head_dim)
-        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, dq):
+        for b, (rows, all_rows), _, first in cls.sequences(traits, tile, seqlens, dq):
+            (dq if traits.varlen else dq[b])[all_rows] = 0
             n = rows.stop - rows.start
             at = (slice(None),) if traits.varlen else (b,)
             total = sum(

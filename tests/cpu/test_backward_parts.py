@@ -17,7 +17,16 @@ import layouts
 from cute_attn import registry
 from cute_attn.device import dq
 from cute_attn.device.accumulate import add_fragment, load_fragment
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import (
+    SeqlenInfo,
+    Seqlens,
+    existing_rows,
+    first_block,
+    padded_row0,
+    sequence,
+    sequence_of_block,
+    workspace_rows,
+)
 from cute_attn.device.work import QueryBlock
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
@@ -62,6 +71,34 @@ def test_padded_sequences_share_no_block_and_fit(tile_m, lengths):
         assert start % tile_m == 0 and start >= end
         end = start + -(-length // tile_m) * tile_m
     assert end <= (sum(lengths) // tile_m + len(lengths)) * tile_m
+
+
+@cute.jit
+def sequences_of_blocks(cu_seqlens: cute.Tensor, blocks: cute.Tensor, starts: cute.Tensor, tile: Constexpr):
+    for block in cutlass.range(blocks.shape[0]):
+        blocks[block] = sequence_of_block(cu_seqlens, block, tile)
+    for batch in cutlass.range(starts.shape[0]):
+        starts[batch] = first_block(cu_seqlens, batch, tile)
+
+
+@functools.cache
+def compiled_sequences_of_blocks(tile: int):
+    lengths = on_cpu(torch.zeros(2, dtype=torch.int32))
+    return cute.compile(sequences_of_blocks, lengths, lengths, lengths, tile)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from((64, 80)), st.integers(0, 300), st.lists(st.integers(0, 300), min_size=1, max_size=12))
+def test_blocks_find_their_sequences(tile, first, lengths):
+    """Each sequence has a block for each of its rows, and blocks beyond belong to the sequence before."""
+    ends = torch.tensor([*itertools.accumulate(lengths, initial=first)], dtype=torch.int32)
+    found = torch.full((int(ends[-1]) // tile + len(lengths),), -1, dtype=torch.int32)
+    starts = torch.full((len(lengths),), -1, dtype=torch.int32)
+    compiled_sequences_of_blocks(tile)(*map(on_cpu, (ends, found, starts)))
+    bounds = [*starts.tolist(), len(found)]
+    for b, length in enumerate(lengths):
+        assert bounds[b + 1] - bounds[b] >= -(-length // tile)
+    assert found.tolist() == [max(0, sum(s <= x for s in bounds[:-1]) - 1) for x in range(len(found))]
 
 
 # ---- the accumulator ----
@@ -274,6 +311,23 @@ def test_preprocess_on_every_thread(name):
     torch.testing.assert_close(accumulators, cleared.view_as(accumulators), rtol=0, atol=0, equal_nan=True)
 
 
+@cute.jit
+def clear_foreign_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: Int32, kernel: Constexpr):
+    for block in cutlass.range(blocks, unroll=1):
+        for thread in cutlass.range(kernel.tile.num_threads, unroll=1):
+            kernel.clear_foreign_rows(gradient, ends, block, blocks, thread)
+
+
+@pytest.mark.parametrize("ends", [(0, 9), (3, 3, 5, 7), (9, 9), (0, 0), (0, 4, 8), (2, 9)])
+def test_rows_of_no_sequence_are_cleared_and_no_others(ends):
+    gradient = torch.full((9, 3, 24), math.nan).half()
+    kernel = BackwardPreprocess(Traits("backward_preprocess", "sm80", "fp16", 24, varlen=True), T(16, 4, 32))
+    given = (on_cpu(gradient), on_cpu(torch.tensor(ends, dtype=torch.int32)))
+    cute.compile(clear_foreign_rows, *given, Int32(4), kernel)(*given, 4)
+    owned = gradient[ends[0] : ends[-1]]
+    assert owned.isnan().all() and (gradient == 0).sum() + owned.numel() == gradient.numel()
+
+
 @given(st.integers(1, 32), st.integers(1, 32), st.sampled_from((16, 32, 48, 64, 80, 96, 112, 128, 192, 256)))
 def test_a_preprocess_tile_for_every_main_kernel(head_dim, head_dim_v, tile_m):
     traits = Traits("backward_preprocess", "sm80", "bf16", 8 * head_dim, 8 * head_dim_v)
@@ -338,14 +392,16 @@ def convert(
     for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
         batch, head = i // sizes[1], i % sizes[1]
         info = SeqlenInfo.read(seqlens, batch)
-        for row0 in cutlass.range(0, info.seqlen_q, tile.tile_m, unroll=1):
+        exist = existing_rows(cu_seqlens, mDQ, batch)
+        for row0 in cutlass.range(0, exist, tile.tile_m, unroll=1):
             place = QueryBlock(row0, head, head, batch, info)
             padded0 = padded_row0(seqlens, info, batch, tile.tile_m) + row0
-            for thread in cutlass.range(tile.mma_threads, unroll=1):
-                kernel.to_shared(kernel.load(mDQaccum, place, padded0, thread), s_dq, scale, thread)
+            if row0 < info.seqlen_q:
+                for thread in cutlass.range(tile.mma_threads, unroll=1):
+                    kernel.to_shared(kernel.load(mDQaccum, place, padded0, thread), s_dq, scale, thread)
             rows = sequence(mDQ, batch, head, info.offset_q, packed)
             for thread in cutlass.range(tile.mma_threads, unroll=1):
-                kernel.store_rows(s_dq, rows, row0, info.seqlen_q, thread)
+                kernel.store_rows(s_dq, rows, row0, info.seqlen_q - row0, exist - row0, thread)
 
 
 @cute.jit
@@ -377,7 +433,7 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
 CONVERTS = {
     "batched": ("sm80-warps-2x2", (33, 33), None, False),
     "packed": ("sm80-warps-1x4", (16, 0, 15, 17), None, True),
-    "used": ("sm90", (70, 70), (70, 3), False),
+    "used": ("sm90", (150, 150, 150), (70, 3, 0), False),
     "along-m": ("sm90-along-m", (130,), None, False),
     "along-n": ("sm90-along-n", (65, 63), None, True),
     "transposed": ("sm90-transposed", (81, 20), (81, 19), True),
@@ -408,8 +464,10 @@ def test_convert_on_every_thread(name):
         n = min(used[b], lengths[b]) if used else lengths[b]
         first = (starts[b] // m + b) * m if packed else 0
         if packed:
+            expected[starts[b] : starts[b + 1]] = 0.0
             expected[starts[b] : starts[b] + n] = summed[:, first : first + n].transpose(0, 1)
         else:
+            expected[b] = 0.0 if used else math.nan
             expected[b, :n] = summed[b, :, :n].transpose(0, 1)
 
     given = [on_cpu(x) for x in (memory, out, torch.zeros(m * padded(head_dim)).half())]
