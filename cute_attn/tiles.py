@@ -435,7 +435,7 @@ class BackwardSm80Tile(Tile):
             *([] if self.v_in_regs else between),
             ("lse", 4 * m * self.stages_q),
             ("dpsum", 4 * m * self.stages_do),
-            ("parked", 64),
+            ("parked", 80),
         ]
         for name, size in [("k", 2 * n * d), ("v", v)]:
             areas[name] = (end, end + size)

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import opaque
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 
 
 @dataclass(frozen=True)
@@ -19,79 +19,115 @@ class KeyBlocks:
     info: SeqlenInfo
 
 
+L2_SECTION_BYTES = 32 << 20
+"""How many bytes of dQ blocks that run together may add to: fp32 additions beyond L2 go at half the speed."""
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Columns of a table that are taken together, row by row."""
+
+    columns: cute.FastDivmodDivisorV2
+    last_columns: cute.FastDivmodDivisorV2  # of the last section
+    last: Int32
+
+    @cute.jit
+    def row_and_column(self, section: Int32, position: Int32):
+        """Of the table, for a position in a section."""
+        row, column = divmod(position, self.columns)
+        if section == self.last:
+            row, column = divmod(position, self.last_columns)
+        return row, column + section * self.columns.divisor
+
+
 @dataclass(frozen=True)
 class KeyOrder:
     """All (first key block, kv head, batch) in the order in which they start; a block of threads has one of them.
 
-    A plane is a (batch, kv head), heads fastest. Without ``longest_first`` the key blocks of a plane follow each other:
-    those that run together read the same queries and add to the same dQ.
+    They are a table. A column is a (batch, kv head), heads fastest, and has a row for each first key block. Of packed
+    sequences a column is a kv head, and rows are all sequences' first key blocks, one sequence after the other.
 
-    With it, planes are taken a section at a time, as many as keep their dQ in L2, and a section starts with the first
-    key blocks of its planes, which under a causal band are seen by the most queries.
+    Without ``longest_first`` a column's rows follow each other: those that run together read the same queries and add
+    to the same dQ. With it, a section of columns is taken row by row: under a causal band a sequence's first key blocks
+    are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2: the heads of a
+    group are walked one after the other, by all blocks at about the same time.
+
+    Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
+    ``first_block(sequence)`` is the first one's, and which sequence a row is of is looked for.
     """
 
-    num_splits: cute.FastDivmodDivisorV2  # first key blocks of a plane
+    num_splits: cute.FastDivmodDivisorV2
     nheads_kv: cute.FastDivmodDivisorV2
-    section_blocks: cute.FastDivmodDivisorV2
-    planes: cute.FastDivmodDivisorV2  # of a section
-    last_planes: cute.FastDivmodDivisorV2  # of the last section
-    last_section: Int32
+    section_blocks: cute.FastDivmodDivisorV2  # of one column without longest_first
+    sections: Sections | None
     blocks: Int32
-    longest_first: Constexpr
+    packed: Int32
+    tile_n: Constexpr
 
     @staticmethod
     def make(
-        num_splits: Int32, nheads_kv: Int32, batch: Int32, section_planes: Int32, longest_first: bool
+        seqlens: Seqlens,
+        mK: cute.Tensor,
+        num_splits: Int32,
+        head_bytes: Int64,
+        tile_n: int,
+        longest_first: bool,
     ) -> "KeyOrder":
-        """On the host; ``section_planes``: how many planes share L2."""
-        all_planes = cutlass.max(nheads_kv * batch, 1)
-        planes = cutlass.max(cutlass.min(section_planes, all_planes), 1)
-        sections = cute.ceil_div(all_planes, planes)
-        divisor = cute.FastDivmodDivisorV2
+        """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
+        batch, nheads_kv = seqlens.batch(mK), mK.shape[-2]
+        packed = Int32(0)
+        rows, columns = Int32(num_splits), nheads_kv * batch
+        if seqlens.cu_seqlens_k is not None:
+            rows, columns = num_splits * batch, nheads_kv
+            fewest = Int32(mK.shape[0]) // tile_n + batch
+            packed = Int32((num_splits * tile_n >= seqlens.max_seqlen_k) & (fewest < rows))
+            rows = cutlass.select_(packed == 1, fewest, rows)
+        divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
+        if longest_first:
+            together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
+            together = cutlass.max(cutlass.min(together, columns), 1)
+            last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
+            last_columns = cutlass.max(columns - last * together, 1)
+            sections = Sections(divisor(together), divisor(last_columns), last)
         return KeyOrder(
             num_splits=divisor(cutlass.max(num_splits, 1)),
             nheads_kv=divisor(cutlass.max(nheads_kv, 1)),
-            section_blocks=divisor(cutlass.max(num_splits * planes, 1)),
-            planes=divisor(planes),
-            last_planes=divisor(all_planes - (sections - 1) * planes),
-            last_section=sections - 1,
-            blocks=num_splits * nheads_kv * batch,
-            longest_first=longest_first,
+            section_blocks=divisor(cutlass.max(rows * together, 1)),
+            sections=sections,
+            blocks=rows * columns,
+            packed=packed,
+            tile_n=tile_n,
         )
 
     @cute.jit
     def place(self, seqlens: Seqlens) -> KeyBlocks:
         """What the running block has."""
-        plane, first = self.plane_of(opaque(cute.arch.block_idx()[0]))
-        batch, head_kv = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads_kv))
+        first, head_kv, batch = self.find(opaque(cute.arch.block_idx()[0]), seqlens.cu_seqlens_k)
+        batch, head_kv = cute.arch.make_warp_uniform(batch), cute.arch.make_warp_uniform(head_kv)
         return KeyBlocks(first, head_kv, batch, SeqlenInfo.read(seqlens, batch))
 
     @cute.jit
-    def plane_of(self, block: Int32):
-        """(plane, first key block) of a block of threads."""
-        if cutlass.const_expr(self.longest_first):
-            section, position = divmod(block, self.section_blocks)
-            first, plane = divmod(position, self.planes)
-            if section == self.last_section:
-                first, plane = divmod(position, self.last_planes)
-            plane = plane + section * self.planes.divisor
+    def find(self, block: Int32, cu_seqlens_k: cute.Tensor | None):
+        """(first key block, kv head, batch) of a block of threads; there may be no such key block."""
+        row, column = self.row_and_column(block)
+        if cutlass.const_expr(cu_seqlens_k is None):
+            first = row
+            batch, head_kv = divmod(column, self.nheads_kv)
         else:
-            plane, first = divmod(block, self.num_splits)
-        return plane, first
+            head_kv = column
+            batch, first = divmod(row, self.num_splits)
+            if self.packed != 0:
+                batch = sequence_of_block(cu_seqlens_k, row, self.tile_n)
+                first = row - first_block(cu_seqlens_k, batch, self.tile_n)
+                if first < 0:  # keys before the first sequence's
+                    first = self.num_splits.divisor
+        return first, head_kv, batch
 
-
-@cute.jit
-def rows_of_keys(seqlens: Seqlens, tensor: cute.Tensor, batch: Int32) -> Int32:
-    """How many keys of ``batch`` exist in ``tensor``, used or not: (batch, rows, ...), or packed."""
-    starts = seqlens.cu_seqlens_k
-    rows = Int32(0)
-    if cutlass.const_expr(starts is not None):
-        rows = starts[batch + 1] - starts[batch]  # type: ignore[index]
-    else:
-        rows = Int32(tensor.shape[1])
-    return rows
-
-
-def section_planes(l2_bytes: int, plane_bytes: Int64) -> Int32:
-    """How many planes of ``plane_bytes`` share ``l2_bytes``: one at least."""
-    return Int32(cutlass.max(l2_bytes // cutlass.max(plane_bytes, 1), 1))
+    @cute.jit
+    def row_and_column(self, block: Int32):
+        """Of the table, for a block of threads."""
+        section, position = divmod(block, self.section_blocks)
+        row, column = position, section
+        if cutlass.const_expr(self.sections is not None):
+            row, column = self.sections.row_and_column(section, position)  # type: ignore[union-attr]
+        return row, column

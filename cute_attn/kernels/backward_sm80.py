@@ -36,11 +36,11 @@ from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
-from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys
+from cute_attn.device.key_order import KeyBlocks, KeyOrder
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
@@ -50,7 +50,8 @@ from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 _BAND = ("left", "right", "seqlen_k")
-PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND)
+_BLOCKS = ("full_begin", "full_end", "end")
+PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
 """Numbers that are the same in all threads and wait in shared memory, as 64 bits. Compilers keep what comes from a
 kernel's arguments in registers all through the loop, and spill it; shared memory they read anew after every barrier."""
 
@@ -75,10 +76,14 @@ class Memory:
         """(1,): a parked number."""
         return cute.make_tensor(self.parked.iterator + PARKED.index(name), cute.make_layout(1))
 
+    def parked_int(self, name: str) -> Int32:
+        """A parked number that has 32 bits."""
+        return Int32(self.number(name)[0])
+
     def park(self, **numbers: Int64 | Int32) -> None:
-        """Every thread stores them, and all the same ones."""
+        """Every thread stores them, and all the same ones; compilers would keep what they are widened to."""
         for name, number in numbers.items():
-            self.parked[PARKED.index(name)] = Int64(number)
+            self.parked[PARKED.index(name)] = Int64(opaque(number))
 
 
 @dataclass(frozen=True)
@@ -224,10 +229,10 @@ class BackwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        batch = seqlens.batch(mQ)
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
-        order = KeyOrder.make(num_splits, nheads_kv, batch, nheads_kv * batch, False)
-        group = nheads // cutlass.max(nheads_kv, 1)
+        nheads = mQ.shape[-2]
+        group = nheads // cutlass.max(mK.shape[-2], 1)
+        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
+        order = KeyOrder.make(seqlens, mK, num_splits, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         inputs = (mQ, mK, mV, mDO, mLSElog2, mDPsum)
@@ -261,13 +266,13 @@ class BackwardSm80:
         # All keys that exist have gradients, those that are not used too.
         place = place_of(order, seqlens, anew(cute.arch.block_idx()[0]))
         key0 = (place.first + skipped) * self.tile.tile_n
-        if key0 < rows_of_keys(seqlens, inputs[1], place.batch):
+        if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch):
             mem = self.shared_memory()
             mem.park(
                 block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
             )
             gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
-            place = place_of(order, seqlens, Int32(mem.number("block")[0]))
+            place = place_of(order, seqlens, mem.parked_int("block"))
             key0 = (place.first + skipped) * self.tile.tile_n
             self.store(gradients, inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
 
@@ -306,9 +311,8 @@ class BackwardSm80:
         for head in cutlass.range(head0, head0 + group, unroll=1):
             context = chain.context(score_args, seqlens, place.info, place.batch, head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
-            blocks = BlockRange.of_keys(
-                state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m
-            )
+            key = anew(key0)  # what follows from key0 itself would be kept in registers through all heads
+            blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, place.info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m)
             accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
             head_dq = workspace_rows(
@@ -355,7 +359,7 @@ class BackwardSm80:
         rescale = self.epilogues.context(
             score_args, seqlens, place.info, place.batch, place.head_kv, nheads, softmax_scale
         ).gradient_scale
-        keys = rows_of_keys(seqlens, inputs[1], place.batch) - key0
+        keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch) - key0
         mma_dkv = self.mma_dkv()
         self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, mem.dk, thread)
         self.stage_gradient(gradients.dv, rescale, mma_dkv, mem.dv, thread)
@@ -482,13 +486,14 @@ class BackwardSm80:
             cute.arch.barrier()
             band = work.state.band
             work.memory.park(dq=work.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
+            work.memory.park(**{name: getattr(blocks, name) for name in _BLOCKS})
             work.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             work.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
-        cute.arch.cp_async_commit_group()
-        block = blocks.begin
-        while block < blocks.end:
-            self.step(work, block)
-            block += 1
+            cute.arch.cp_async_commit_group()
+            block = blocks.begin
+            while block < work.memory.parked_int("end"):
+                self.step(work, block)
+                block += 1
 
     def stage(self, block: Int32, stages: int) -> Int32:
         """Which stage a block of queries goes through."""
@@ -524,7 +529,7 @@ class BackwardSm80:
     def start_next(self, work: Work, block: Int32, q: Constexpr, do: Constexpr) -> None:
         """Start loading what the next step needs."""
         block = block + 1
-        if block < work.blocks.end:
+        if block < work.memory.parked_int("end"):
             if cutlass.const_expr(q):
                 work.load_q.start(block, self.stage(block, self.tile.stages_q))
             if cutlass.const_expr(do):
@@ -551,8 +556,9 @@ class BackwardSm80:
             gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
         scores = self.score_tile(work, block, piece, acc_s)
         saved = chain.forward(work.state, scores, loaded, False)
-        if (block < work.blocks.full_begin) | (block >= work.blocks.full_end):
-            parked = {name: Int32(work.memory.number(name)[0]) for name in _BAND}
+        full_begin, full_end = work.memory.parked_int("full_begin"), work.memory.parked_int("full_end")
+        if (block < full_begin) | (block >= full_end):
+            parked = {name: work.memory.parked_int(name) for name in _BAND}
             chain.mask.forward(dataclasses.replace(work.state.band, **parked), scores)
         lse = self.row_numbers(work, block, piece, work.memory.lse)
         probabilities(scores, lse, work.scale_log2)
@@ -669,9 +675,9 @@ def place_of(order: KeyOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
     """What the running block has, as numbers that the compiler knows to be the same in all lanes: what follows from
     them, such as pointers, stays out of the threads' registers. Each call computes them anew.
     """
-    plane, first = order.plane_of(cute.arch.make_warp_uniform(block))
-    batch, head_kv = (cute.arch.make_warp_uniform(x) for x in divmod(plane, order.nheads_kv))
+    found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
+    first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
     info = SeqlenInfo.read(seqlens, batch)
     lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
     info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
-    return KeyBlocks(cute.arch.make_warp_uniform(first), head_kv, batch, info)
+    return KeyBlocks(first, head_kv, batch, info)

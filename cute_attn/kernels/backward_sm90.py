@@ -58,13 +58,13 @@ import layouts
 from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
-from cute_attn.device.key_order import KeyBlocks, KeyOrder, rows_of_keys, section_planes
+from cute_attn.device.key_order import KeyBlocks, KeyOrder
 from cute_attn.device.math import LOG2_E, anew
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import probabilities, row_values, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, padded_row0, workspace_rows
+from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, workspace_rows
 from cute_attn.device.staged import bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import operand_layout, start_gemm
@@ -86,9 +86,6 @@ from cute_attn.kernels.backward_sm90_store import store_bias_gradients, store_ke
 from cute_attn.kernels.backward_sm90_tiles import first_that_fits, preferred_tiles
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
-
-L2_SECTION_BYTES = 32 << 20
-"""How many bytes of dQ the heads that are worked on together may have: fp32 additions beyond go at half the speed."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +256,10 @@ class BackwardSm90:
     ) -> None:
         """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
-        batch = seqlens.batch(mQ)
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
-        group = nheads // cutlass.max(nheads_kv, 1)
-        plane_bytes = Int64(seqlens.max_seqlen_q) * group * (4 * self.dims[0])
-        order = KeyOrder.make(
-            num_splits, nheads_kv, batch, section_planes(L2_SECTION_BYTES, plane_bytes), traits.causal
-        )
+        nheads = mQ.shape[-2]
+        group = nheads // cutlass.max(mK.shape[-2], 1)
+        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
+        order = KeyOrder.make(seqlens, mK, num_splits, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = Inputs(
@@ -344,7 +338,7 @@ class BackwardSm90:
 
     def key_blocks(self, problem: Problem, place: KeyBlocks, mDK: cute.Tensor) -> Int32:
         """How many key blocks the running block of threads has: all whose keys exist, used or not."""
-        rows = rows_of_keys(problem.seqlens, mDK, place.batch)
+        rows = existing_rows(problem.seqlens.cu_seqlens_k, mDK, place.batch)
         splits = problem.order.num_splits.divisor
         return (cute.ceil_div(rows, self.tile.tile_n) - place.first + splits - 1) // splits
 

@@ -5,10 +5,10 @@ from cutlass import Constexpr, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.key_order import KeyBlocks, rows_of_keys
+from cute_attn.device.key_order import KeyBlocks
 from cute_attn.device.math import anew
 from cute_attn.device.pipeline import WARPGROUP, compute_barrier
-from cute_attn.device.seqlen import sequence
+from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.device.staged import columns_of
 from cute_attn.kernels.backward_sm90_parts import Fragments, Outputs, Problem, Shared
 from cute_attn.tiles import padded
@@ -35,7 +35,9 @@ def store_keys(
     cute.arch.fence_proxy("async.shared", space="cta")
     compute_barrier(kernel.tile.warpgroups)
     if cutlass.const_expr(kernel.traits.varlen):
-        rows = rows_of_keys(problem.seqlens, outputs.mDK, place.batch) - block * kernel.tile.tile_n
+        rows = (
+            existing_rows(problem.seqlens.cu_seqlens_k, outputs.mDK, place.batch) - block * kernel.tile.tile_n
+        )
         store_rows(kernel, shared.s_k, outputs.mDK, kernel.traits.head_dim, place, block, rows, thread)
         store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, block, rows, thread)
         compute_barrier(kernel.tile.warpgroups)

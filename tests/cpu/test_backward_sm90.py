@@ -1,21 +1,27 @@
 """The Hopper backward without a GPU: its tiles, the order of its key blocks, and what it compiles to."""
 
+import functools
 import itertools
 
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Int32, cute
+import torch
+from cutlass import Constexpr, Int32, Int64, cute
+from cutlass.cute.runtime import from_dlpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import layouts
 from cute_attn.compiler import compile
 from cute_attn.device.dq import accumulator_shape, mma_dq
-from cute_attn.device.key_order import KeyOrder
+from cute_attn.device.key_order import L2_SECTION_BYTES, KeyOrder
+from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
-from layouts.host import coordinate_table, offset_table, run_on_host
+from layouts.host import coordinate_table, offset_table
 
 FEATURES = (
     "",
@@ -134,35 +140,99 @@ def test_dq_accumulator_is_the_wgmma_one(rest, text):
 
 
 @cute.jit
-def _write_places(order: KeyOrder, blocks: Int32, out: cute.Tensor):
-    for block in cutlass.range(blocks):
-        plane, first = order.plane_of(block)
-        out[block, 0] = plane
-        out[block, 1] = first
+def _write_places(order: KeyOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
+    out[0, 0] = order.blocks
+    for block in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1)):
+        first, head, batch = order.find(block, cu_seqlens)
+        out[block + 1, 0] = batch
+        out[block + 1, 1] = head
+        out[block + 1, 2] = first
+
+
+@cute.jit
+def _places(
+    mK: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    sizes: cute.Tensor,
+    out: cute.Tensor,
+    tile_n: Constexpr,
+    longest_first: Constexpr,
+):
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
+    order = KeyOrder.make(seqlens, mK, sizes[1], Int64(sizes[2]), tile_n, longest_first)
+    _write_places(order, cu_seqlens, out)
+
+
+@functools.cache
+def _compiled_places(tile_n, longest_first, packed):
+    k, ends = torch.zeros((1,) * (3 if packed else 4)), torch.zeros(2, dtype=torch.int32)
+    sizes, out = torch.zeros(3, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
+    tensors = [None if x is None else _dynamic(x) for x in (k, ends if packed else None, sizes, out)]
+    return cute.compile(_places, *tensors, tile_n, longest_first)
+
+
+def _dynamic(x):
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def places(k, splits, together, tile_n, longest_first, ends=None, longest=0):
+    """[(batch, kv head, first key block)] of every block of threads, where ``together`` heads' dQ stay in L2."""
+    sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together], dtype=torch.int32)
+    out = torch.full((5000, 3), -1, dtype=torch.int32)
+    tensors = [
+        None if x is None else _dynamic(x)
+        for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
+    ]
+    _compiled_places(tile_n, longest_first, ends is not None)(*tensors)
+    blocks = int(out[0, 0])
+    assert blocks < len(out)
+    return [tuple(x) for x in out[1 : blocks + 1].tolist()]
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
-    ("splits", "heads", "batch", "section"),
-    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1)],
+    ("splits", "heads", "batch", "together"),
+    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1), (64, 2, 2, 8), (4, 16, 32, 128)],
 )
-def test_every_key_block_once_and_the_longest_first(splits, heads, batch, section, longest_first):
-    blocks = splits * heads * batch
-
-    def body(out):
-        zero = out[0, 0] + 1  # numbers that are not known when this is compiled, as in a launch
-        sizes = (Int32(n) + zero for n in (splits, heads, batch, section))
-        order = KeyOrder.make(*sizes, longest_first)
-        _write_places(order, Int32(blocks), out)
-
-    places = [tuple(x) for x in run_on_host(body, blocks, 2).tolist()]
-    assert sorted(places) == list(itertools.product(range(heads * batch), range(splits)))
+def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
+    found = places(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
+    assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
     if longest_first:
-        for start in range(0, blocks, section * splits):
-            firsts = [first for _, first in places[start : start + section * splits]]
+        for start in range(0, len(found), together * splits):
+            firsts = [first for *_, first in found[start : start + together * splits]]
             assert firsts == sorted(firsts)
     else:
-        assert places == sorted(places)
+        assert found == sorted(found)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=9),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from((1, 2, 8)),
+)
+def test_every_packed_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
+    """With a first key block for each, as ``splits`` of 8 has it, the grid does not follow the longest sequence."""
+    ends = [*itertools.accumulate(lengths, initial=before)]
+    longest = max(1, *lengths)
+    k = torch.empty(ends[-1] + behind, heads, 1)
+    found = places(k, splits, together, 64, longest_first, ends, longest)
+    expected = {
+        (b, head, first)
+        for b, length in enumerate(lengths)
+        for head in range(heads)
+        for first in range(min(splits, -(-length // 64)))
+    }
+    real = [x for x in found if x in expected]
+    assert len(real) == len(expected) and set(real) == expected
+    assert all(x[2] * 64 >= lengths[x[0]] for x in found if x not in expected)
+    assert len(found) <= heads * len(lengths) * splits
+    if splits == 8:
+        assert len(found) <= heads * (len(k) // 64 + len(lengths))
 
 
 # ---- what it compiles to ----
