@@ -543,6 +543,8 @@ class BackwardSm90Tile(Tile):
         num_stages_ds: copies of dS (and P) in shared memory; with 2 a step has one barrier, with 1 it has two.
         dq_transposed: dQ is computed as its transpose, so that the warpgroups divide the head dim in steps of 64.
         dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
+        dq_bulk: dQ goes through shared memory, from where a warp that does nothing else adds it, by one bulk reduction
+            a query block. Only with ``dq_vector=4``.
         p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
             Not with dropout, which has set elements of it to zero by then.
         dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
@@ -564,6 +566,7 @@ class BackwardSm90Tile(Tile):
     num_stages_ds: int = 2
     dq_transposed: bool = False
     dq_vector: int = 4
+    dq_bulk: bool = False
     p_rounded: bool = False
     dq_late: int = 0
     take_turns: bool = False
@@ -613,6 +616,7 @@ class BackwardSm90Tile(Tile):
             "ds": 2 * self.tile_m * self.tile_n * self.num_stages_ds,
             "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
             "bias": 2 * self.tile_m * self.tile_n * self.bias_stages,
+            "dq": 4 * self.tile_m * d if self.dq_bulk else 0,
             "lse": 4 * self.tile_m * self.num_stages_q,
             "dpsum": 4 * self.tile_m * self.num_stages_do,
         }
@@ -685,6 +689,8 @@ class BackwardSm90Tile(Tile):
             return f"p_rounded is true; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
+        if self.dq_bulk and self.dq_vector != 4:
+            return f"dq_bulk is true and dq_vector is {self.dq_vector}; accepted with dq_bulk: 4"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

@@ -137,10 +137,10 @@ class BackwardConvert:
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
         first = dq.accumulator_rows(mDQaccum, 0, place.batch, place.head, row0, width, traits.varlen)
-        load_fragment(acc, first.iterator, thread, tile.mma_threads, tile.dq_vector)
+        load_fragment(acc, first.iterator, thread, tile.dq_vector)
         for i in cutlass.range(1, mDQaccum.shape[0], unroll=1):
             other = dq.accumulator_rows(mDQaccum, i, place.batch, place.head, row0, width, traits.varlen)
-            load_fragment(acc, other.iterator, thread, tile.mma_threads, tile.dq_vector, more=True)
+            load_fragment(acc, other.iterator, thread, tile.dq_vector, more=True)
         return acc
 
     @cute.jit

@@ -635,7 +635,7 @@ class BackwardSm80:
         floats = dq.block_floats(self.traits, tile)
         blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
         place = blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, place, small(anew(work.thread)), tile.mma_threads, tile.dq_vector)
+        add_fragment(acc, place, small(anew(work.thread)), tile.dq_vector)
 
     @cute.jit
     def stage_gradient(

@@ -36,6 +36,9 @@ same time, and one's products run beside another's exponentials:
     add dQ to memory
     wait for dV and dK
 
+With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the loading warpgroup
+adds it to memory with one bulk reduction a step. Otherwise they add their registers.
+
 With ``take_turns``, warpgroups start S and dP one after the other, and stay apart by as much.
 
 Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
@@ -55,16 +58,15 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
-from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.dq import block_floats, make_accumulator, mma_dq
+from cute_attn.device.dq import make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyBlocks, KeyOrder
 from cute_attn.device.math import LOG2_E, anew
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import probabilities, row_values, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, workspace_rows
+from cute_attn.device.seqlen import Seqlens, existing_rows
 from cute_attn.device.staged import bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import operand_layout, start_gemm
@@ -72,6 +74,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
+from cute_attn.kernels.backward_sm90_dq import add_all_dq, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90_load import load_all
 from cute_attn.kernels.backward_sm90_parts import (
     Fragments,
@@ -309,6 +312,7 @@ class BackwardSm90:
                 for ring in (shared.ring_k, shared.ring_v, shared.ring_q, shared.ring_do):
                     ring.init(4 * self.tile.warpgroups)
                 shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
+                shared.outbox.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
@@ -318,6 +322,9 @@ class BackwardSm90:
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
                     store_bias_gradients(self, problem, outputs, shared)
+            if cutlass.const_expr(self.tile.dq_bulk):
+                if warp == 2:
+                    add_all_dq(self, problem, outputs, shared)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -380,7 +387,7 @@ class BackwardSm90:
                     block * tile.tile_n,
                     place.info.seqlen_q,
                     context.unit * LOG2_E,
-                    self.dq_of_head(problem, outputs, place, head),
+                    dq_of_head(self, problem, outputs, place, head),
                     steps,
                     thread,
                     shared.bias.address_of(thread) if self.stages_bias else None,
@@ -391,16 +398,6 @@ class BackwardSm90:
             shared.ring_k.release(i)
             shared.ring_v.release(i)
         turns.close()
-
-    def dq_of_head(self, problem: Problem, outputs: Outputs, place: KeyBlocks, head: Int32) -> cute.Pointer:
-        """The accumulator of one head's first query block, in the running block's split."""
-        accum, packed = outputs.mDQaccum, self.traits.varlen
-        split = cute.make_tensor(
-            accum.iterator + Int64(place.first) * outputs.split_stride,
-            cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
-        )
-        row0 = padded_row0(problem.seqlens, place.info, place.batch, self.tile.tile_m)
-        return workspace_rows(split, place.batch, head, row0, self.dims[0], packed).iterator
 
     def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
         """Descriptors of a warpgroup's operands, and its registers."""
@@ -482,7 +479,7 @@ class BackwardSm90:
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
         shared.ring_do.release(n)
-        self.add_dq(work, acc_dq, block)
+        add_dq(self, work, acc_dq, block)
         warpgroup.wait_group(0)
         shared.ring_q.release(n)
 
@@ -501,7 +498,7 @@ class BackwardSm90:
             acc_dq = self.dq_accumulator()
             self.start_dq_late(work, acc_dq, end - 1)
             warpgroup.wait_group(0)
-            self.add_dq(work, acc_dq, end - 1)
+            add_dq(self, work, acc_dq, end - 1)
 
     @cute.jit
     def step_late(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
@@ -530,11 +527,16 @@ class BackwardSm90:
         if cutlass.const_expr(self.tile.p_rounded):
             self.start_dv(work, p, n)  # only here, because dS reads its operand
         warpgroup.wait_group(1)  # dQ, which the arrival says
+        by_bulk = late > 0 and self.tile.dq_bulk
+        if cutlass.const_expr(by_bulk):
+            stage_dq(self, work, acc_dq)
         self.store_scores(work, ds, shared.s_ds, n)
         shared.exchange.arrive(n)
+        if cutlass.const_expr(by_bulk):
+            shared.outbox.put()
         self.start_dk(work, ds, n)
-        if cutlass.const_expr(late > 0):
-            self.add_dq(work, acc_dq, block - 1)
+        if cutlass.const_expr(late > 0 and not by_bulk):
+            add_dq(self, work, acc_dq, block - 1)
         warpgroup.wait_group(1)
         shared.ring_do.release(n)
         warpgroup.wait_group(0)
@@ -545,6 +547,8 @@ class BackwardSm90:
         """dQ of a query block whose dS the other warpgroups may not have written yet."""
         n = work.filling(block)
         work.shared.exchange.wait(n)
+        if cutlass.const_expr(self.tile.dq_bulk):
+            work.shared.outbox.wait_empty(n)  # here, where ptxas has few registers to keep over a wait
         self.start_dq(work, acc_dq, n)
 
     # ---- what steps are made of ----
@@ -681,13 +685,6 @@ class BackwardSm90:
     def dq_accumulator(self) -> cute.Tensor:
         """Registers for dQ of a query block."""
         return make_accumulator(self.mma_dq(), self.traits, self.tile)
-
-    @cute.jit
-    def add_dq(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
-        """Add to the query block's accumulator in memory."""
-        tile = self.tile
-        base = work.dq + Int64(block) * block_floats(self.traits, tile)
-        add_fragment(acc_dq, base, anew(work.thread), tile.mma_threads, tile.dq_vector)
 
     def row_values(self, work: Work, s_rows: cute.Tensor, ring: Ring, n: Int32) -> cute.Tensor:
         """What filling n of (tile_m, stage) in shared memory has for each of the thread's rows."""

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.key_order import KeyOrder
+from cute_attn.device.outbox import Outbox
 from cute_attn.device.pipeline import Exchange, Ring, Turns
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
@@ -26,6 +27,7 @@ class Shared:
     s_do: cute.Tensor
     s_ds: cute.Tensor  # (tile_m, tile_n, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
+    s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_dpsum: cute.Tensor  # (tile_m, stage)
     ring_k: Ring
@@ -33,6 +35,7 @@ class Shared:
     ring_q: Ring
     ring_do: Ring
     exchange: Exchange  # of s_ds, if tile.dq_late
+    outbox: Outbox  # of s_dq
     bias: Any  # StagedQueries, in Q's ring, or None
 
 
@@ -150,6 +153,7 @@ def shared_memory(kernel: Any) -> Shared:
         operand("do", kernel.layout_do()),
         operand("ds", kernel.layout_ds()),
         operand("p" if tile.p_in_smem else "ds", kernel.layout_ds()),
+        cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
         rows("dpsum", tile.num_stages_do),
         rings[0],
@@ -157,5 +161,6 @@ def shared_memory(kernel: Any) -> Shared:
         rings[2],
         rings[3],
         Exchange(barriers),
+        Outbox(barriers + 2),
         bias,
     )

@@ -48,14 +48,18 @@ def _other_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
         if traits.epilogues or (traits.alibi and traits.bias):
             return [narrow]
         beside_products = dataclasses.replace(narrow, dq_late=1)
-        return [beside_products] if laden else [dataclasses.replace(late, tile_m=128), beside_products]
+        if laden:
+            return [beside_products]
+        # With packed sequences a warp more that adds dQ leaves a register too few.
+        wide = dataclasses.replace(late, tile_m=128, dq_bulk=not traits.varlen, take_turns=True)
+        return [wide, beside_products]
     if d <= 128:
         fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if heavy and d == 128 else []
         return [*fewer, narrow] if laden or traits.alibi else [late, narrow]
-    wide = BackwardSm90Tile(64, 64, p_in_smem=True)
+    shared = BackwardSm90Tile(64, 64, p_in_smem=True)
     return [
-        wide,
-        dataclasses.replace(wide, num_stages_do=1),
-        dataclasses.replace(wide, num_stages_do=1, num_stages_ds=1),
-        dataclasses.replace(wide, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
+        shared,
+        dataclasses.replace(shared, num_stages_do=1),
+        dataclasses.replace(shared, num_stages_do=1, num_stages_ds=1),
+        dataclasses.replace(shared, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
     ]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import layouts
 from cute_attn import registry
 from cute_attn.device import dq
-from cute_attn.device.accumulate import add_fragment, load_fragment
+from cute_attn.device.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.device.seqlen import (
     SeqlenInfo,
     Seqlens,
@@ -131,12 +131,12 @@ def add_and_load(
             place = mma.get_slice(thread).partition_C(coords)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
-            add_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector)
+            add_fragment(acc, memory.iterator, thread, tile.dq_vector)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 values[thread, i] = 2 * flat[i]
     for thread in cutlass.range(tile.mma_threads, unroll=1):
-        load_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector)
-        load_fragment(acc, memory.iterator, thread, tile.mma_threads, tile.dq_vector, more=True)
+        load_fragment(acc, memory.iterator, thread, tile.dq_vector)
+        load_fragment(acc, memory.iterator, thread, tile.dq_vector, more=True)
         mine = mma.get_slice(thread).partition_C(matrix)
         for i in cutlass.range_constexpr(cute.size(acc)):
             mine[i] = acc[i]
@@ -157,14 +157,40 @@ def test_fragments_lie_where_documented_and_come_back(name):
     assert torch.equal(memory.sort().values, 2 * elements)  # every element once
     thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
     vector = tile.dq_vector
-    assert torch.equal(memory[(i // vector * tile.mma_threads + thread) * vector + i % vector], values)
+    place = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
+    assert torch.equal(memory[place], values)
     assert torch.equal(matrix.view(-1), 4 * elements)
+
+
+@cute.jit
+def add_and_stage(added: cute.Tensor, staged: cute.Tensor, traits: Constexpr, tile: Constexpr):
+    """Each thread adds its elements' numbers to one memory and stages them in another."""
+    mma, shape = dq.mma_dq(traits, tile), dq.accumulator_shape(traits, tile)
+    acc = dq.make_accumulator(mma, traits, tile)
+    for thread in cutlass.range(tile.mma_threads, unroll=1):
+        place = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
+        add_fragment(acc, added.iterator, thread, tile.dq_vector)
+        stage_fragment(acc, staged.iterator, thread, tile.dq_vector)
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("sm90")])
+def test_what_is_staged_lies_as_what_is_added(name):
+    arch, head_dim, tile = ORDERS[name]
+    traits = Traits("backward", arch, "fp16", head_dim)
+    added, staged = (torch.zeros(dq.block_floats(traits, tile)) for _ in range(2))
+    given = [from_dlpack(x, assumed_align=16) for x in (added, staged)]
+    cute.compile[ARCH[arch]](add_and_stage, *given, traits, tile)(*given)
+    assert torch.equal(added, staged) and torch.equal(
+        added.sort().values, torch.arange(added.numel(), dtype=torch.float32)
+    )
 
 
 def test_a_fragment_of_no_whole_vectors_is_refused():
     @cute.jit
     def broken(memory: cute.Tensor):
-        add_fragment(cute.make_rmem_tensor(cute.make_layout(6), Float32), memory.iterator, Int32(0), 32, 4)
+        add_fragment(cute.make_rmem_tensor(cute.make_layout(6), Float32), memory.iterator, Int32(0), 4)
 
     with pytest.raises(ValueError, match="vector is 4: whole vectors"):
         cute.compile(broken, from_dlpack(torch.zeros(256)))
@@ -422,7 +448,8 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
     cute.compile[ARCH[traits.arch]](register_order, given, traits, tile)(given)
     thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
     elements = torch.empty(order.numel(), dtype=torch.int32)
-    elements[(i // vector * tile.mma_threads + thread) * vector + i % vector] = order
+    place = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
+    elements[place] = order
     rows, cols = (
         elements // dq.accumulator_shape(traits, tile)[1],
         elements % dq.accumulator_shape(traits, tile)[1],

@@ -75,6 +75,7 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         ("d64", "take_turns=true,dq_late=0", "take_turns is true"),
         ("d64", "num_stages_ds=3", "num_stages_q, _do, _ds are 2, 2, 3"),
         ("d64", "dq_vector=3", "dq_vector is 3"),
+        ("d64", "dq_bulk=true,dq_vector=2", "dq_bulk is true and dq_vector is 2"),
         ("d64", "dq_late=3", "dq_late is 3"),
         ("d64", "dq_late=2,num_stages_ds=1", "dq_late is 2"),
         ("d128", "p_rounded=false,dq_late=2", "registers"),
@@ -245,6 +246,8 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
         ("d64-causal", "tile_m=64,p_rounded=false"),
         ("d64-causal-varlen", "take_turns=true"),
         ("d64-dropout", "dq_late=0"),
+        ("d96-causal", "dq_bulk=true"),
+        ("d128-causal", "dq_bulk=true"),
         ("d128-window", "take_turns=true"),
         ("d256-window", "num_stages_ds=1"),
         (

@@ -28,6 +28,7 @@ from tests.problem import Case, Problem, Start
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = launch.new_empty_strided
+_BARE = "dq_bulk=false,take_turns=false"
 _PLAIN = "p_in_regs=false,k_in_regs=false,v_in_regs=false,queries_at_once=0"
 TILES = {
     "sm80": (
@@ -45,16 +46,18 @@ TILES = {
     ),
     "sm90": (
         "num_stages_q=1,num_stages_do=1",
-        "num_stages_ds=1,dq_late=0",
-        "dq_vector=1",
-        "p_in_smem=true,p_rounded=false,dq_late=0",
-        "dq_late=2,take_turns=true",
-        "tile_m=64,p_rounded=false,dq_late=1",
-        "p_rounded=true,dq_late=0",
-        "warpgroups=1,tile_m=64,tile_n=64,dq_late=0,dq_vector=2",
-        "warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,p_rounded=false,"
-        "dq_late=0",
-        "dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
+        f"{_BARE},num_stages_ds=1,dq_late=0",
+        f"{_BARE},dq_vector=1",
+        f"{_BARE},p_in_smem=true,p_rounded=false,dq_late=0",
+        "dq_bulk=false,dq_late=2,take_turns=true",
+        "dq_bulk=true,take_turns=false",
+        "dq_bulk=true,take_turns=false,dq_late=0,tile_m=64,num_stages_do=1",
+        f"{_BARE},tile_m=64,p_rounded=false,dq_late=1",
+        f"{_BARE},p_rounded=true,dq_late=0",
+        f"{_BARE},warpgroups=1,tile_m=64,tile_n=64,dq_late=0,dq_vector=2",
+        f"{_BARE},warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
+        "p_rounded=false,dq_late=0",
+        f"{_BARE},dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
     ),
 }
 
