@@ -63,7 +63,8 @@ def _build(workloads: list[Workload], rivals: Iterable[str]) -> None:
         arch = name.rpartition("-")[2]
         for workload in workloads:
             forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-            requests.append((forward.traits, forward.for_lengths(workload.longest).tile, target))
+            lengths = (workload.longest, workload.longest, workload.nheads // workload.nheads_kv)
+            requests.append((forward.traits, forward.for_lengths(*lengths).tile, target))
             if workload.op == "backward":
                 try:
                     kernel = registry.lookup(workload.traits(arch), None, target)

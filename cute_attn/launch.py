@@ -413,7 +413,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
                 call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
             if op == "forward" and not tile:
-                kernel = kernel.for_lengths(max(call.max_seqlen_q, call.max_seqlen_k))
+                kernel = kernel.for_lengths(call.max_seqlen_q, call.max_seqlen_k, call.group)
             heads = getattr(kernel.tile, "pack_heads", 1)
             if heads > 1 and call.group % heads:
                 raise registry.Unsupported(

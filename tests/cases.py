@@ -165,6 +165,25 @@ def _lengths() -> list[Case]:
     return cases
 
 
+def _few_queries() -> list[Case]:
+    """Fewer queries than a block has rows, with many heads to a key head."""
+    group8, odd = {"nheads": 16, "nheads_kv": 2}, {"seqlen_q": 5, "seqlen_k": 203}
+    cases = [Case(f"few-{mask}", **odd, **group8, **m) for mask, m in MASKS.items()]
+    cases += [
+        Case(f"few-d{d}-{sq}x{sk}", head_dim=d, seqlen_q=sq, seqlen_k=sk, causal=True, **group8)
+        for d, sq, sk in ((128, 1, 1500), (128, 64, 200), (256, 3, 300), (40, 17, 65))
+    ]
+    packed = {"lengths_q": (5, 0, 30, 64, 1, 17), "lengths_k": VARLEN["lengths_k"]}
+    cases += [
+        Case("few-alibi-softcap", alibi="batches", softcap=12.0, head_dim=128, causal=True, **odd, **group8),
+        Case("few-mqa-fp16", dtype="fp16", seqlen_q=3, seqlen_k=300, nheads=32, nheads_kv=1),
+        Case("few-group-of-6", causal=True, layout="heads_first", nheads=12, nheads_kv=2, **odd),
+        Case("few-varlen", causal=True, alibi="heads", **packed, **group8),
+        Case("few-varlen-seqused", seqused_q=(3, 0, 10, 64, 0, 16), seqused_k=USED_K, **packed, **group8),
+    ]
+    return cases
+
+
 def _windows() -> list[Case]:
     windows = {
         "0-0": (0, 0),
@@ -233,6 +252,7 @@ CASES = (
     *_features(),
     *_softmax(),
     *_lengths(),
+    *_few_queries(),
     *_windows(),
     *_memory(),
     *_magnitudes(),

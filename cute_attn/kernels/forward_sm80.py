@@ -114,8 +114,8 @@ class ForwardSm80:
                 return tile
         return ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
 
-    def for_lengths(self, longest: int) -> "ForwardSm80":
-        """This kernel with the default tile for sequences of at most ``longest``: one serves them all."""
+    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm80":
+        """This kernel with the default tile for such lengths and heads: one serves them all."""
         return self
 
     @functools.cached_property

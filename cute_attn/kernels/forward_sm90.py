@@ -68,7 +68,7 @@ from cute_attn.kernels.forward_sm90_parts import (
     shared_memory,
 )
 from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
-from cute_attn.kernels.forward_sm90_tiles import SHORT, first_that_fits, preferred_tiles, short_tile
+from cute_attn.kernels.forward_sm90_tiles import first_that_fits, preferred_tiles, tile_for_lengths
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 
@@ -102,9 +102,12 @@ class ForwardSm90:
         """The tile that is taken when none is named."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def for_lengths(self, longest: int) -> "ForwardSm90":
-        """This kernel, which has its default tile, with the one for sequences of at most ``longest``."""
-        tile = short_tile(self.traits) if longest <= SHORT else None
+    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm90":
+        """This kernel, which has its default tile, with the one for sequences of at most such lengths.
+
+        ``group``: query heads of a key head.
+        """
+        tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group)
         return dataclasses.replace(self, tile=tile) if tile else self
 
     def without_staged_bias(self) -> "ForwardSm90":

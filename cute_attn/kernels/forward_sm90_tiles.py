@@ -1,10 +1,38 @@
 """Which tile the Hopper forward takes when none is named."""
 
-from cute_attn.tiles import ForwardSm90Tile, padded
+import dataclasses
+import math
+
+from cute_attn.tiles import ForwardSm90Tile, may_pack_heads, padded
 from cute_attn.traits import Traits
 
 SHORT = 1024
 """The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
+
+FEW = 64
+"""The most queries whose heads are packed into blocks, which they would fill by half or less on their own."""
+
+
+def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
+    """What takes the default's place for sequences of such lengths, with ``group`` query heads to a key head."""
+    short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT else None
+    if seqlen_q > FEW or not may_pack_heads(traits):
+        return short
+    heads = math.gcd(group, 64)
+    if seqlen_q * heads <= 64:
+        tile = _one_warpgroup(max(padded(traits.head_dim), padded(traits.head_dim_v)))
+    else:
+        two = [tile for tile in preferred_tiles(traits) if tile.tile_m == 128]
+        tile = short or first_that_fits(two, traits, "sm90")
+    return dataclasses.replace(tile, pack_heads=heads)
+
+
+def _one_warpgroup(d: int) -> ForwardSm90Tile:
+    """For 64 rows in all: memory bounds it, so that as much as possible has to be on its way."""
+    if d <= 64:
+        return ForwardSm90Tile(64, 128, num_stages=3, optimistic=True, blocks_per_sm=2)
+    tile = ForwardSm90Tile(64, 64, num_stages=3, share_qo_smem=True, optimistic=True, rescale_threshold=8)
+    return dataclasses.replace(tile, blocks_per_sm=2) if d <= 128 else tile
 
 
 def short_tile(traits: Traits) -> ForwardSm90Tile | None:

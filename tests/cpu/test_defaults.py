@@ -15,7 +15,7 @@ def short_defaults() -> list:
     """Kernels that have another tile for short sequences."""
     names = [f"forward-sm90-bf16-d{dim}{mask}" for dim in (32, 64, 192, 256) for mask in ("", "-causal")]
     names += ["forward-sm90-bf16-d64-window", "forward-sm90-bf16-d64-causal-varlen-seqused_k"]
-    return [registry.lookup(Traits.parse(name)).for_lengths(512) for name in names]
+    return [registry.lookup(Traits.parse(name)).for_lengths(512, 512, 1) for name in names]
 
 
 @pytest.mark.parametrize("traits, target", registry.defaults(), ids=lambda value: str(value))

@@ -1,4 +1,4 @@
-"""Query heads packed as rows of one block: which query and head a row is, what is refused."""
+"""Query heads packed as rows of one block: which query and head a row is, who gets such tiles, what is refused."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import launch
+from cute_attn import launch, registry
 from cute_attn.call import Call
 from cute_attn.compiler import compile
 from cute_attn.registry import Unsupported
@@ -74,7 +74,46 @@ def test_a_tile_counts_its_queries():
     assert ForwardSm90Tile().override("pack_heads=4") == replace(ForwardSm90Tile(), pack_heads=4)
 
 
-# ---- calls ----
+# ---- who gets them ----
+
+
+def chosen(seqlen_q: int, group: int, features: str = "d128", seqlen_k: int = 4096) -> ForwardSm90Tile:
+    kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-{features}"))
+    return kernel.for_lengths(seqlen_q, seqlen_k, group).tile
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, group, rows, heads",
+    [
+        (1, 8, 64, 8),
+        (8, 8, 64, 8),
+        (9, 8, 128, 8),
+        (64, 2, 128, 2),
+        (1, 128, 64, 64),
+        (1, 6, 64, 2),
+        (3, 1, 64, 1),
+        (64, 3, 64, 1),
+        (65, 8, 128, 1),
+    ],
+)
+def test_few_queries_are_packed(seqlen_q, group, rows, heads):
+    tile = chosen(seqlen_q, group)
+    assert (tile.tile_m, tile.pack_heads) == (rows, heads)
+
+
+@pytest.mark.parametrize("features", ["", "-causal-softcap-alibi-varlen-seqused_k"])
+def test_what_is_chosen_fits_every_head_dim(features):
+    for d in range(8, 257, 8):
+        for dv in (8, d, 256):
+            traits = Traits.parse(f"forward-sm90-bf16-d{d}" + (f"x{dv}" if dv != d else "") + features)
+            for seqlen_q, seqlen_k in ((1, 300), (1, 9000), (64, 300), (64, 9000)):
+                kernel = registry.lookup(traits).for_lengths(seqlen_q, seqlen_k, 8)
+                assert kernel.tile.reject(traits, "sm90") is None and kernel.tile.pack_heads == 8
+
+
+@pytest.mark.parametrize("feature", ["bias_bf16", "dropout", "dropout_mem_efficient", "softmax"])
+def test_what_depends_on_a_rows_head_is_not_packed(feature):
+    assert chosen(1, 8, f"d128-{feature}").pack_heads == 1
 
 
 def call(nheads: int, nheads_kv: int, tile: str = "") -> Call:
@@ -82,6 +121,13 @@ def call(nheads: int, nheads_kv: int, tile: str = "") -> Call:
     return Call(
         *(q, k, k, *(None,) * 7, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
     )
+
+
+def test_a_call_is_packed_by_its_heads():
+    assert launch.choose_kernel(call(16, 2), "sm90").tile.pack_heads == 8
+    assert launch.choose_kernel(call(12, 2), "sm90").tile.pack_heads == 2
+    assert launch.choose_kernel(call(6, 6), "sm90").tile.pack_heads == 1
+    assert launch.choose_kernel(call(12, 2, "pack_heads=2"), "sm90").tile.pack_heads == 2
 
 
 def test_a_pack_of_more_heads_than_share_keys_is_refused():
@@ -93,11 +139,26 @@ def test_a_pack_of_more_heads_than_share_keys_is_refused():
 
 # ---- kernels ----
 
+BUILT = {
+    "decode-d64": (1, 8, "d64"),
+    "decode-d128": (1, 8, "d128"),
+    "decode-d256": (1, 8, "d256-causal"),
+    "decode-d128-features": (4, 4, "d128-window-softcap-alibi-varlen-seqused_k"),
+    "decode-d64-features": (4, 4, "d64-window-softcap-alibi-varlen-seqused_k"),
+    "decode-d256-features": (4, 4, "d256-window-softcap-alibi-varlen-seqused_k"),
+    "chunk-d64": (64, 4, "d64-causal"),
+    "chunk-d128": (64, 4, "d128-causal-alibi"),
+    "chunk-d256": (64, 4, "d256-causal-softcap"),
+    "one-head": (1, 1, "d128"),
+}
 
-@pytest.mark.parametrize("features", ["d64-causal", "d128-window-softcap-alibi-varlen-seqused_k"])
-def test_it_builds_without_spills(features):
-    traits = Traits.parse(f"forward-sm90-bf16-{features}")
-    compiled = compile(traits, PACKED, "sm90")
+
+@pytest.mark.parametrize("name", BUILT)
+def test_what_is_chosen_builds_without_spills(name):
+    seqlen_q, group, features = BUILT[name]
+    traits, tile = Traits.parse(f"forward-sm90-bf16-{features}"), chosen(seqlen_q, group, features)
+    compiled = compile(traits, tile, "sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
-    assert compiled.warnings == () and resources.shared_memory_bytes == PACKED.smem_bytes(traits)
+    assert compiled.warnings == () and resources.shared_memory_bytes == tile.smem_bytes(traits)
+    assert tile.pack_heads == min(group, 64)

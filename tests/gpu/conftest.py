@@ -46,7 +46,7 @@ def forward_requests(
         yield traits, tile, target
         return
     kernel = registry.lookup(traits, None, target)
-    yield traits, kernel.for_lengths(max(case.longest)).tile, target
+    yield traits, kernel.for_lengths(*case.longest, case.group).tile, target
     if arch == "sm90" and traits.bias:
         yield traits, kernel.without_staged_bias().tile, target
 

@@ -38,9 +38,9 @@ LONG = "persistent=true"
 
 
 def has_short_tile(case: Case) -> bool:
-    """Whether the Hopper kernel takes another tile because the case's sequences are short."""
+    """Whether the Hopper kernel takes another tile because the case's sequences are short, or its queries few."""
     kernel = registry.lookup(case.traits("sm90"))
-    return kernel.for_lengths(max(case.longest)) is not kernel
+    return kernel.for_lengths(*case.longest, case.group) is not kernel
 
 
 SHORT = [case for case in CASES if case.launches and has_short_tile(case)]
