@@ -32,6 +32,12 @@ def may_pack_heads(traits: Traits) -> bool:
     return not (traits.bias or traits.dropout or traits.epilogues or traits.return_softmax)
 
 
+def may_cluster(traits: Traits) -> bool:
+    """Whether blocks that walk over keys together have been tried on the card with all that the traits ask for."""
+    untried = traits.bias or traits.dropout or traits.epilogues or traits.seqused_q or traits.seqused_k
+    return not (untried or traits.return_softmax)
+
+
 class Tile:
     """Base of all tiles: text both ways, and the checks that every tile needs."""
 
@@ -238,6 +244,8 @@ class ForwardSm90Tile(Tile):
         pack_heads: how many of the query heads that share a key head are rows of one block: row r is query
             r // pack_heads of head r % pack_heads. Few queries then fill a block, and K and V are read once for all of
             its heads. A power of two up to 64 that divides the heads of a group.
+        cluster: 2: two blocks work on neighbouring query blocks of a head at the same time, and each loads half of
+            every K and V for both, so that half as much is read from L2; both walk over all key blocks that one needs.
     """
 
     tile_m: int = 128
@@ -254,6 +262,7 @@ class ForwardSm90Tile(Tile):
     blocks_per_sm: int = 1
     bias_stages: int = 0
     pack_heads: int = 1
+    cluster: int = 1
 
     @property
     def queries(self) -> int:
@@ -329,6 +338,11 @@ class ForwardSm90Tile(Tile):
             return (
                 f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout, users' epilogues or "
                 f"return_softmax, for {traits}"
+            )
+        if self.cluster not in (1, 2 if self.pack_heads == 1 and may_cluster(traits) else 1):
+            return (
+                f"cluster is {self.cluster}; accepted: 1, and 2 with pack_heads 1 and without a bias, dropout, users' "
+                f"epilogues, seqused_q, seqused_k or return_softmax, for {traits}"
             )
         if 16 * (1 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.REDO_START:
             return f"num_stages is {self.num_stages}; accepted: few enough for {self.REDO_START} bytes of barriers"

@@ -2,6 +2,13 @@
 
 The n-th filling of a ring goes to stage n % num_stages. Who fills and who reads count alike, so that nothing but a
 number has to be carried along.
+
+A ring of a cluster has its stages in each of the cluster's blocks, and each block brings a part of every filling, for
+all of them (multicast). A block's full barrier expects the bytes of the whole stage, whoever brings them; they may
+arrive before it expects them, but not before its stage is free: its free barrier and the others' collect the releases
+of all blocks' readers. As each reader waits for the whole of a filling before it releases that, no barrier is ever a
+phase behind. Nobody waits in circles, as long as all blocks load and read the same fillings in the same order, and what
+a block waits for besides depends on its own readers and on earlier fillings only.
 """
 
 from dataclasses import dataclass
@@ -17,6 +24,7 @@ class Ring:
     barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then free ones
     num_stages: Constexpr
     fill_bytes: Constexpr  # what TMA brings each time
+    cluster: Constexpr = 1  # blocks that fill their stages together
 
     @staticmethod
     def barrier_bytes(num_stages: int) -> int:
@@ -25,10 +33,10 @@ class Ring:
 
     @cute.jit
     def init(self, readers: Constexpr) -> None:
-        """By one thread, before anybody waits: ``readers`` warps will release each filling."""
+        """By one thread, before anybody waits: ``readers`` warps of each block will release each filling."""
         for stage in cutlass.range_constexpr(self.num_stages):
             cute.arch.mbarrier_init(self.barriers + stage, 1)
-            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers)
+            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * self.cluster)
 
     def stage(self, n: Int32) -> Int32:
         """Where filling n lies."""
@@ -63,8 +71,19 @@ class Ring:
     @cute.jit
     def release(self, n: Int32) -> None:
         """By every warp that reads: done with filling n."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n))
+        if cutlass.const_expr(self.cluster == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n))
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.cluster:  # a lane tells a block
+                cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n), lane)
+
+    @cute.jit
+    def pass_by(self, n: Int32) -> None:
+        """By every warp that reads: filling n is for other blocks of the cluster."""
+        self.wait(n)
+        self.release(n)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
+from cute_attn.device.cluster import rank_in_cluster
 from cute_attn.device.math import opaque
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.device.work import QueryBlock
@@ -25,6 +26,9 @@ class TileOrder:
     asking a counter.
 
     Planes are (batch, head) with heads fastest; where a query block has several heads, (batch, first of them).
+
+    With clusters it is they who are dealt to: as many neighbouring query blocks as they have blocks, which for all of
+    the above count as one.
     """
 
     m_blocks: cute.FastDivmodDivisorV2
@@ -40,6 +44,7 @@ class TileOrder:
     rounds: Int32
     longest_first: Constexpr
     heads: Constexpr  # of a query block
+    cluster: Constexpr
 
     @staticmethod
     def make(
@@ -51,10 +56,12 @@ class TileOrder:
         blocks: Int32,
         longest_first: bool,
         heads: int = 1,
+        cluster: int = 1,
     ) -> "TileOrder":
         """On the host; ``planes``: how many (batch, head) share L2; ``blocks``: how many the grid may have.
 
-        ``nheads`` counts packs of ``heads`` heads, which a query block has all of.
+        ``nheads`` counts packs of ``heads`` heads, which a query block has all of; m_blocks and blocks count
+        ``cluster`` of them as one.
         """
         total = m_blocks * nheads * batch
         m_blocks, all_planes = cutlass.max(m_blocks, 1), cutlass.max(nheads * batch, 1)
@@ -80,6 +87,7 @@ class TileOrder:
             rounds=rounds * sections,
             longest_first=longest_first,
             heads=heads,
+            cluster=cluster,
         )
 
     @cute.jit
@@ -87,6 +95,8 @@ class TileOrder:
         """What the running block is dealt, ``queries`` of them; its row0 is ``NOWHERE`` if nothing is."""
         blocks = cute.arch.grid_dim()[0]
         block = opaque(cute.arch.block_idx()[0])
+        if cutlass.const_expr(self.cluster > 1):
+            blocks, block = blocks // self.cluster, block // self.cluster
         if cutlass.const_expr(self.longest_first):
             section, deal = divmod(deal, self.section_rounds)
             position = deal * blocks + (blocks - 1 - block if deal & 1 == 1 else block)
@@ -102,5 +112,7 @@ class TileOrder:
             plane = plane if exists else Int32(0)
         batch, head = divmod(plane, self.nheads)
         row0 = (self.num_m_blocks - 1 - from_last) * queries if exists else Int32(NOWHERE)
+        if cutlass.const_expr(self.cluster > 1):
+            row0 = row0 * self.cluster + rank_in_cluster() * queries if exists else row0
         info, head_kv = SeqlenInfo.read(seqlens, batch), head // self.qheads_per_kvhead
         return QueryBlock(row0, head * self.heads, head_kv, batch, info)

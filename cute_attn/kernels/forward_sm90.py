@@ -21,6 +21,9 @@ for 2^40 to spare, a row's sum says if it was not, and then its query block is c
 Where a bias may hide whole key blocks, the first one too, 0 is in use until a score exceeds it, which sums tell in the
 same way; a warpgroup that once failed looks for maxima from then on (``wary``).
 
+In a cluster of two, both blocks' loading warps bring half of each K and V to both (``cluster``): the blocks have
+neighbouring query blocks of a head, walk over the key blocks that either needs, and pass by those that they do not.
+
 Within a warpgroup the tensor cores work while it exponentiates (overlap), and between warpgroups they never stand still
 (turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
 FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
@@ -41,6 +44,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.block_range import BlockRange
+from cute_attn.device.cluster import meet_cluster
 from cute_attn.device.math import LOG2_E, anew, narrow, opaque
 from cute_attn.device.output import store_lse
 from cute_attn.device.pipeline import WARPGROUP, Turns, warpgroup_any, warpgroup_barrier
@@ -64,7 +68,10 @@ from cute_attn.kernels.forward_sm90_parts import (
     Outputs,
     Problem,
     Shared,
+    Walk,
     Work,
+    all_rows,
+    make_fragments,
     shared_memory,
 )
 from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
@@ -218,37 +225,45 @@ class ForwardSm90:
         traits, tile = self.traits, self.tile
         batch = seqlens.batch(mQ)
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries * tile.cluster)
         head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
         packs = nheads // tile.pack_heads
         planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (packs // cutlass.max(nheads_kv, 1))
-        blocks = tile.blocks_per_sm * score_args[0] if tile.persistent else m_blocks * packs * batch
+        blocks = m_blocks * packs * batch
+        if cutlass.const_expr(tile.persistent):
+            blocks = tile.blocks_per_sm * score_args[0] // tile.cluster
         order = TileOrder.make(
-            m_blocks, packs, nheads_kv, batch, planes, blocks, traits.causal, tile.pack_heads
+            m_blocks, packs, nheads_kv, batch, planes, blocks, traits.causal, tile.pack_heads, tile.cluster
         )
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        load, load_parts = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SOp()
+        if cutlass.const_expr(tile.cluster > 1):
+            load_parts = cpasync.CopyBulkTensorTileG2SMulticastOp()
         inputs = Inputs(
             self.tma(load, mQ, 64, traits.head_dim, tile.pack_heads),
-            self.tma(load, mK, tile.tile_n, traits.head_dim),
-            self.tma(load, mV, tile.tile_n, traits.head_dim_v),
+            self.tma(load_parts, mK, tile.tile_n, traits.head_dim, cluster=tile.cluster),
+            self.tma(load_parts, mV, tile.tile_n, traits.head_dim_v, cluster=tile.cluster),
             bias_tma(self.epilogues.bias(score_args[1:]), self.bias_layout()) if self.stages_bias else None,
         )
         tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
         problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
         self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
-            grid=[order.blocks, 1, 1],
+            grid=[order.blocks * tile.cluster, 1, 1],
             block=[tile.num_threads, 1, 1],
+            cluster=[tile.cluster, 1, 1] if tile.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=tile.blocks_per_sm,
             preferred_smem_carveout=100,
         )
 
-    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> Tma:
+    def tma(
+        self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, cluster: int = 1
+    ) -> Tma:
         """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles.
 
-        heads: how many of them alternate as a tile's rows.
+        heads: how many of them alternate as a tile's rows; cluster: by how many parts of a tile.
         """
         packed = self.traits.varlen
+        rows //= cluster
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if packed else [1, 3, 2, 0])
         extents: Any = rows
         if heads > 1:
@@ -258,7 +273,7 @@ class ForwardSm90:
         view = cute.make_tensor(tensor.iterator, layout)
         smem_layout = self.smem_layout(rows, head_dim)
         atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, padded(head_dim)))
-        return Tma(atom, coords, heads)
+        return Tma(atom, coords, heads, cluster)
 
     # ---- device ----
 
@@ -277,7 +292,10 @@ class ForwardSm90:
                     shared.bias.init()
             cute.arch.mbarrier_init_fence()
             shared.redo.clear(thread)
-        cute.arch.sync_threads()
+        if cutlass.const_expr(self.tile.cluster > 1):
+            meet_cluster()  # before this, its peer's barriers are not to be touched
+        else:
+            cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
@@ -309,7 +327,7 @@ class ForwardSm90:
         """Every query block that this block is dealt."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         turns = Turns(group, self.tile.warpgroups, self.tile.take_turns and self.tile.warpgroups > 1)
-        fragments = self.make_fragments(shared, group)
+        fragments = make_fragments(self, shared, group)
         crew = Crew(group, thread, turns, fragments)
         turns.open()
         counts = (Int32(0), Int32(0), Int32(0)) if self.may_be_wary else (Int32(0), Int32(0))
@@ -332,6 +350,8 @@ class ForwardSm90:
                     shared.redo.forget(thread, False)
         turns.close()
         cute.arch.cp_async_bulk_wait_group(0)
+        if cutlass.const_expr(self.tile.cluster > 1):
+            meet_cluster()  # until then another block may load into this one's shared memory, or arrive there
 
     @cute.jit
     def compute_warily(
@@ -382,6 +402,11 @@ class ForwardSm90:
         place = problem.order.place(deal, problem.seqlens, self.tile.queries)
         context, state = self.begin(problem, place)
         blocks = self.key_blocks(place, state)
+        first = keys
+        if cutlass.const_expr(self.tile.cluster > 1):
+            walk = Walk.of(self, place, blocks, state)
+            shared.pass_by(keys, walk.before)
+            first = keys + walk.before
         if place.row0 < place.info.seqlen_q:
             score_map = self.score_map(thread)
             rows = len(score_map.modes.rows)
@@ -406,7 +431,7 @@ class ForwardSm90:
                 crew.group,
                 thread % WARPGROUP,
                 softmax,
-                keys,
+                first,
                 optimistic,
                 wary,
             )
@@ -418,6 +443,8 @@ class ForwardSm90:
                     if cutlass.const_expr(not self.releases_q_late):
                         shared.ring_q.release(queries)
                 self.compute_one(work, queries)
+                if cutlass.const_expr(self.tile.cluster > 1):
+                    shared.pass_by(first + (blocks.end - blocks.begin), walk.after)
                 if cutlass.const_expr(self.may_be_wary):
                     late_map = self.score_map(anew(thread))
                     failures = failures | Int32(self.verify_warily(work, deal, late_map))
@@ -435,7 +462,10 @@ class ForwardSm90:
                     wait_for_stores(self, crew.group, thread % WARPGROUP)
                     shared.ring_q.release(queries)
                 queries += 1
-                keys += (blocks.end - blocks.begin) * self.walks
+                if cutlass.const_expr(self.tile.cluster == 1):
+                    keys += (blocks.end - blocks.begin) * self.walks
+        if cutlass.const_expr(self.tile.cluster > 1):
+            keys += walk.count
         return (queries, keys, failures) if cutlass.const_expr(self.may_be_wary) else (queries, keys)
 
     @cute.jit
@@ -473,37 +503,12 @@ class ForwardSm90:
         tile = self.tile
         return ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, thread, heads=tile.pack_heads)
 
-    def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
-        """Descriptors of the warpgroup's operands, and its registers."""
-        tile, dv = self.tile, padded(self.traits.head_dim_v)
-        qk, pv = self.mma_qk(), self.mma_pv()
-        mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
-        acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
-        p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), self.dtype)
-        acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
-        return Fragments(
-            qk.make_fragment_A(mine_qk.partition_A(self.all_queries(shared))),
-            qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
-            pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
-            p,
-            acc_o,
-            acc_o_rows,
-            cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
-        )
-
-    def all_queries(self, shared: Shared) -> cute.Tensor:
-        """Q of all warpgroups as (tile_m, head_dim)."""
-        rows, cols, groups = shared.s_q.layout.shape
-        d_rows, d_cols, d_groups = shared.s_q.layout.stride
-        layout = cute.make_layout(((rows, groups), cols), stride=((d_rows, d_groups), d_cols))
-        return cute.make_tensor(shared.s_q.iterator, layout)
-
     @cute.jit
     def read_queries(self, shared: Shared, fragments: Fragments, thread: Int32) -> None:
         """Q from shared memory into registers, where it stays for the whole query block."""
         copy = layouts.ldmatrix_copy_a(self.mma_qk(), self.dtype)
         mine = copy.get_slice(thread)
-        cute.copy(copy, mine.partition_S(self.all_queries(shared)), mine.retile(fragments.q))
+        cute.copy(copy, mine.partition_S(all_rows(shared.s_q)), mine.retile(fragments.q))
 
     @cute.jit
     def compute_one(self, work: Work, queries: Int32) -> None:

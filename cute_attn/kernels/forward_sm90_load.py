@@ -1,16 +1,18 @@
 """The warps of the Hopper forward that load: one Q, K and V, and where TMA brings a bias, one for each warpgroup.
 
-All of them walk over the same query blocks and key blocks as those that compute.
+All of them walk over the same query blocks and key blocks as those that compute; in a cluster, over the key blocks that
+any of its query blocks needs.
 """
 
 import cutlass
-from cutlass import Constexpr, Int32, cute
+from cutlass import Boolean, Constexpr, Int32, cute
 
 from cute_attn.device.block_range import BlockRange
+from cute_attn.device.cluster import meet_cluster
 from cute_attn.device.redo import SECTION
 from cute_attn.device.staged import ROWS, rows_of
 from cute_attn.device.work import QueryBlock
-from cute_attn.kernels.forward_sm90_parts import Inputs, Problem, Shared
+from cute_attn.kernels.forward_sm90_parts import Inputs, Problem, Shared, Walk
 from cute_attn.tiles import padded
 
 
@@ -32,6 +34,8 @@ def load_all(
                     if shared.redo.failed(deal):
                         counts = load_deal(kernel, problem, inputs, shared, bias_of, deal, counts)
                 shared.redo.forget(cute.arch.lane_idx(), bias_of is None)
+    if cutlass.const_expr(kernel.tile.cluster > 1):
+        meet_cluster()
 
 
 @cute.jit
@@ -49,9 +53,16 @@ def load_deal(
     place = problem.order.place(deal, problem.seqlens, kernel.tile.queries)
     _, state = kernel.begin(problem, place)
     blocks = kernel.key_blocks(place, state)
-    if place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
+    if cutlass.const_expr(kernel.tile.cluster > 1):
+        walk = Walk.of(kernel, place, blocks, state)
+        has_queries = (place.row0 < place.info.seqlen_q) & (blocks.begin < blocks.end)
+        if walk.begin < walk.end:
+            load_one(kernel, inputs, shared, place, walk, has_queries, queries, keys)
+            queries += Int32(has_queries)
+            keys += walk.count
+    elif place.row0 < place.info.seqlen_q and blocks.begin < blocks.end:
         if cutlass.const_expr(bias_of is None):
-            load_one(kernel, inputs, shared, place, blocks, queries, keys)
+            load_one(kernel, inputs, shared, place, blocks, True, queries, keys)
         else:
             load_bias(kernel, inputs, shared, place, blocks, bias_of, keys)
         queries += 1
@@ -65,11 +76,15 @@ def load_one(
     inputs: Inputs,
     shared: Shared,
     place: QueryBlock,
-    blocks: BlockRange,
+    blocks: BlockRange | Walk,
+    has_queries: Boolean | bool,
     queries: Int32,
     keys: Int32,
 ) -> None:
-    """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for."""
+    """One query block: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for.
+
+    Without ``has_queries`` the keys are for the other block of the cluster only, and there is no Q.
+    """
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
     tile, packed = kernel.tile, kernel.traits.varlen
     tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
@@ -80,9 +95,10 @@ def load_one(
     ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
     ring_k.acquire(keys)
     tma_k.load(g_k, last, shared.s_k, ring_k, keys)
-    ring_q.acquire(queries)
-    for group in cutlass.range_constexpr(tile.warpgroups):
-        tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
+    if has_queries:
+        ring_q.acquire(queries)
+        for group in cutlass.range_constexpr(tile.warpgroups):
+            tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
     for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
         ring_k.acquire(keys + i)
         tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)

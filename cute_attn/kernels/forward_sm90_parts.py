@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
+import layouts
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.pipeline import Ring, Turns
+from cute_attn.device.cluster import rank_in_cluster
+from cute_attn.device.pipeline import WARPGROUP, Ring, Turns
 from cute_attn.device.redo import Redo
 from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreMap
@@ -33,6 +36,13 @@ class Shared:
     ring_v: Ring
     redo: Redo
     bias: Any  # StagedBias, or None
+
+    @cute.jit
+    def pass_by(self, n: Int32, count: Int32) -> None:
+        """By every warp that computes: ``count`` key blocks from filling ``n`` on are for the other block."""
+        for i in cutlass.range(count, unroll=1):
+            self.ring_k.pass_by(n + i)
+            self.ring_v.pass_by(n + i)
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,36 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Walk:
+    """Key blocks that the blocks of a cluster walk over together, last one first, as the running one sees them.
+
+    It computes some of them, and passes the others by, ``before`` these and ``after`` them.
+    """
+
+    begin: Int32
+    end: Int32
+    before: Int32
+    after: Int32
+
+    @staticmethod
+    def of(kernel: Any, place: QueryBlock, own: BlockRange, state: ScoreState) -> "Walk":
+        """What all the cluster's query blocks visit, of which ``own`` is the running one's."""
+        tile, seqlen_q = kernel.tile, place.info.seqlen_q
+        first_row = place.row0 - tile.tile_m * rank_in_cluster()
+        end_row = cutlass.min(first_row + tile.tile_m * tile.cluster, seqlen_q)
+        visited = BlockRange.of_queries(state.band, first_row, end_row, tile.tile_n)
+        begin, end = visited.begin, cutlass.select_(first_row < seqlen_q, visited.end, visited.begin)
+        some = (place.row0 < seqlen_q) & (own.begin < own.end)
+        before = cutlass.select_(some, end - own.end, end - begin)
+        return Walk(begin, end, before, cutlass.select_(some, own.begin - begin, Int32(0)))
+
+    @property
+    def count(self) -> Int32:
+        """How many there are."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
 class Crew:
     """A thread's place among those that compute, and what it works with."""
 
@@ -115,12 +155,12 @@ def shared_memory(kernel: Any) -> Shared:
     barriers = cute.recast_ptr(base, dtype=Int64)
     rings: list[Ring] = []
     start = 0
-    for stages, rows, head_dim in (
-        (1, tile.tile_m, d),
-        (tile.num_stages, tile.tile_n, d),
-        (tile.num_stages, tile.tile_n, dv),
+    for stages, rows, head_dim, cluster in (
+        (1, tile.tile_m, d, 1),
+        (tile.num_stages, tile.tile_n, d, tile.cluster),
+        (tile.num_stages, tile.tile_n, dv, tile.cluster),
     ):
-        rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
+        rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim), cluster))
         start += Ring.barrier_bytes(stages) // 8
     q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
     k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
@@ -137,7 +177,9 @@ def shared_memory(kernel: Any) -> Shared:
         rings[0],
         rings[1],
         rings[2],
-        Redo.make(base + tile.REDO_START, 32 + (128 + 32 * kernel.stages_bias) * tile.warpgroups),
+        Redo.make(
+            base + tile.REDO_START, 32 + (128 + 32 * kernel.stages_bias) * tile.warpgroups, tile.cluster
+        ),
         _staged_bias(kernel, base + bias_start, barriers + start) if kernel.stages_bias else None,
     )
 
@@ -162,3 +204,30 @@ def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, st
     """(rows, padded head_dim, stages) at ``pointer``."""
     layout = kernel.smem_layout(rows, head_dim, stages)
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=kernel.dtype), layout.outer)
+
+
+def all_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """(64, columns, warpgroup) as (rows of all warpgroups, columns)."""
+    rows, cols, groups = tensor.layout.shape
+    d_rows, d_cols, d_groups = tensor.layout.stride
+    layout = cute.make_layout(((rows, groups), cols), stride=((d_rows, d_groups), d_cols))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def make_fragments(kernel: Any, shared: Shared, group: Int32) -> Fragments:
+    """Descriptors of the warpgroup's operands, and its registers."""
+    tile, dv = kernel.tile, padded(kernel.traits.head_dim_v)
+    qk, pv = kernel.mma_qk(), kernel.mma_pv()
+    mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
+    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
+    p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
+    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
+    return Fragments(
+        qk.make_fragment_A(mine_qk.partition_A(all_rows(shared.s_q))),
+        qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
+        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
+        p,
+        acc_o,
+        acc_o_rows,
+        cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
+    )
