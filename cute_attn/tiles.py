@@ -246,6 +246,7 @@ class ForwardSm90Tile(Tile):
             its heads. A power of two up to 64 that divides the heads of a group.
         cluster: 2: two blocks work on neighbouring query blocks of a head at the same time, and each loads half of
             every K and V for both, so that half as much is read from L2; both walk over all key blocks that one needs.
+        p_in_smem: P goes through shared memory to P V rather than through registers, which it leaves free.
     """
 
     tile_m: int = 128
@@ -263,6 +264,7 @@ class ForwardSm90Tile(Tile):
     bias_stages: int = 0
     pack_heads: int = 1
     cluster: int = 1
+    p_in_smem: bool = False
 
     @property
     def queries(self) -> int:
@@ -295,15 +297,15 @@ class ForwardSm90Tile(Tile):
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         q, o = self.tile_m * d, self.tile_m * dv
         kv = self.tile_n * (d + dv) * self.num_stages
-        bias = self.tile_m * self.tile_n * self.bias_stages
-        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + bias) + self.BARRIER_BYTES
+        scores = self.tile_m * self.tile_n * (self.bias_stages + self.p_in_smem)
+        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
     REDO_START: ClassVar[int] = 512  # of them: which query blocks have to be done again
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
-        p = acc_s // 2 if self.overlap else 0
+        p = acc_s // 2 if self.overlap and not self.p_in_smem else 0
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias and not self.bias_stages else 0
         q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
         return acc_o + acc_s + p + q + bias + 16

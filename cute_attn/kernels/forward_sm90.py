@@ -74,7 +74,12 @@ from cute_attn.kernels.forward_sm90_parts import (
     make_fragments,
     shared_memory,
 )
-from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
+from cute_attn.kernels.forward_sm90_store import (
+    share_probabilities,
+    store_output,
+    store_softmax,
+    wait_for_stores,
+)
 from cute_attn.kernels.forward_sm90_tiles import first_that_fits, preferred_tiles, tile_for_lengths
 from cute_attn.tiles import ForwardSm90Tile, padded
 from cute_attn.traits import Traits
@@ -156,6 +161,10 @@ class ForwardSm90:
         dtype = CUTE_DTYPES[self.traits.bias]
         return layouts.wgmma_smem_layout(ROWS, self.tile.tile_n, dtype, stages=stages)
 
+    def p_layout(self) -> cute.ComposedLayout:
+        """P in shared memory, as wgmma reads it: (64, tile_n, warpgroup)."""
+        return layouts.wgmma_smem_layout(64, self.tile.tile_n, self.dtype, stages=self.tile.warpgroups)
+
     def mma_qk(self) -> cute.TiledMma:
         """S = Q K^T, K from shared memory and Q from there or from registers."""
         tile = self.tile
@@ -168,10 +177,11 @@ class ForwardSm90:
         )
 
     def mma_pv(self) -> cute.TiledMma:
-        """O += P V, P from registers and V as it lies in memory, head_dim_v contiguous."""
-        dv = padded(self.traits.head_dim_v)
+        """O += P V, P from registers or shared memory and V as it lies in memory, head_dim_v contiguous."""
+        tile, dv = self.tile, padded(self.traits.head_dim_v)
+        source = "smem" if tile.p_in_smem else "rmem"
         return layouts.tiled_mma_sm90(
-            self.dtype, self.tile.tile_m, dv, warpgroups=self.tile.warpgroups, a_source="rmem", b_major="mn"
+            self.dtype, tile.tile_m, dv, warpgroups=tile.warpgroups, a_source=source, b_major="mn"
         )
 
     def gmem_store(self) -> cute.TiledCopy:
@@ -631,8 +641,7 @@ class ForwardSm90:
     def start_pv(self, work: Work, n: Int32) -> None:
         """O += P V, V from filling n."""
         op, stage = work.fragments, work.shared.ring_v.stage(n)
-        p = layouts.as_operand_a(op.p)
-        start_gemm(self.mma_pv(), op.acc_o, p, op.v[None, None, None, stage], True)
+        start_gemm(self.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
 
     @cute.jit
     def probabilities(self, work: Work, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
@@ -651,10 +660,12 @@ class ForwardSm90:
 
     @cute.jit
     def convert(self, work: Work, tile: ScoreTile, acc_s: cute.Tensor) -> None:
-        """P to 16 bits, dropped elements to zero; nothing may be reading the old P."""
+        """P to 16 bits, dropped elements to zero, to where P V reads it; nothing may be reading the old P."""
         p = work.fragments.p
         narrow(acc_s, p)
         self.epilogues.drop(work.state, tile, work.score_map.view(p))
+        if cutlass.const_expr(self.tile.p_in_smem):
+            share_probabilities(self, work)
 
     @cute.jit
     def clear_foreign_values(self, work: Work, block: Int32, n: Int32) -> None:

@@ -31,6 +31,7 @@ class Shared:
     s_k: cute.Tensor
     s_v: cute.Tensor
     s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
+    s_p: Any  # (64, tile_n, warpgroup), or None
     ring_q: Ring
     ring_k: Ring
     ring_v: Ring
@@ -84,6 +85,7 @@ class Fragments:
     k: cute.Tensor
     v: cute.Tensor
     p: cute.Tensor  # P in 16 bits, laid out as the scores
+    p_operand: cute.Tensor  # and as wgmma takes it, in registers or shared memory
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
     factors: cute.Tensor  # (rows): what the output has to be multiplied with
@@ -149,7 +151,7 @@ class Crew:
 
 
 def shared_memory(kernel: Any) -> Shared:
-    """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share)."""
+    """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share), what is as large as the scores."""
     d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     barriers = cute.recast_ptr(base, dtype=Int64)
@@ -167,6 +169,7 @@ def shared_memory(kernel: Any) -> Shared:
     v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
     o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
     bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
+    p_start = bias_start + 2 * tile.tile_m * tile.tile_n * tile.bias_stages
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES
     return Shared(
@@ -174,6 +177,7 @@ def shared_memory(kernel: Any) -> Shared:
         smem_tensor(kernel, base + k_start, tile.tile_n, d, tile.num_stages),
         smem_tensor(kernel, base + v_start, tile.tile_n, dv, tile.num_stages),
         smem_tensor(kernel, base + o_start, 64, dv, tile.warpgroups),
+        _tensor(base + p_start, kernel.p_layout(), kernel.dtype) if tile.p_in_smem else None,
         rings[0],
         rings[1],
         rings[2],
@@ -202,8 +206,11 @@ def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> 
 
 def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
     """(rows, padded head_dim, stages) at ``pointer``."""
-    layout = kernel.smem_layout(rows, head_dim, stages)
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=kernel.dtype), layout.outer)
+    return _tensor(pointer, kernel.smem_layout(rows, head_dim, stages), kernel.dtype)
+
+
+def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
 
 
 def all_rows(tensor: cute.Tensor) -> cute.Tensor:
@@ -221,12 +228,16 @@ def make_fragments(kernel: Any, shared: Shared, group: Int32) -> Fragments:
     mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
     acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
     p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
+    p_operand = layouts.as_operand_a(p)
+    if tile.p_in_smem:
+        p_operand = pv.make_fragment_A(mine_pv.partition_A(all_rows(shared.s_p)))
     acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
     return Fragments(
         qk.make_fragment_A(mine_qk.partition_A(all_rows(shared.s_q))),
         qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
         pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
         p,
+        p_operand,
         acc_o,
         acc_o_rows,
         cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),

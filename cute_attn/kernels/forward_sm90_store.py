@@ -1,4 +1,4 @@
-"""How the Hopper forward's results leave a warpgroup's registers."""
+"""How the Hopper forward's results, and where they have to its probabilities, leave a warpgroup's registers."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import narrow
 from cute_attn.device.output import normalized, store_probabilities
-from cute_attn.device.pipeline import warpgroup_barrier
+from cute_attn.device.pipeline import WARPGROUP, warpgroup_barrier
 from cute_attn.device.seqlen import sequence
 from cute_attn.device.work import QueryBlock
-from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, Work
+from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, Work, all_rows
 from cute_attn.tiles import padded
 
 
@@ -39,6 +39,16 @@ def store_softmax(
         p_rows = work.score_map.view(p)
         kernel.epilogues.mark_dropped(work.state, tile, p_rows)
         store_probabilities(mSoftmax, p_rows, tile, place)
+
+
+@cute.jit
+def share_probabilities(kernel: Constexpr, work: Work) -> None:
+    """P in 16 bits to shared memory, as the operand of P V, which reads a warpgroup's own rows."""
+    store = layouts.store_copy_c(kernel.mma_qk(), kernel.dtype, "sm90")
+    mine = store.get_slice(work.group * WARPGROUP + work.lane)
+    cute.copy(store, mine.retile(work.fragments.p), mine.partition_D(all_rows(work.shared.s_p)))
+    cute.arch.fence_proxy("async.shared", space="cta")
+    warpgroup_barrier(work.group)
 
 
 @cute.jit

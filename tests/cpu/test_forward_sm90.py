@@ -46,7 +46,7 @@ def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, traits, messag
 
 
 def test_the_text_parses_back():
-    tile = ForwardSm90Tile(64, 80, optimistic=True, cluster=2)
+    tile = ForwardSm90Tile(64, 80, optimistic=True, cluster=2, p_in_smem=True)
     assert ForwardSm90Tile().override(str(tile)) == tile
 
 
@@ -62,3 +62,14 @@ def test_clusters_load_by_multicast_and_without_spills(name):
     loads = re.findall(r"UTMALDG\.\dD(\.MULTICAST)?", compiled.sass)
     assert ".MULTICAST" in loads and "" in loads  # K and V; Q
     assert "UCGABAR_WAIT" in compiled.sass
+
+
+@pytest.mark.parametrize(
+    "name, tile", [("d128", "p_in_smem=true"), ("d256-causal", "p_in_smem=true,tile_n=64")]
+)
+def test_probabilities_through_shared_memory_without_spills(name, tile):
+    compiled = compile(f"forward-sm90-bf16-{name}", tile)
+    resources = compiled.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
+    assert compiled.warnings == ()
+    assert compiled.resources.shared_memory_bytes == compiled.tile.smem_bytes(compiled.traits)

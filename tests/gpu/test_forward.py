@@ -33,6 +33,7 @@ TILES = {
         "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2",
         "tile_m=64,tile_n=48,num_stages=3,cluster=2,optimistic=true",
         "tile_m=128,tile_n=64,persistent=false,cluster=2",
+        "tile_m=128,tile_n=48,p_in_smem=true,cluster=2",
     ),
 }
 LONG = "persistent=true"
