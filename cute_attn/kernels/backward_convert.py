@@ -10,6 +10,7 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte a
 otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.device.dq``.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from cute_attn.device.accumulate import load_fragment
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
-from cute_attn.tiles import padded
+from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 
@@ -48,7 +49,9 @@ class BackwardConvert:
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
-        """The tile to take beside a main kernel's: the same."""
+        """The tile to take beside a main kernel's: the same, but for what does not concern dQ's order in memory."""
+        if isinstance(tile, BackwardSm90Tile):
+            return dataclasses.replace(tile, bias_stages=0, dq_bulk=False, take_turns=False)
         return tile
 
     def fake_args(self) -> tuple:

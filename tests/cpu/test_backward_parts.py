@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import layouts
 from cute_attn import registry
+from cute_attn.backward import kernels_of
 from cute_attn.device import dq
 from cute_attn.device.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.device.seqlen import (
@@ -545,6 +546,16 @@ def test_stmatrix_brings_every_element_to_its_place(name):
     row, column = (pair, lane // 4) if tile.dq_transposed else (lane // 4, pair)
     written = places.view(-1, 32, size // 8, 8).transpose(1, 2)[:, :, 8 * matrix + row, column]
     assert torch.equal(written, values.view(-1, 32, size // 8, 8).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "rest", ["d64", "d64-bias_bf16", "d128-bias_bf16-bias_grad", "d128-causal-dropout", "d256-varlen"]
+)
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_parts_are_served_beside_every_default(arch, rest):
+    main = registry.lookup(Traits.parse(f"backward-{arch}-bf16-{rest}"), target="sm90")
+    for traits, tile in kernels_of(main):
+        assert registry.lookup(traits, tile, "sm90").tile == tile
 
 
 def test_parts_take_the_main_kernels_tile():

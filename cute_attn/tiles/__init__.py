@@ -1,0 +1,19 @@
+"""Tiles: *how* a kernel computes. Block sizes, warps, stages, operands in registers, swizzle."""
+
+from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
+from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, padded
+from cute_attn.tiles.forward import ForwardSm80Tile, ForwardSm90Tile, may_cluster, may_pack_heads
+
+__all__ = [
+    "SHARED_MEMORY_BYTES",
+    "TARGETS",
+    "BackwardPreprocessTile",
+    "BackwardSm80Tile",
+    "BackwardSm90Tile",
+    "ForwardSm80Tile",
+    "ForwardSm90Tile",
+    "Tile",
+    "may_cluster",
+    "may_pack_heads",
+    "padded",
+]

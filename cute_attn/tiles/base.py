@@ -1,0 +1,90 @@
+"""What all tiles have in common.
+
+A tile is a frozen value that prints as text and parses back, knows what it will cost before anything is compiled, and
+says why it cannot serve some traits on some GPU. It never changes a result, only how fast it comes.
+"""
+
+import dataclasses
+from dataclasses import fields
+from typing import Any, Self
+
+from cute_attn.traits import Traits
+
+SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
+"""Shared memory that one block may use on each target, in bytes."""
+
+TARGETS = tuple(SHARED_MEMORY_BYTES)
+REGISTERS_PER_THREAD = 255
+HEAD_DIM_PAD = 32
+
+
+def padded(head_dim: int) -> int:
+    """head_dim rounded up to what shared memory and registers hold of it."""
+    return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
+
+
+class Tile:
+    """Base of all tiles: text both ways, and the checks that every tile needs."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
+
+    def override(self, text: str) -> Self:
+        """This tile with the fields that ``text`` names changed: ``"tile_n=128,q_in_regs=true"``.
+
+        Raises:
+            ValueError: a field that does not exist or a value that does not parse.
+        """
+        types = {f.name: type(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]
+        changes: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = item.partition("=")
+            if not equals or name not in types:
+                raise ValueError(
+                    f"tile has {item!r}; accepted: FIELD=VALUE with a field of {', '.join(types)}"
+                )
+            changes[name] = _parse(name, value, types[name])
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def smem_bytes(self, traits: Traits) -> int:
+        """Shared memory of one block, in bytes."""
+        raise NotImplementedError
+
+    def registers(self, traits: Traits) -> int:
+        """An estimate of registers a thread, from the fragments that live through the main loop."""
+        raise NotImplementedError
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        """Why these fields do not go together, or None."""
+        raise NotImplementedError
+
+    def reject(self, traits: Traits, target: str) -> str | None:
+        """Why this tile cannot serve ``traits`` on ``target``, or None if it can."""
+        reason = self.shape_reason(traits)
+        if reason:
+            return reason
+        capacity, needed = SHARED_MEMORY_BYTES[target], self.smem_bytes(traits)
+        if needed > capacity:
+            return f"tile {self} needs {needed} bytes of shared memory for {traits}; {target} has {capacity}"
+        if self.registers(traits) > REGISTERS_PER_THREAD:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; "
+                f"there are {REGISTERS_PER_THREAD}"
+            )
+        return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse(name: str, value: str, kind: type) -> Any:
+    if kind is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if kind is int and value.lstrip("-").isdigit():
+        return int(value)
+    if kind is str:
+        return value
+    raise ValueError(
+        f"tile field {name} is {value!r}; accepted: {'true or false' if kind is bool else kind.__name__}"
+    )

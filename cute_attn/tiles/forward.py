@@ -1,0 +1,272 @@
+"""Tiles of the forward kernels."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.tiles.base import Tile, padded
+from cute_attn.traits import Traits
+
+SM90_SHARED_MEMORY = 233_472
+"""Shared memory of a Hopper multiprocessor, in bytes, of which each block costs 1024 more than it uses."""
+
+
+def may_pack_heads(traits: Traits) -> bool:
+    """Whether nothing but ALiBi's slope depends on a row's head, so that rows of several heads can be one block's."""
+    return not (traits.bias or traits.dropout or traits.epilogues or traits.return_softmax)
+
+
+def may_cluster(traits: Traits) -> bool:
+    """Whether blocks that walk over keys together have been tried on the card with all that the traits ask for."""
+    untried = traits.bias or traits.dropout or traits.epilogues or traits.seqused_q or traits.seqused_k
+    return not (untried or traits.return_softmax)
+
+
+@dataclass(frozen=True)
+class ForwardSm80Tile(Tile):
+    """Tile of the Ampere forward.
+
+    Attributes:
+        tile_m: queries of a block, a multiple of 16 a warp.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
+        num_warps: warps of a block; each has tile_m / num_warps queries.
+        num_stages: copies of K and V in shared memory. 1: K of the next step loads during the softmax and V during
+            Q K^T, two barriers a step; 2 and more: whole steps load ahead, one barrier a step.
+        q_in_regs: Q is read from shared memory once and kept in registers.
+        share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
+        park_statistics: row maxima and sums wait in shared memory while the scores are computed: eight registers less,
+            which is what lets 64 keys beside 128 rows of output do without spills.
+        qk_unroll: steps of 16 along head_dim that Q K^T takes at a time; 0 for all of them. No operand is read before
+            an earlier group's products, so that few steps bound the registers that wait for them.
+        swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 1
+    q_in_regs: bool = False
+    share_qk_smem: bool = False
+    swizzle_bits: int = -1
+    park_statistics: bool = False
+    qk_unroll: int = 0
+
+    MAX_WARPS: ClassVar[int] = 16
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+    @property
+    def parked_bytes(self) -> int:
+        """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
+        return 2 * 4 * 4 * self.tile_m if self.park_statistics else 0
+
+    def steps_at_once(self, traits: Traits) -> int:
+        """Steps of 16 along head_dim that Q K^T takes at a time: at most ``qk_unroll``, and a divisor of all."""
+        steps = padded(traits.head_dim) // 16
+        return next(n for n in range(min(self.qk_unroll or steps, steps), 0, -1) if steps % n == 0)
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether Q lives in registers through the main loop."""
+        return self.q_in_regs or self.share_qk_smem
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return max(end for _, end in self.smem_areas(traits).values())
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of Q, K and V of all stages, O and the parked statistics; O takes over what is loaded."""
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        q, o = 2 * self.tile_m * d, 2 * self.tile_m * dv
+        k_start = 0 if self.share_qk_smem else q
+        v_start = max(q, k_start + 2 * self.tile_n * d * self.num_stages)
+        v_end = v_start + 2 * self.tile_n * dv * self.num_stages
+        parked = max(v_end, o)
+        return {
+            "q": (0, q),
+            "k": (k_start, k_start + 2 * self.tile_n * d * self.num_stages),
+            "v": (v_start, v_end),
+            "o": (0, o),
+            "parked": (parked, parked + self.parked_bytes),
+        }
+
+    def registers(self, traits: Traits) -> int:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        rows = self.tile_m // self.num_warps
+        acc_o, acc_s = rows * dv // 32, rows * self.tile_n // 32
+        q = rows * d // 64 if self.keeps_q else rows // 4
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if not 1 <= self.num_warps <= self.MAX_WARPS:
+            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
+            return (
+                f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
+            )
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
+        if self.num_stages < 1:
+            return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if self.qk_unroll < 0:
+            return f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or how many at a time"
+        if not -1 <= self.swizzle_bits <= 3:
+            return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
+        dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
+        widest = 2 if any(d % 64 for d in dims) else 3
+        if self.swizzle_bits > widest:
+            return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
+        for dim in dims:
+            threads_per_row = 8 if dim % 64 == 0 else 4
+            for what, rows in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
+                rows_per_pass = self.num_threads // threads_per_row
+                if rows % rows_per_pass:
+                    return (
+                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
+                        f"warps copy at once at head dim {dim}"
+                    )
+        return None
+
+
+@dataclass(frozen=True)
+class ForwardSm90Tile(Tile):
+    """Tile of the Hopper forward.
+
+    Attributes:
+        tile_m: queries of a block, 64 for each warpgroup that computes.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
+        num_stages: copies of K and V in shared memory.
+        take_turns: the warpgroups issue their products one after the other (ping-pong), so that the softmax of one runs
+            beside the products of another.
+        overlap: within a warpgroup, Q K^T of a step is issued before P V of the one before it, which then runs beside
+            the softmax.
+        persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's
+            loads start while the last one's output is stored. Otherwise a block a query block.
+        q_in_regs: Q is read from shared memory once: a third less of it is read for Q K^T.
+        rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many
+            powers of two; 0 rescales in every step.
+        share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
+        optimistic: in steps without mask, scores become probabilities under the maximum in use, with no look at the
+            scores. A row's sum says at the end if that was wrong, and then the query block is computed again.
+        polynomial: of 8 neighbouring exponentials in such steps, how many are polynomials (Cody and Waite) on the FMA
+            units rather than work of the special-function unit.
+        blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
+            first and last steps then run beside another's products, which short sequences live by.
+        bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it, for each warpgroup that
+            computes; 0: threads read the bias from global memory. Its rows must then be as those of q are.
+        pack_heads: how many of the query heads that share a key head are rows of one block: row r is query
+            r // pack_heads of head r % pack_heads. Few queries then fill a block, and K and V are read once for all of
+            its heads. A power of two up to 64 that divides the heads of a group.
+        cluster: 2: two blocks work on neighbouring query blocks of a head at the same time, and each loads half of
+            every K and V for both, so that half as much is read from L2; both walk over all key blocks that one needs.
+        p_in_smem: P goes through shared memory to P V rather than through registers, which it leaves free.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    num_stages: int = 2
+    take_turns: bool = True
+    overlap: bool = True
+    persistent: bool = True
+    q_in_regs: bool = False
+    rescale_threshold: int = 0
+    share_qo_smem: bool = False
+    optimistic: bool = False
+    polynomial: int = 0
+    blocks_per_sm: int = 1
+    bias_stages: int = 0
+    pack_heads: int = 1
+    cluster: int = 1
+    p_in_smem: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block, each with a row for each of its heads."""
+        return self.tile_m // self.pack_heads
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.tile_m // 64
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: what the loading warpgroup leaves of the block's share of 65,536."""
+        if self.blocks_per_sm > 1:
+            return {2: 232, 3: 136}[self.blocks_per_sm]
+        return {1: 255, 2: 240, 3: 160}[self.warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a thread that loads."""
+        return {1: 56, 2: 24, 3: 32}[self.warpgroups] if self.blocks_per_sm == 1 else 24
+
+    def smem_bytes(self, traits: Traits) -> int:
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        q, o = self.tile_m * d, self.tile_m * dv
+        kv = self.tile_n * (d + dv) * self.num_stages
+        scores = self.tile_m * self.tile_n * (self.bias_stages + self.p_in_smem)
+        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
+
+    BARRIER_BYTES: ClassVar[int] = 1024
+    REDO_START: ClassVar[int] = 512  # of them: which query blocks have to be done again
+
+    def registers(self, traits: Traits) -> int:
+        acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
+        p = acc_s // 2 if self.overlap and not self.p_in_smem else 0
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias and not self.bias_stages else 0
+        q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
+        return acc_o + acc_s + p + q + bias + 16
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.tile_m not in (64, 128, 192):
+            return (
+                f"tile_m is {self.tile_m}; accepted: 64, 128 or 192, 64 for each of one to three warpgroups"
+            )
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
+        if self.num_stages < 1:
+            return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if not 0 <= self.polynomial <= (8 if self.optimistic else 0):
+            return f"polynomial is {self.polynomial}; accepted: 0, and up to 8 with optimistic"
+        if not 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1):
+            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1, and up to 3 with a tile_m of 64"
+        if self.blocks_per_sm > 1 and padded(traits.head_dim_v) > 128:
+            return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1 for a head_dim_v above 128"
+        shared = self.blocks_per_sm * (self.smem_bytes(traits) + 1024)
+        if shared > SM90_SHARED_MEMORY:
+            return (
+                f"{self.blocks_per_sm} blocks of tile {self} need {shared} bytes of shared memory for {traits}; "
+                f"a multiprocessor has {SM90_SHARED_MEMORY}"
+            )
+        if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
+            return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
+        if self.pack_heads < 1 or 64 % self.pack_heads:
+            return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64, of a warpgroup's 64 rows"
+        if self.pack_heads > 1 and not may_pack_heads(traits):
+            return (
+                f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout, users' epilogues or "
+                f"return_softmax, for {traits}"
+            )
+        if self.cluster not in (1, 2 if self.pack_heads == 1 and may_cluster(traits) else 1):
+            return (
+                f"cluster is {self.cluster}; accepted: 1, and 2 with pack_heads 1 and without a bias, dropout, users' "
+                f"epilogues, seqused_q, seqused_k or return_softmax, for {traits}"
+            )
+        if 16 * (1 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.REDO_START:
+            return f"num_stages is {self.num_stages}; accepted: few enough for {self.REDO_START} bytes of barriers"
+        if self.registers(traits) > self.compute_registers:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
+                f"{self.warpgroups} warpgroups there are {self.compute_registers}"
+            )
+        return None
