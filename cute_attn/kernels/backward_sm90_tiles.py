@@ -16,13 +16,16 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
 
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     or a late dQ would have; how many a user's needs, nobody knows here.
+
+    Tiles with a staged bias come last, though they should be the faster ones: no card has run them yet.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    return [*_staged_tiles(traits, d), *_other_tiles(traits, d)]
+    return [*_other_tiles(traits, d), *staged_tiles(traits)]
 
 
-def _staged_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For a bias that comes by TMA, which takes shared memory but hardly a register, and one epilogue beside it."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     others = [bool(x) for x in (traits.epilogues, traits.softcap, traits.alibi, traits.dropout)]
     if traits.bias not in ("fp16", "bf16") or d > 128 or sum(others) > 1:
         return []

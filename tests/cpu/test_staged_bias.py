@@ -14,6 +14,7 @@ from cute_attn import compiler, launch
 from cute_attn.call import NUM_TENSORS, Call
 from cute_attn.device.staged import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.kernels.backward_sm90 import BackwardSm90
+from cute_attn.kernels.backward_sm90_tiles import staged_tiles
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.registry import Unsupported
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile
@@ -86,9 +87,18 @@ def test_a_tile_that_is_named_is_not_given_up_silently(name):
         launch.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
 
 
+@pytest.fixture
+def staged_backward_default(monkeypatch):
+    """The same of the backward."""
+    first = classmethod(lambda cls, traits, target: staged_tiles(traits)[0])
+    monkeypatch.setattr(BackwardSm90, "default_tile", first)
+
+
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
-def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradient(name, bias_grad):
+def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradient(
+    staged_backward_default, name, bias_grad
+):
     bias = (READABLE | OTHERS)[name]
     storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
     kernel = launch.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
@@ -220,7 +230,8 @@ def test_lanes_find_their_queries_where_tma_puts_them(queries, groups):
     "name", ["d64-bias_bf16", "d128-causal-bias_bf16-bias_grad", "d96-softcap-bias_bf16-bias_grad"]
 )
 def test_a_backward_reads_a_staged_bias_transposed_and_stores_its_gradient_by_tma(name):
-    compiled = compiler.compile(f"backward-sm90-bf16-{name}", None, "sm90")
+    traits = Traits.parse(f"backward-sm90-bf16-{name}")
+    compiled = compiler.compile(traits, staged_tiles(traits)[0], "sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
     assert compiled.tile.bias_stages == 2 and "LDG" not in compiled.instructions
