@@ -20,6 +20,7 @@ from cute_attn import (
 )
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.interface import draw_rng_state
+from cute_attn.kernels.backward_sm90_tiles import staged_tiles
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
 from tests.checks import GRADIENT, check, check_backward
 from tests.gpu.archs import runnable_archs
@@ -104,6 +105,21 @@ def test_case(case, arch):
 
 @pytest.mark.parametrize(("arch", "tile", "case"), tile_cases())
 def test_any_tile_equals_any_tile(case, arch, tile):
+    check_case(case, kernel=arch, backward_tile=tile)
+
+
+def staged_bias_cases() -> list:
+    """(arch, tile, case) of biases that TMA reads, with the tile that is made for them."""
+    params = []
+    for case in BACKWARD_CASES:
+        if case.name.startswith("bias-by-tma") and not (case.bias_broadcast or case.packed):
+            traits = replace(case.traits("sm90", OP), bias_grad=True)
+            params.append(pytest.param("sm90", str(staged_tiles(traits)[0]), case, id=case.name))
+    return params if "sm90" in ARCHS else []
+
+
+@pytest.mark.parametrize(("arch", "tile", "case"), staged_bias_cases())
+def test_a_bias_that_comes_by_tma(case, arch, tile):
     check_case(case, kernel=arch, backward_tile=tile)
 
 
