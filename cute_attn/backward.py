@@ -23,13 +23,13 @@ from torch import Tensor
 
 from cute_attn import launch
 from cute_attn.call import (
-    ALIGNMENT_BYTES,
     NUM_TENSORS,
     Call,
     check,
     check_alignment,
     check_for_kernels,
     check_gradients,
+    is_aligned,
     rows_are_regular,
 )
 from cute_attn.launch import ScoreArgs, as_strided, choose_kernel, contiguous_strides, plan_key, user_classes
@@ -261,7 +261,7 @@ def _seqlens(call: Call) -> tuple[Any, Any]:
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
     """``x``, or a copy where its strides or its address are nothing that a kernel reads."""
-    if copy or x.data_ptr() % ALIGNMENT_BYTES:
+    if copy or not is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -302,7 +302,7 @@ def gradients(
         # What is saved for a backward may come back with other strides, after a trip to the host for example.
         seen = (call.q, call.k, call.v, out, lse, grad_out, grad_lse, call.alibi_slopes, call.bias)
         strides = [None if x is None else x.stride() for x in seen]
-        aligned = call.bias is None or call.bias.data_ptr() % ALIGNMENT_BYTES == 0
+        aligned = call.bias is None or is_aligned(call.bias)
         key = (forward, needed, deterministic, aligned, *strides)
     else:
         tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)

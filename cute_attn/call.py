@@ -407,10 +407,15 @@ def check_gradients(
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
 
 
+def is_aligned(x: Tensor) -> bool:
+    """Whether ``x`` starts at a multiple of 16 bytes."""
+    return x.data_ptr() % ALIGNMENT_BYTES == 0
+
+
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise where q, k or v does not start at a multiple of 16 bytes: the one thing that metadata does not tell."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
+        if not is_aligned(tensor):
             raise ValueError(
                 f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
                 f"accepted: data aligned to {ALIGNMENT_BYTES} bytes"

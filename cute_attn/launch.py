@@ -23,6 +23,7 @@ from cute_attn.call import (
     check,
     check_alignment,
     check_for_kernels,
+    is_aligned,
     regular_strides,
     rows_are_regular,
 )
@@ -205,7 +206,7 @@ def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
         else:
             key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
     if tensors[_BIAS] is not None:
-        key.append(_aligned(tensors[_BIAS]))
+        key.append(is_aligned(tensors[_BIAS]))
     return tuple(key)
 
 
@@ -269,7 +270,7 @@ def recall(tensors: Tensors, options: Hashable) -> Seen | None:
             return None
         present = last.pick(tensors)
         for seen in last.calls:
-            if seen.check(*present) and (seen.aligned is None or seen.aligned == _aligned(tensors[_BIAS])):
+            if seen.check(*present) and (seen.aligned is None or seen.aligned == is_aligned(tensors[_BIAS])):
                 return seen
     except (TypeError, AttributeError, RuntimeError):  # as in known_plan
         pass
@@ -293,12 +294,8 @@ def remember(tensors: Tensors, options: Hashable, plan: Plan) -> None:
         dynamic_dims_strides=[list(x.stride()) for x in present],
     ).check
     constant = not any(x.requires_grad for x in present)
-    last.calls.insert(0, Seen(check, None if bias is None else _aligned(bias), plan, constant))
+    last.calls.insert(0, Seen(check, None if bias is None else is_aligned(bias), plan, constant))
     del last.calls[_MAX_LAST:]
-
-
-def _aligned(bias: Tensor) -> bool:
-    return bias.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def plan_call(call: Call, options: Hashable = None) -> Plan:
@@ -449,7 +446,7 @@ def _unstaged(call: Call, kernel: Any) -> str | None:
             )
     whole = ALIGNMENT_BYTES // bias.element_size()
     steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
-    aligned = bias.data_ptr() % ALIGNMENT_BYTES == 0
+    aligned = is_aligned(bias)
     rows = bias.shape[2] > 1 and bias.stride(2) != 0
     if rows and aligned and bias.stride(-1) == 1 and all(step % whole == 0 <= step for step in steps):
         return None

@@ -10,7 +10,6 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte a
 otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.device.dq``.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from cute_attn.device.accumulate import load_fragment
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
-from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
 
@@ -50,9 +49,7 @@ class BackwardConvert:
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
         """The tile to take beside a main kernel's: the same, but for what does not concern dQ's order in memory."""
-        if isinstance(tile, BackwardSm90Tile):
-            return dataclasses.replace(tile, bias_stages=0, dq_bulk=False, take_turns=False)
-        return tile
+        return tile.for_convert()
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

@@ -46,7 +46,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm80_load import BlockLoad
 from cute_attn.kernels.backward_sm80_tiles import FIT_ALWAYS, preferred_tiles
-from cute_attn.tiles import BackwardSm80Tile, padded
+from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 
 _BAND = ("left", "right", "seqlen_k")
@@ -151,10 +151,7 @@ class BackwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
         """The tile that is taken when none is named."""
-        for tile in preferred_tiles(traits, target):
-            if tile.reject(traits, target) is None:
-                return tile
-        return FIT_ALWAYS[0]
+        return first_that_fits([*preferred_tiles(traits, target), FIT_ALWAYS[0]], traits, target)
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:

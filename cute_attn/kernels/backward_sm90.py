@@ -86,8 +86,8 @@ from cute_attn.kernels.backward_sm90_parts import (
     shared_memory,
 )
 from cute_attn.kernels.backward_sm90_store import store_bias_gradients, store_keys
-from cute_attn.kernels.backward_sm90_tiles import first_that_fits, preferred_tiles
-from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
+from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 
 

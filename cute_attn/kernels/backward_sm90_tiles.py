@@ -6,11 +6,6 @@ from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 
-def first_that_fits(tiles: list[BackwardSm90Tile], traits: Traits, target: str) -> BackwardSm90Tile:
-    """The first one that serves ``traits``, or the last one, which says why it does not."""
-    return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
-
-
 def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.
 

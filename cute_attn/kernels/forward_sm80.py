@@ -42,7 +42,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
-from cute_attn.tiles import ForwardSm80Tile, padded
+from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 
 
@@ -109,10 +109,8 @@ class ForwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
         """The tile that is taken when none is named."""
-        for tile in _preferred_tiles(traits):
-            if tile.reject(traits, target) is None:
-                return tile
-        return ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
+        fits_always = ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
+        return first_that_fits([*_preferred_tiles(traits), fits_always], traits, target)
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm80":
         """This kernel with the default tile for such lengths and heads: one serves them all."""

@@ -80,8 +80,8 @@ from cute_attn.kernels.forward_sm90_store import (
     store_softmax,
     wait_for_stores,
 )
-from cute_attn.kernels.forward_sm90_tiles import first_that_fits, preferred_tiles, tile_for_lengths
-from cute_attn.tiles import ForwardSm90Tile, padded
+from cute_attn.kernels.forward_sm90_tiles import FITS_ALWAYS, preferred_tiles, tile_for_lengths
+from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 
 L2_SECTION_BYTES = 32 << 20
@@ -112,7 +112,7 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile that is taken when none is named."""
-        return first_that_fits(preferred_tiles(traits), traits, target)
+        return first_that_fits([*preferred_tiles(traits), FITS_ALWAYS], traits, target)
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm90":
         """This kernel, which has its default tile, with the one for sequences of at most such lengths.
@@ -125,7 +125,7 @@ class ForwardSm90:
     def without_staged_bias(self) -> "ForwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read."""
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
-        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
+        return dataclasses.replace(self, tile=first_that_fits([*tiles, FITS_ALWAYS], self.traits, "sm90"))
 
     @property
     def stages_bias(self) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from cute_attn.tiles import ForwardSm90Tile, may_pack_heads, padded
+from cute_attn.tiles import ForwardSm90Tile, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
 
 SHORT = 1024
@@ -11,6 +11,9 @@ SHORT = 1024
 
 FEW = 64
 """The most queries whose heads are packed into blocks, which they would fill by half or less on their own."""
+
+FITS_ALWAYS = ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False)
+"""What is taken where none of the others fits."""
 
 
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
@@ -23,7 +26,7 @@ def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -
         tile = _one_warpgroup(max(padded(traits.head_dim), padded(traits.head_dim_v)))
     else:
         two = [tile for tile in preferred_tiles(traits) if tile.tile_m == 128]
-        tile = short or first_that_fits(two, traits, "sm90")
+        tile = short or first_that_fits([*two, FITS_ALWAYS], traits, "sm90")
     return dataclasses.replace(tile, pack_heads=heads)
 
 
@@ -44,12 +47,6 @@ def short_tile(traits: Traits) -> ForwardSm90Tile | None:
     if d <= 64:
         return ForwardSm90Tile(64, 64, optimistic=True, blocks_per_sm=3)
     return ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True)
-
-
-def first_that_fits(tiles: list[ForwardSm90Tile], traits: Traits, target: str) -> ForwardSm90Tile:
-    """The first one that serves ``traits``, or one that always does."""
-    fits = (tile for tile in tiles if tile.reject(traits, target) is None)
-    return next(fits, ForwardSm90Tile(64, 32, 1, take_turns=False, overlap=False))
 
 
 def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:

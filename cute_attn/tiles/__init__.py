@@ -1,7 +1,7 @@
 """Tiles: *how* a kernel computes. Block sizes, warps, stages, operands in registers, swizzle."""
 
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
-from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, padded
+from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
 from cute_attn.tiles.forward import ForwardSm80Tile, ForwardSm90Tile, may_cluster, may_pack_heads
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "ForwardSm80Tile",
     "ForwardSm90Tile",
     "Tile",
+    "first_that_fits",
     "may_cluster",
     "may_pack_heads",
     "padded",

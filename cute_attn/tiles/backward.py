@@ -62,6 +62,10 @@ class BackwardSm80Tile(Tile):
         """Threads that multiply: all."""
         return self.num_threads
 
+    def for_convert(self) -> "BackwardSm80Tile":
+        """The tile that the convert takes beside this one: the same."""
+        return self
+
     @property
     def dq_transposed(self) -> bool:
         """dQ's accumulator is (queries, head_dim)."""
@@ -247,6 +251,10 @@ class BackwardSm90Tile(Tile):
     def mma_threads(self) -> int:
         """Threads that multiply."""
         return 128 * self.warpgroups
+
+    def for_convert(self) -> "BackwardSm90Tile":
+        """The tile that the convert takes beside this one: the same, but for what dQ's order in memory is not of."""
+        return dataclasses.replace(self, bias_stages=0, dq_bulk=False, take_turns=False)
 
     @property
     def num_threads(self) -> int:

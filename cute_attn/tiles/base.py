@@ -5,8 +5,9 @@ says why it cannot serve some traits on some GPU. It never changes a result, onl
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from cute_attn.traits import Traits
 
@@ -88,3 +89,11 @@ def _parse(name: str, value: str, kind: type) -> Any:
     raise ValueError(
         f"tile field {name} is {value!r}; accepted: {'true or false' if kind is bool else kind.__name__}"
     )
+
+
+T = TypeVar("T", bound=Tile)
+
+
+def first_that_fits(tiles: Sequence[T], traits: Traits, target: str) -> T:
+    """The first of some tiles that serves ``traits``, or the last one, which says why it does not."""
+    return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])
