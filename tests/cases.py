@@ -49,6 +49,8 @@ PAIRS = (
     ("bias_fp16", "mem_efficient"),
 )
 VARLEN = {"lengths_q": (5, 0, 130, 64, 1, 77), "lengths_k": (70, 33, 0, 64, 129, 40)}
+# More query blocks than a GPU takes at a time, some of which see no key.
+NO_KEYS_BETWEEN = {"lengths_q": (300, 3, 40) * 12, "lengths_k": (300, 90, 0) * 12}
 USED_Q, USED_K = (3, 0, 100, 64, 0, 76), (65, 0, 0, 63, 128, 40)
 
 
@@ -154,6 +156,10 @@ def _lengths() -> list[Case]:
         Case("varlen-seqused", causal=True, seqused_q=USED_Q, seqused_k=USED_K, **VARLEN),
         Case("varlen-all-empty", causal=True, lengths_q=(0, 0), lengths_k=(0, 3)),
         Case("varlen-no-keys", lengths_q=(4, 3), lengths_k=(0, 0)),
+        *(
+            Case(f"varlen-no-keys-d{d}", nheads=8, nheads_kv=4, head_dim=d, causal=d > 64, **NO_KEYS_BETWEEN)
+            for d in (64, 256)
+        ),
         Case("varlen-one", causal=True, lengths_q=(129,), lengths_k=(129,)),
         *(Case(f"seqused_k-{mask}", **used, **MASKS[mask]) for mask in ("full", "causal", "window")),
     ]

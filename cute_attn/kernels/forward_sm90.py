@@ -60,7 +60,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
-from cute_attn.kernels.forward_sm90_load import load_all
+from cute_attn.kernels.forward_sm90_load import brings_queries, load_all
 from cute_attn.kernels.forward_sm90_parts import (
     Crew,
     Fragments,
@@ -446,8 +446,9 @@ class ForwardSm90:
                 wary,
             )
             fragments.acc_o.fill(0.0)
-            if blocks.begin < blocks.end:
+            if brings_queries(self, blocks):
                 shared.ring_q.wait(queries)
+            if blocks.begin < blocks.end:
                 if cutlass.const_expr(self.tile.q_in_regs):
                     self.read_queries(shared, fragments, thread)
                     if cutlass.const_expr(not self.releases_q_late):
@@ -467,7 +468,7 @@ class ForwardSm90:
             if cutlass.const_expr(self.traits.return_softmax):
                 store_softmax(self, outputs.mSoftmax, lse, work, place)
             store_output(self, outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
-            if blocks.begin < blocks.end:
+            if brings_queries(self, blocks):
                 if cutlass.const_expr(self.releases_q_late):
                     wait_for_stores(self, crew.group, thread % WARPGROUP)
                     shared.ring_q.release(queries)

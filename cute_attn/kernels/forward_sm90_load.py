@@ -67,7 +67,32 @@ def load_deal(
             load_bias(kernel, inputs, shared, place, blocks, bias_of, keys)
         queries += 1
         keys += (blocks.end - blocks.begin) * kernel.walks
+    if cutlass.const_expr(kernel.tile.share_qo_smem and bias_of is None):
+        if place.row0 < place.info.seqlen_q and blocks.begin == blocks.end:
+            load_queries(kernel, inputs, shared, place, queries)
+            queries += 1
     return queries, keys
+
+
+def brings_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
+    """Whether a query block that exists comes with a filling of Q's ring.
+
+    One that sees no key has no use for Q. But where O takes over Q's memory, zeros go there, and the next Q must not be
+    there before they have left.
+    """
+    return True if kernel.tile.share_qo_smem else blocks.begin < blocks.end
+
+
+@cute.jit
+def load_queries(
+    kernel: Constexpr, inputs: Inputs, shared: Shared, place: QueryBlock, queries: Int32
+) -> None:
+    """Q of one query block, for each warpgroup its own."""
+    d, packed = padded(kernel.traits.head_dim), kernel.traits.varlen
+    tiles = inputs.q.block(place.info.offset_q + place.row0, place.head, place.batch, 64, d, packed)
+    shared.ring_q.acquire(queries)
+    for group in cutlass.range_constexpr(kernel.tile.warpgroups):
+        inputs.q.load_part(tiles, group, shared.s_q[None, None, group], shared.ring_q, queries)
 
 
 @cute.jit
@@ -87,18 +112,15 @@ def load_one(
     """
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
     tile, packed = kernel.tile, kernel.traits.varlen
-    tma_q, tma_k, tma_v = inputs.q, inputs.k, inputs.v
+    tma_k, tma_v = inputs.k, inputs.v
     info, last = place.info, blocks.end - 1
-    g_q = tma_q.block(info.offset_q + place.row0, place.head, place.batch, 64, d, packed)
     g_k = tma_k.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, d, packed)
     g_v = tma_v.block(info.offset_k, place.head_kv, place.batch, tile.tile_n, dv, packed)
-    ring_q, ring_k, ring_v = shared.ring_q, shared.ring_k, shared.ring_v
+    ring_k, ring_v = shared.ring_k, shared.ring_v
     ring_k.acquire(keys)
     tma_k.load(g_k, last, shared.s_k, ring_k, keys)
     if has_queries:
-        ring_q.acquire(queries)
-        for group in cutlass.range_constexpr(tile.warpgroups):
-            tma_q.load_part(g_q, group, shared.s_q[None, None, group], ring_q, queries)
+        load_queries(kernel, inputs, shared, place, queries)
     for i in cutlass.range(1, blocks.end - blocks.begin, unroll=1):
         ring_k.acquire(keys + i)
         tma_k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
