@@ -127,7 +127,7 @@ def test_repeats_are_bitwise_equal(case, arch):
         assert_same(problem.run(kernel=arch), first)
 
 
-LARGE = {"batch": 8, "nheads": 8, "seqlen_q": 700, "seqlen_k": 700}
+LARGE = {"batch": 8, "nheads": 8, "nheads_kv": 4, "seqlen_q": 700, "seqlen_k": 700}
 FILLING = [
     replace(BY_NAME[name], name=f"{name}-that-fills-the-card", **LARGE)
     for name in ("causal-d128", "full-d256", "everything-causal-dropout", "bias_bf16", "window-5-300")
@@ -185,8 +185,9 @@ def test_varlen_equals_a_loop(case, arch):
         options = {"causal": case.causal, "window": case.window, "kernel": arch, "return_lse": True}
         out, lse = attention(q[None, rows], k[None, keys], v[None, keys], **options)
         owned = slice(rows.start - cu_q[0], rows.stop - cu_q[0])
-        torch.testing.assert_close(packed["out"][owned], out[0])
-        torch.testing.assert_close(packed["lse"][:, owned], lse[0])
+        # Another tile may serve a sequence alone; each is within its own rounding: two of bf16.
+        torch.testing.assert_close(packed["out"][owned], out[0], atol=0.01, rtol=2**-7)
+        torch.testing.assert_close(packed["lse"][:, owned], lse[0], atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
