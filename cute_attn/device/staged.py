@@ -115,7 +115,8 @@ class StagedQueries:
     @property
     def fill_bytes(self) -> int:
         """Of a stage."""
-        return cute.size(self.tensor, mode=[0, 1]) * self.tensor.element_type.width // 8
+        queries, keys = (cute.size(self.tensor, mode=[i]) for i in (0, 1))
+        return queries * keys * self.tensor.element_type.width // 8
 
     def address_of(self, thread: Int32) -> Int32:
         """Where a thread finds its numbers of the first stage; to be kept in a register, rather than computed again."""

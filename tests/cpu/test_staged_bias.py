@@ -17,7 +17,7 @@ from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.kernels.backward_sm90_tiles import staged_tiles
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.registry import Unsupported
-from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile
+from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
@@ -226,6 +226,12 @@ def test_lanes_find_their_queries_where_tma_puts_them(queries, groups):
     assert not wrong
 
 
+def with_constants(ptx: str) -> str:
+    """PTX with constants in place of the registers that they are moved to."""
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
+    return re.sub(r"%r\d+", lambda found: constants.get(found[0], found[0]), ptx)
+
+
 @pytest.mark.parametrize(
     "name", ["d64-bias_bf16", "d128-causal-bias_bf16-bias_grad", "d96-softcap-bias_bf16-bias_grad"]
 )
@@ -236,6 +242,10 @@ def test_a_backward_reads_a_staged_bias_transposed_and_stores_its_gradient_by_tm
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
     assert compiled.tile.bias_stages == 2 and "LDG" not in compiled.instructions
     assert "LDSM.16.MT88.4" in compiled.sass
+    announced = {int(n) for n in re.findall(r"expect_tx\S* .*, (\d+);", with_constants(compiled.ptx))}
+    tile, d = compiled.tile, padded(traits.head_dim)
+    rows = tile.tile_m * (2 * d + 4)  # of Q with the log-sum-exps, and of dO with D
+    assert announced == {2 * tile.tile_n * d, rows, rows + 2 * tile.tile_m * tile.tile_n}
     kernel = BackwardSm90(compiled.traits, compiled.tile)
     assert kernel.stores_bias_gradient == ("bias_grad" in name and "softcap" not in name)
     assert ("STG" in compiled.instructions) == ("softcap" in name)
