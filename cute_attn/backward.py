@@ -48,14 +48,15 @@ class Workspace:
 
     Attributes:
         size: all of it.
-        lse_log2, dpsum, dq: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
-            rows * head_dim) or packed without the batch.
+        lse_log2, dpsum, dq, next: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
+            rows * head_dim) or packed without the batch; (16,), 16 bytes of it a counter.
     """
 
     size: int
     lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
     dpsum: tuple[tuple[int, ...], tuple[int, ...], int]
     dq: tuple[tuple[int, ...], tuple[int, ...], int]
+    next: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @staticmethod
     def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
@@ -66,7 +67,7 @@ class Workspace:
         else:
             rows = -(-call.max_seqlen_q // tile_m) * tile_m
             heads = (call.batch, call.nheads)
-        shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded))
+        shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
         places, size = [], 0
         for shape in shapes:
             places.append((shape, contiguous_strides(shape), size))
@@ -141,7 +142,7 @@ class Plan:
         views: as of :class:`cute_attn.launch.Plan`.
         workspace: or None where there is nothing to launch.
         bias: or None where its gradient is not asked for.
-        num_splits, split_stride: see ``cute_attn.kernels.arguments.backward_fake_args``.
+        num_splits, split_stride, multiprocessors: see ``cute_attn.device.key_order.KeySchedule``.
         seqlens: the lengths as the main kernel takes them and as the others do, or where tensors are among them, None.
         score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
         rest: the call's arguments that are not tensors.
@@ -161,6 +162,7 @@ class Plan:
     bias: BiasGradient | None
     num_splits: int
     split_stride: int
+    multiprocessors: int
     seqlens: tuple[Any, Any] | None
     softmax_scale: float
     dropout_p: float
@@ -202,6 +204,7 @@ class Plan:
         lse_log2 = as_strided(memory, *space.lse_log2)
         dpsum = as_strided(memory, *space.dpsum)
         accumulators = as_strided(memory, *space.dq)
+        next_position = as_strided(memory, *space.next)
         dbias = self.bias.allocate(q) if self.bias is not None else None
         if self.views:
             seen: list[Any] = list(call)
@@ -213,7 +216,17 @@ class Plan:
         assert self.preprocess is not None
         cleared = (dq, dk, dv) if self.packed else None
         self.preprocess(
-            grad_out, out, lse, grads[1], lse_log2, dpsum, accumulators, cleared, part_seqlens, keep
+            grad_out,
+            out,
+            lse,
+            grads[1],
+            lse_log2,
+            dpsum,
+            accumulators,
+            next_position,
+            cleared,
+            part_seqlens,
+            keep,
         )
         self.main(
             *call[:3],
@@ -225,8 +238,7 @@ class Plan:
             dv,
             seqlens,
             self.softmax_scale,
-            self.num_splits,
-            self.split_stride,
+            (self.num_splits, self.split_stride, next_position, self.multiprocessors),  # a KeySchedule
             self._score_args(call, dbias),
         )
         if self.convert is not None:
@@ -343,6 +355,7 @@ def _make_plan(
         bias=None,
         num_splits=0,
         split_stride=0,
+        multiprocessors=0,
         seqlens=None if any(x is not None for x in call[3:7]) else _seqlens(call),
         softmax_scale=call.softmax_scale,
         dropout_p=call.dropout_p,
@@ -379,6 +392,7 @@ def _make_plan(
         bias=bias,
         num_splits=num_splits,
         split_stride=workspace.dq[1][0] if deterministic else 0,
+        multiprocessors=multiprocessors(call.q.get_device()),
         score_args=ScoreArgs.of(kernel, call) if bias is None else None,
     )
 

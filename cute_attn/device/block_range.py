@@ -50,6 +50,13 @@ class BlockRange:
     full_end: Int32
     end: Int32
 
+    def turned(self, step: Int32, first: Int32 | None) -> Int32:
+        """The block of step begin, begin + 1, ... of a walk; with ``first`` it begins there, and begin is 0."""
+        if first is None:
+            return step
+        block = step + first
+        return cutlass.select_(block >= self.end, block - self.end, block)
+
     @staticmethod
     @cute.jit
     def of_queries(band: Band, first_query: Int32, end_query: Int32, tile_n: Constexpr) -> "BlockRange":

@@ -1,12 +1,29 @@
 """Which key blocks a block of threads of a backward works on."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
-from cute_attn.device.math import opaque
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+
+
+class KeySchedule(NamedTuple):
+    """How a backward divides its key blocks, as a kernel's arguments.
+
+    Attributes:
+        num_splits: a block of threads takes every num_splits-th key block of a (batch, kv head) ...
+        split_stride: ... and adds to the accumulator of dQ that lies (its first one) * split_stride floats behind the
+            first; 0 lets all add to the same.
+        next_position: 4 bytes, 0 before the launch: where persistent blocks count what they have taken.
+        multiprocessors: of the GPU.
+    """
+
+    num_splits: Int32
+    split_stride: Int64
+    next_position: cute.Tensor
+    multiprocessors: Int32
 
 
 @dataclass(frozen=True)
@@ -49,8 +66,9 @@ class KeyOrder:
 
     Without ``longest_first`` a column's rows follow each other: those that run together read the same queries and add
     to the same dQ. With it, a section of columns is taken row by row: under a causal band a sequence's first key blocks
-    are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2: the heads of a
-    group are walked one after the other, by all blocks at about the same time.
+    are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2 (the heads of a
+    group are walked one after the other, by all blocks at about the same time), and no more than a quarter of the
+    multiprocessors, so that a few that run together have the same queries.
 
     Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
     ``first_block(sequence)`` is the first one's, and which sequence a row is of is looked for.
@@ -68,13 +86,13 @@ class KeyOrder:
     def make(
         seqlens: Seqlens,
         mK: cute.Tensor,
-        num_splits: Int32,
+        schedule: KeySchedule,
         head_bytes: Int64,
         tile_n: int,
         longest_first: bool,
     ) -> "KeyOrder":
         """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
-        batch, nheads_kv = seqlens.batch(mK), mK.shape[-2]
+        batch, nheads_kv, num_splits = seqlens.batch(mK), mK.shape[-2], schedule.num_splits
         packed = Int32(0)
         rows, columns = Int32(num_splits), nheads_kv * batch
         if seqlens.cu_seqlens_k is not None:
@@ -85,6 +103,7 @@ class KeyOrder:
         divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
         if longest_first:
             together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
+            together = cutlass.min(together, schedule.multiprocessors // 4)
             together = cutlass.max(cutlass.min(together, columns), 1)
             last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
             last_columns = cutlass.max(columns - last * together, 1)
@@ -98,13 +117,6 @@ class KeyOrder:
             packed=packed,
             tile_n=tile_n,
         )
-
-    @cute.jit
-    def place(self, seqlens: Seqlens) -> KeyBlocks:
-        """What the running block has."""
-        first, head_kv, batch = self.find(opaque(cute.arch.block_idx()[0]), seqlens.cu_seqlens_k)
-        batch, head_kv = cute.arch.make_warp_uniform(batch), cute.arch.make_warp_uniform(head_kv)
-        return KeyBlocks(first, head_kv, batch, SeqlenInfo.read(seqlens, batch))
 
     @cute.jit
     def find(self, block: Int32, cu_seqlens_k: cute.Tensor | None):

@@ -64,6 +64,13 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(n), self.fill_bytes)
 
     @cute.jit
+    def fill_with_nothing(self, n: Int32) -> None:
+        """By the filling warp: wait until the stage is free, and say that it is full."""
+        cute.arch.mbarrier_wait(self.barriers + self.num_stages + self.stage(n), self.parity(n) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full(n))
+
+    @cute.jit
     def wait(self, n: Int32) -> None:
         """By a reader: wait until filling n is there."""
         cute.arch.mbarrier_wait(self.full(n), self.parity(n))

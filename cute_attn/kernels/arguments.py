@@ -17,6 +17,7 @@ The backward's, in three launches with an fp32 workspace between them:
     mDPsum    as mLSElog2: D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
     mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
               dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.device.dq``
+    mNext     (16,): 0 in its first 4 bytes, see ``KeySchedule``
 
 where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
 packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All three are contiguous.
@@ -30,6 +31,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.key_order import KeySchedule
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
 
@@ -99,9 +101,9 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def preprocess_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the preprocess, without the stream.
 
-    mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, gradients, seqlens, keep_prob. mDLSE, the gradient of mLSE, may
-    have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are packed, or None;
-    of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
+    mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of mLSE,
+    may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are packed, or
+    None; of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
     """
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
@@ -113,6 +115,7 @@ def preprocess_fake_args(traits: Traits) -> tuple:
         workspace_fake(ndim - 1),
         workspace_fake(ndim - 1),
         workspace_fake(ndim),
+        workspace_fake(1),
         tuple(rows_fake(dtype, ndim) for _ in range(3)) if traits.varlen else None,
         seqlens_fake(traits),
         Float32(0.0),
@@ -122,9 +125,8 @@ def preprocess_fake_args(traits: Traits) -> tuple:
 def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a backward's main kernel, without the stream.
 
-    mQ, mK, mV, mDO, mLSElog2, mDPsum, mDQaccum, mDK, mDV, seqlens, softmax_scale, num_splits, split_stride, score_args.
-    A block takes every num_splits-th key block, and adds to accumulator (its first one) * split_stride, counted in
-    floats; 0 lets all add to the same.
+    mQ, mK, mV, mDO, mLSElog2, mDPsum, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``KeySchedule``),
+    score_args.
     """
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
@@ -136,8 +138,7 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         *(rows_fake(dtype, ndim) for _ in range(2)),
         seqlens_fake(traits),
         Float32(0.0),
-        Int32(0),
-        Int64(0),
+        KeySchedule(Int32(0), Int64(0), workspace_fake(1), Int32(0)),
         score_args,
     )
 

@@ -62,6 +62,11 @@ class BackwardConvert:
         """Element type of dQ."""
         return CUTE_DTYPES[self.traits.dtype]
 
+    @property
+    def follows_early(self) -> bool:
+        """Whether this kernel may start while the main one is still running (programmatic dependent launch)."""
+        return self.traits.arch == "sm90"
+
     def smem_layout(self) -> cute.ComposedLayout:
         """(tile_m, padded head_dim) of dQ in shared memory.
 
@@ -106,6 +111,7 @@ class BackwardConvert:
             grid=[m_blocks * nheads * seqlens.batch(mDQ), 1, 1],
             block=[tile.mma_threads, 1, 1],
             stream=stream,
+            use_pdl=self.follows_early,
         )
 
     # ---- device ----
@@ -116,6 +122,8 @@ class BackwardConvert:
     ) -> None:
         traits, tile = self.traits, self.tile
         thread, _, _ = cute.arch.thread_idx()
+        if cutlass.const_expr(self.follows_early):
+            cute.arch.griddepcontrol_wait()  # for the main kernel
         place = QueryBlock.read(seqlens, grid, tile.tile_m)
         exist = existing_rows(seqlens.cu_seqlens_q, mDQ, place.batch) - place.row0
         if exist > 0:

@@ -2,7 +2,7 @@
 
     D[i] = (sum_j dO[i, j] * O[i, j] - dLSE[i]) / rp        rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
-    dQ accumulators = 0;  of packed dQ, dK and dV, rows of no sequence = 0
+    dQ accumulators = 0, the main kernel's count of key blocks = 0;  of packed dQ, dK and dV, rows of no sequence = 0
 
 A block takes some rows of one head. A few neighbouring threads share a row: each multiplies vectors of 16 bytes of dO
 and O, shuffles add up, and shared memory brings a row's sum to the thread that writes its two numbers. The kernel does
@@ -113,6 +113,7 @@ class BackwardPreprocess:
         mLSElog2: cute.Tensor,
         mDPsum: cute.Tensor,
         mDQaccum: cute.Tensor,
+        mNext: cute.Tensor,
         gradients: tuple | None,
         seqlens: Seqlens,
         keep_prob: Float32,
@@ -128,7 +129,7 @@ class BackwardPreprocess:
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
         blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m) * (tile.tile_m // tile.rows)
         grid = RowGrid.make(nheads, blocks)
-        workspace = (mLSElog2, mDPsum, mDQaccum)
+        workspace = (mLSElog2, mDPsum, mDQaccum, mNext)
         self.kernel(mDO, mO, mLSE, mDLSE, *workspace, gradients, seqlens, keep_prob, grid).launch(
             grid=[blocks * nheads * seqlens.batch(mO), 1, 1], block=[tile.num_threads, 1, 1], stream=stream
         )
@@ -145,12 +146,15 @@ class BackwardPreprocess:
         mLSElog2: cute.Tensor,
         mDPsum: cute.Tensor,
         mDQaccum: cute.Tensor,
+        mNext: cute.Tensor,
         gradients: tuple | None,
         seqlens: Seqlens,
         keep_prob: Float32,
         grid: RowGrid,
     ) -> None:
         tile = self.tile
+        if cutlass.const_expr(self.traits.arch == "sm90"):
+            cute.arch.griddepcontrol_launch_dependents()  # the main kernel, which waits for all of this one
         thread, _, _ = cute.arch.thread_idx()
         place = Rows.read(seqlens, grid, tile.rows, tile.tile_m)
         if place.row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
@@ -176,6 +180,8 @@ class BackwardPreprocess:
                 dpsum = workspace_rows(mDPsum, place.batch, place.head, place.padded0, 1, packed)
                 exists = place.row0 + thread < place.info.seqlen_q
                 lse_log2[thread], dpsum[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
+        if thread == 0 and cute.arch.block_idx()[0] == 0:
+            mNext[0] = Float32(0.0)
         if cutlass.const_expr(gradients is not None):
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
             cu_seqlens = (seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, seqlens.cu_seqlens_k)

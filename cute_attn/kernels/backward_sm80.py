@@ -36,7 +36,7 @@ from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
-from cute_attn.device.key_order import KeyBlocks, KeyOrder
+from cute_attn.device.key_order import KeyBlocks, KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -220,8 +220,7 @@ class BackwardSm80:
         mDV: cute.Tensor,
         seqlens: Seqlens,
         softmax_scale: Float32,
-        num_splits: Int32,
-        split_stride: Int64,
+        schedule: KeySchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
@@ -229,12 +228,12 @@ class BackwardSm80:
         nheads = mQ.shape[-2]
         group = nheads // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
-        order = KeyOrder.make(seqlens, mK, num_splits, head_bytes, self.tile.tile_n, self.traits.causal)
+        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         inputs = (mQ, mK, mV, mDO, mLSElog2, mDPsum)
         outputs = (mDQaccum, mDK, mDV)
-        scalars = (softmax_scale, scale_log2, split_stride, nheads, group)
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, group)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches follow each other, so that no two blocks add to the same accumulator in an order of their own.
         for skipped in cutlass.range(

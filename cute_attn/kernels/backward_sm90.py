@@ -8,13 +8,16 @@
     dK = rp * softmax_scale * dS^T Q
     dQ = rp * softmax_scale * dS K
 
-A block of threads has a key block, and walks over all query blocks that see it, of every query head in the group: dK
-and dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel converts it.
+A block of threads takes one key block after the other, and walks over all query blocks that see it, of every query head
+in the group: dK and dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel
+converts it.
 
-One warp loads: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings, a bias of 16 bits
-beside Q; another stores the bias's gradient, where that is dS (``bias_stages``). The warpgroups compute S and dP
-transposed, each for 64 keys of its own, so that P and dS are operands of dV and dK as they lie in registers (all as
-(keys, queries) here):
+One warp finds out which key block is next (``persistent``: by counting in memory), tells the others (``Board``), and
+loads ahead of them: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings, a bias of 16
+bits beside Q; another stores the bias's gradient, where that is dS (``bias_stages``). The next K comes as soon as no
+product reads the last one any more, and Q while dK and dV are on their way out; V has to wait until dV has left its
+place. The warpgroups compute S and dP transposed, each for 64 keys of its own, so that P and dS are operands of dV
+and dK as they lie in registers (all as (keys, queries) here):
 
     start S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
@@ -59,14 +62,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.block_range import BlockRange
+from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import make_accumulator, mma_dq
-from cute_attn.device.key_order import KeyBlocks, KeyOrder
+from cute_attn.device.key_order import KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import probabilities, row_values, score_gradient
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens, existing_rows
+from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import operand_layout, start_gemm
@@ -226,16 +230,6 @@ class BackwardSm90:
         """Shared to global memory, where TMA would write rows of the next sequence."""
         return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
 
-    @property
-    def foreign_queries(self) -> bool:
-        """Whether rows of Q and dO behind a sequence's last are somebody else's: perhaps NaN, and 0 * NaN is NaN."""
-        return self.traits.varlen or self.traits.seqused_q
-
-    @property
-    def foreign_keys(self) -> bool:
-        """The same of K and V."""
-        return self.traits.varlen or self.traits.seqused_k
-
     # ---- host ----
 
     @cute.jit
@@ -252,8 +246,7 @@ class BackwardSm90:
         mDV: cute.Tensor,
         seqlens: Seqlens,
         softmax_scale: Float32,
-        num_splits: Int32,
-        split_stride: Int64,
+        schedule: KeySchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
@@ -262,7 +255,7 @@ class BackwardSm90:
         nheads = mQ.shape[-2]
         group = nheads // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
-        order = KeyOrder.make(seqlens, mK, num_splits, head_bytes, tile.tile_n, traits.causal)
+        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = Inputs(
@@ -283,11 +276,19 @@ class BackwardSm90:
             mDK,
             mDV,
             mDQaccum,
-            split_stride,
+            schedule.split_stride,
         )
-        problem = Problem(seqlens, softmax_scale, score_args, order, nheads, group)
+        next_position = schedule.next_position
+        problem = Problem(seqlens, softmax_scale, score_args, order, next_position, nheads, group)
+        blocks = order.blocks
+        if cutlass.const_expr(tile.persistent):
+            blocks = cutlass.min(blocks, schedule.multiprocessors)
         self.kernel(problem, inputs, outputs).launch(
-            grid=[order.blocks, 1, 1], block=[tile.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[blocks, 1, 1],
+            block=[tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     def tma(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> Tma:
@@ -309,12 +310,16 @@ class BackwardSm90:
             for tma in (inputs.k, inputs.v, inputs.q, inputs.do):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
-                for ring in (shared.ring_k, shared.ring_v, shared.ring_q, shared.ring_do):
+                for ring in (shared.ring_v, shared.ring_q, shared.ring_do):
                     ring.init(4 * self.tile.warpgroups)
+                others = self.stores_bias_gradient + self.tile.dq_bulk  # warps that read the board
+                shared.ring_k.init(4 * self.tile.warpgroups + others)
                 shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
                 shared.outbox.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()  # the convert, which waits for all of this kernel
+        cute.arch.griddepcontrol_wait()  # for what the preprocess writes
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
@@ -329,7 +334,7 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
 
-    def begin(self, problem: Problem, place: KeyBlocks, head: Int32) -> tuple[ScoreContext, ScoreState]:
+    def begin(self, problem: Problem, place: KeyBlock, head: Int32) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query head."""
         chain, args = self.epilogues, problem.score_args
         context = chain.context(
@@ -337,17 +342,17 @@ class BackwardSm90:
         )
         return context, chain.begin(args, context)
 
-    def query_blocks(self, place: KeyBlocks, state: ScoreState, block: Int32) -> BlockRange:
-        """The query blocks that see one key block."""
+    def query_blocks(self, place: KeyBlock, state: ScoreState) -> BlockRange:
+        """The query blocks that see a key block."""
         tile = self.tile
-        key0 = block * tile.tile_n
+        key0 = place.block * tile.tile_n
         return BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
 
-    def key_blocks(self, problem: Problem, place: KeyBlocks, mDK: cute.Tensor) -> Int32:
-        """How many key blocks the running block of threads has: all whose keys exist, used or not."""
-        rows = existing_rows(problem.seqlens.cu_seqlens_k, mDK, place.batch)
-        splits = problem.order.num_splits.divisor
-        return (cute.ceil_div(rows, self.tile.tile_n) - place.first + splits - 1) // splits
+    def first_query_block(self, place: KeyBlock, blocks: BlockRange) -> Int32 | None:
+        """Where the walk over a key block's query blocks begins, or None: with the first."""
+        if not self.tile.staggered or self.traits.causal or self.traits.windowed:
+            return None
+        return place.block % cutlass.max(blocks.end, 1)
 
     # ---- the computing warpgroups ----
 
@@ -362,18 +367,15 @@ class BackwardSm90:
         fragments = self.make_fragments(shared, warpgroup_index)
         turns = Turns(warpgroup_index, tile.warpgroups, tile.take_turns)
         turns.open()
-        steps = Int32(0)
-        rounds = self.key_blocks(problem, problem.order.place(problem.seqlens), outputs.mDK)
-        for i in cutlass.range(rounds, unroll=1):
-            place = problem.order.place(problem.seqlens)
-            block = place.first + i * problem.order.num_splits.divisor
+        i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
+        while shared.board.holds(i):
+            place = shared.board.read(i, problem.seqlens)
             _, state = self.begin(problem, place, place.head_kv * group)
-            blocks = self.query_blocks(place, state, block)
+            blocks = self.query_blocks(place, state)
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
-            shared.ring_k.wait(i)
             shared.ring_v.wait(i)
-            clear_foreign_keys(self, shared, place.info.seqlen_k - block * tile.tile_n, thread)
+            clear_foreign_keys(self, shared, place.info.seqlen_k - place.block * tile.tile_n, thread)
             for h in cutlass.range(group, unroll=1):
                 head = place.head_kv * group + h
                 context, begun = self.begin(problem, place, head)
@@ -384,19 +386,19 @@ class BackwardSm90:
                     blocks,
                     begun,
                     score_map,
-                    block * tile.tile_n,
+                    place.block * tile.tile_n,
                     place.info.seqlen_q,
                     context.unit * LOG2_E,
                     dq_of_head(self, problem, outputs, place, head),
                     steps,
                     thread,
                     shared.bias.address_of(thread) if self.stages_bias else None,
+                    self.first_query_block(place, blocks),
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
             store_keys(self, problem, outputs, shared, fragments, i)
-            shared.ring_k.release(i)
-            shared.ring_v.release(i)
+            i += 1
         turns.close()
 
     def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
@@ -603,7 +605,7 @@ class BackwardSm90:
         """S and dP of a query block."""
         op, shared, n = work.fragments, work.shared, work.filling(block)
         shared.ring_q.wait(n)
-        clear_foreign_queries(self, work, block, n)
+        clear_foreign_queries(self, work, work.query_block(block), n)
         work.turns.take()
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n))
         shared.ring_do.wait(n)
@@ -614,7 +616,7 @@ class BackwardSm90:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = work.score_map.tile(acc_s, block * self.tile.tile_m, work.key0)
+        scores = work.score_map.tile(acc_s, work.query_block(block) * self.tile.tile_m, work.key0)
         if cutlass.const_expr(self.stages_bias):
             stage = work.shared.ring_q.stage(work.filling(block))
             scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))

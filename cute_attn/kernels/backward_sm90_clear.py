@@ -10,7 +10,7 @@ from cute_attn.kernels.backward_sm90_parts import Shared, Work
 @cute.jit
 def clear_foreign_keys(kernel: Constexpr, shared: Shared, rows: Int32, thread: Int32) -> None:
     """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
-    if cutlass.const_expr(kernel.foreign_keys):
+    if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_k):
         if rows < kernel.tile.tile_n:
             clear(kernel, shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
             clear(kernel, shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
@@ -21,7 +21,7 @@ def clear_foreign_keys(kernel: Constexpr, shared: Shared, rows: Int32, thread: I
 @cute.jit
 def clear_foreign_queries(kernel: Constexpr, work: Work, block: Int32, n: Int32) -> None:
     """Q, dO and the bias behind the sequence's last query become zeros."""
-    if cutlass.const_expr(kernel.foreign_queries):
+    if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_q):
         rows = work.seqlen_q - block * kernel.tile.tile_m
         if rows < kernel.tile.tile_m:
             shared = work.shared

@@ -4,20 +4,20 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.accumulate import add_fragment, add_staged, stage_fragment
+from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import block_floats
-from cute_attn.device.key_order import KeyBlocks
 from cute_attn.device.math import anew
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.kernels.backward_sm90_parts import Outputs, Problem, Shared, Work
 
 
 def dq_of_head(
-    kernel: Constexpr, problem: Problem, outputs: Outputs, place: KeyBlocks, head: Int32
+    kernel: Constexpr, problem: Problem, outputs: Outputs, place: KeyBlock, head: Int32
 ) -> cute.Pointer:
     """The accumulator of one head's first query block, in the running block's split."""
     accum, packed = outputs.mDQaccum, kernel.traits.varlen
     split = cute.make_tensor(
-        accum.iterator + Int64(place.first) * outputs.split_stride,
+        accum.iterator + Int64(place.split) * outputs.split_stride,
         cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
     )
     row0 = padded_row0(problem.seqlens, place.info, place.batch, kernel.tile.tile_m)
@@ -34,7 +34,7 @@ def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> 
         cute.arch.fence_proxy("async.shared", space="cta")
         work.shared.outbox.put()
     else:
-        base = work.dq + Int64(block) * block_floats(kernel.traits, kernel.tile)
+        base = work.dq + Int64(work.query_block(block)) * block_floats(kernel.traits, kernel.tile)
         add_fragment(acc_dq, base, anew(work.thread), kernel.tile.dq_vector)
 
 
@@ -47,16 +47,19 @@ def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor) -> None:
 @cute.jit
 def add_all_dq(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared) -> None:
     """By one warp: add dQ of all query blocks, as the computing warps hand it over."""
-    place = problem.order.place(problem.seqlens)
     group = problem.qheads_per_kvhead
     floats = block_floats(kernel.traits, kernel.tile)
-    _, state = kernel.begin(problem, place, place.head_kv * group)
-    n = Int32(0)
-    for i in cutlass.range(kernel.key_blocks(problem, place, outputs.mDK), unroll=1):
-        blocks = kernel.query_blocks(place, state, place.first + i * problem.order.num_splits.divisor)
+    n, i = Int32(0), Int32(0)
+    while shared.board.holds(i):
+        place = shared.board.read(i, problem.seqlens)
+        shared.ring_k.release(i)
+        _, state = kernel.begin(problem, place, place.head_kv * group)
+        blocks = kernel.query_blocks(place, state)
+        first = kernel.first_query_block(place, blocks)
         for h in cutlass.range(group, unroll=1):
             head_dq = dq_of_head(kernel, problem, outputs, place, place.head_kv * group + h)
-            for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                block = blocks.turned(step, first)
                 shared.outbox.wait_full(n)
                 with cute.arch.elect_one():
                     add_staged(shared.s_dq, head_dq + Int64(block) * floats, floats)
@@ -65,3 +68,4 @@ def add_all_dq(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Sh
                 n += 1
         with cute.arch.elect_one():  # what the next key block adds to the same place comes after it
             cute.arch.cp_async_bulk_wait_group(0)
+        i += 1

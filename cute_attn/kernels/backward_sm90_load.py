@@ -4,8 +4,8 @@ import cutlass
 from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.key_order import KeyBlocks
-from cute_attn.device.seqlen import padded_row0, workspace_rows
+from cute_attn.device.board import KeyBlock
+from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0, workspace_rows
 from cute_attn.device.staged import columns_of
 from cute_attn.device.tma import load_row
 from cute_attn.kernels.backward_sm90_parts import Inputs, Outputs, Problem, Shared
@@ -13,25 +13,76 @@ from cute_attn.kernels.backward_sm90_parts import Inputs, Outputs, Problem, Shar
 
 @cute.jit
 def load_all(kernel: Constexpr, problem: Problem, inputs: Inputs, outputs: Outputs, shared: Shared) -> None:
-    """All key blocks, with all query blocks of all query heads that see them."""
-    place = problem.order.place(problem.seqlens)
-    group = problem.qheads_per_kvhead
+    """Key blocks until there are none left, with all query blocks of all query heads that see them."""
+    order, splits = problem.order, problem.order.num_splits.divisor
+    position = cute.arch.block_idx()[0]
+    n, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
+    while position < order.blocks:
+        found = order.find(position, problem.seqlens.cu_seqlens_k)
+        first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+        info = SeqlenInfo.read(problem.seqlens, batch)
+        rows = existing_rows(problem.seqlens.cu_seqlens_k, outputs.mDK, batch)
+        for block in cutlass.range(first, cute.ceil_div(rows, kernel.tile.tile_n), splits, unroll=1):
+            place = KeyBlock(block, first, head_kv, batch, info)
+            steps += load_block(kernel, problem, inputs, shared, place, n, steps)
+            n += 1
+        position = next_position(kernel, problem)
+    shared.board.write_end(n)
+
+
+@cute.jit
+def next_position(kernel: Constexpr, problem: Problem) -> Int32:
+    """What the running block takes next, in the order of key blocks: by counting what all of them have taken."""
+    position = problem.order.blocks
+    if cutlass.const_expr(kernel.tile.persistent):
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            counter = cute.recast_ptr(problem.next_position.iterator, dtype=Int32)
+            taken = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+        position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
+    return position
+
+
+@cute.jit
+def load_block(
+    kernel: Constexpr,
+    problem: Problem,
+    inputs: Inputs,
+    shared: Shared,
+    place: KeyBlock,
+    n: Int32,
+    steps: Int32,
+) -> Int32:
+    """One key block; the result is how many query blocks came with it."""
+    group, rows = problem.qheads_per_kvhead, kernel.tile.tile_n
     _, state = kernel.begin(problem, place, place.head_kv * group)
-    (d, dv), info, packed = kernel.dims, place.info, kernel.traits.varlen
-    g_k = inputs.k.block(info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n, d, packed)
-    g_v = inputs.v.block(info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n, dv, packed)
-    steps = Int32(0)  # fillings of Q and dO so far
-    for i in cutlass.range(kernel.key_blocks(problem, place, outputs.mDK), unroll=1):
-        block = place.first + i * problem.order.num_splits.divisor
-        blocks = kernel.query_blocks(place, state, block)
-        shared.ring_k.acquire(i)
-        inputs.k.load(g_k, block, shared.s_k, shared.ring_k, i)
-        shared.ring_v.acquire(i)
-        inputs.v.load(g_v, block, shared.s_v, shared.ring_v, i)
-        for h in cutlass.range(group, unroll=1):
-            head = place.head_kv * group + h
-            load_queries(kernel, problem, inputs, shared, place, block, head, blocks, steps)
-            steps += blocks.end - blocks.begin
+    blocks = kernel.query_blocks(place, state)
+    shared.board.write(n, place.block, place.split, place.head_kv, place.batch)
+    shared.ring_k.acquire(n)
+    where = (place.info.offset_k, place.head_kv, place.batch, rows)
+    inputs.k.load(
+        inputs.k.block(*where, kernel.dims[0], kernel.traits.varlen),
+        place.block,
+        shared.s_k,
+        shared.ring_k,
+        n,
+    )
+    count = blocks.end - blocks.begin
+    for h in cutlass.range(group, unroll=1):
+        head = place.head_kv * group + h
+        load_queries(kernel, problem, inputs, shared, place, head, blocks, steps + h * count, n, steps)
+    if count == 0:
+        load_values(kernel, inputs, shared, place, n)
+    return group * count
+
+
+@cute.jit
+def load_values(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock, n: Int32) -> None:
+    """V of a key block."""
+    where = (place.info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n)
+    tiles = inputs.v.block(*where, kernel.dims[1], kernel.traits.varlen)
+    shared.ring_v.acquire(n)
+    inputs.v.load(tiles, place.block, shared.s_v, shared.ring_v, n)
 
 
 @cute.jit
@@ -40,13 +91,17 @@ def load_queries(
     problem: Problem,
     inputs: Inputs,
     shared: Shared,
-    place: KeyBlocks,
-    key_block: Int32,
+    place: KeyBlock,
     head: Int32,
     blocks: BlockRange,
     steps: Int32,
+    n_v: Int32,
+    first: Int32,
 ) -> None:
-    """Q and dO of one head, with what belongs to their rows."""
+    """Q and dO of one head, with what belongs to their rows; steps: the rings' fillings so far.
+
+    Between the ``first`` Q and dO comes V: its memory is free only when dV has left it.
+    """
     (d, dv), info, packed, tile_m = kernel.dims, place.info, kernel.traits.varlen, kernel.tile.tile_m
     g_q = inputs.q.block(info.offset_q, head, place.batch, tile_m, d, packed)
     g_do = inputs.do.block(info.offset_q, head, place.batch, tile_m, dv, packed)
@@ -54,14 +109,17 @@ def load_queries(
     g_lse = workspace_rows(inputs.mLSElog2, place.batch, head, row0, 1, packed)
     g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
     if cutlass.const_expr(kernel.stages_bias):
-        g_bias = columns_of(inputs.bias, key_block, head, place.batch, (tile_m, kernel.tile.tile_n))
-    for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-        n = steps + (block - blocks.begin)
+        g_bias = columns_of(inputs.bias, place.block, head, place.batch, (tile_m, kernel.tile.tile_n))
+    begin = kernel.first_query_block(place, blocks)
+    for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
+        n, block = steps + (step - blocks.begin), blocks.turned(step, begin)
         shared.ring_q.acquire(n)
         inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
         if cutlass.const_expr(kernel.stages_bias):
             inputs.bias.load(g_bias, block, shared.bias.tensor, shared.ring_q, n)
         load_row(cute.local_tile(g_lse, (tile_m,), (block,)), shared.s_lse, shared.ring_q, n)
+        if n == first:
+            load_values(kernel, inputs, shared, place, n_v)
         shared.ring_do.acquire(n)
         inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)
         load_row(cute.local_tile(g_dpsum, (tile_m,), (block,)), shared.s_dpsum, shared.ring_do, n)

@@ -6,6 +6,7 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.block_range import BlockRange
+from cute_attn.device.board import Board
 from cute_attn.device.key_order import KeyOrder
 from cute_attn.device.outbox import Outbox
 from cute_attn.device.pipeline import Exchange, Ring, Turns
@@ -27,6 +28,7 @@ class Shared:
     s_do: cute.Tensor
     s_ds: cute.Tensor  # (tile_m, tile_n, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
+    s_dk: cute.Tensor  # as s_k
     s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_dpsum: cute.Tensor  # (tile_m, stage)
@@ -36,6 +38,7 @@ class Shared:
     ring_do: Ring
     exchange: Exchange  # of s_ds, if tile.dq_late
     outbox: Outbox  # of s_dq
+    board: Board
     bias: Any  # StagedQueries, in Q's ring, or None
 
 
@@ -47,6 +50,7 @@ class Problem:
     softmax_scale: Float32
     score_args: tuple
     order: KeyOrder
+    next_position: cute.Tensor
     nheads: Int32
     qheads_per_kvhead: Int32
 
@@ -112,6 +116,11 @@ class Work:
     first_filling: Int32  # of the rings of Q and dO
     thread: Int32
     bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
+    first: Int32 | None  # ``BackwardSm90.first_query_block``
+
+    def query_block(self, step: Int32) -> Int32:
+        """Which query block a step of the walk is."""
+        return self.blocks.turned(step, self.first)
 
     def filling(self, block: Int32) -> Int32:
         """Which filling of the rings a query block is, and of dS."""
@@ -153,6 +162,7 @@ def shared_memory(kernel: Any) -> Shared:
         operand("do", kernel.layout_do()),
         operand("ds", kernel.layout_ds()),
         operand("p" if tile.p_in_smem else "ds", kernel.layout_ds()),
+        operand("dk", kernel.layout_k()),
         cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
         rows("dpsum", tile.num_stages_do),
@@ -162,5 +172,6 @@ def shared_memory(kernel: Any) -> Shared:
         rings[3],
         Exchange(barriers),
         Outbox(barriers + 2),
+        Board(cute.recast_ptr(barriers + 4, dtype=Int32), rings[0]),
         bias,
     )

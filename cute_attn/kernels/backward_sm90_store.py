@@ -4,8 +4,8 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
 import layouts
+from cute_attn.device.board import KeyBlock
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.key_order import KeyBlocks
 from cute_attn.device.math import anew
 from cute_attn.device.pipeline import WARPGROUP, compute_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
@@ -18,34 +18,40 @@ from cute_attn.tiles import padded
 def store_keys(
     kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared, fragments: Fragments, i: Int32
 ) -> None:
-    """dK and dV of the i-th key block, through the shared memory of K and V. All rows that exist are written.
+    """dK and dV of the i-th key block, through shared memory; K and V are free then. All rows that exist are written.
 
-    Where the block of threads is, it finds out again: the registers that would hold it are the main loop's.
+    Which key block that is, is read again: the registers that would hold it are the main loop's. Where dK leaves K
+    alone, what it takes over is free for the next key block when the next V is there.
     """
     thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
-    place = problem.order.place(problem.seqlens)
-    block = place.first + i * problem.order.num_splits.divisor
+    place = shared.board.read(i, problem.seqlens)
+    block, leaves_k = place.block, kernel.tile.dk_leaves_k(kernel.traits)
     _, state = kernel.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
     rescale = kernel.epilogues.rescale(state)
     d, dv = kernel.dims
-    compute_barrier(kernel.tile.warpgroups)  # no products read K and V any more
+    compute_barrier(kernel.tile.warpgroups)  # no products read K, V and dS any more
+    if cutlass.const_expr(leaves_k):
+        shared.ring_k.release(i)
     to_smem(kernel, fragments.acc_dv, rescale, kernel.mma_dkv(dv), shared.s_v[None, None, 0], thread)
     scale = rescale * problem.softmax_scale
-    to_smem(kernel, fragments.acc_dk, scale, kernel.mma_dkv(d), shared.s_k[None, None, 0], thread)
+    to_smem(kernel, fragments.acc_dk, scale, kernel.mma_dkv(d), shared.s_dk[None, None, 0], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
     compute_barrier(kernel.tile.warpgroups)
     if cutlass.const_expr(kernel.traits.varlen):
         rows = (
             existing_rows(problem.seqlens.cu_seqlens_k, outputs.mDK, place.batch) - block * kernel.tile.tile_n
         )
-        store_rows(kernel, shared.s_k, outputs.mDK, kernel.traits.head_dim, place, block, rows, thread)
+        store_rows(kernel, shared.s_dk, outputs.mDK, kernel.traits.head_dim, place, block, rows, thread)
         store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, block, rows, thread)
         compute_barrier(kernel.tile.warpgroups)
     elif thread < 32:
         n, h, b = kernel.tile.tile_n, place.head_kv, place.batch
         outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block)
-        outputs.tma_dk.store(shared.s_k[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
+        outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if cutlass.const_expr(not leaves_k):
+        shared.ring_k.release(i)
+    shared.ring_v.release(i)
 
 
 @cute.jit
@@ -54,23 +60,26 @@ def store_bias_gradients(kernel: Constexpr, problem: Problem, outputs: Outputs, 
 
     The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``Exchange``.
     """
-    place = problem.order.place(problem.seqlens)
     group = problem.qheads_per_kvhead
-    _, state = kernel.begin(problem, place, place.head_kv * group)
     shape = (kernel.tile.tile_m, kernel.tile.tile_n)
-    n = Int32(0)
-    for i in cutlass.range(kernel.key_blocks(problem, place, outputs.mDK), unroll=1):
-        key_block = place.first + i * problem.order.num_splits.divisor
-        blocks = kernel.query_blocks(place, state, key_block)
+    n, i = Int32(0), Int32(0)
+    while shared.board.holds(i):
+        place = shared.board.read(i, problem.seqlens)
+        shared.ring_k.release(i)
+        _, state = kernel.begin(problem, place, place.head_kv * group)
+        blocks = kernel.query_blocks(place, state)
+        first = kernel.first_query_block(place, blocks)
         for h in cutlass.range(group, unroll=1):
             tma, head = outputs.tma_dbias, place.head_kv * group + h
-            tiles = columns_of(tma, key_block, head, place.batch, shape)
-            for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            tiles = columns_of(tma, place.block, head, place.batch, shape)
+            for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                block = blocks.turned(step, first)
                 shared.exchange.arrive(n)
                 shared.exchange.wait(n)
                 tma.store(shared.s_ds[None, None, kernel.ds_stage(n)], tiles, block)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 n += 1
+        i += 1
 
 
 @cute.jit
@@ -96,7 +105,7 @@ def store_rows(
     source: cute.Tensor,
     target: cute.Tensor,
     head_dim: Constexpr,
-    place: KeyBlocks,
+    place: KeyBlock,
     block: Int32,
     rows: Int32,
     thread: Int32,

@@ -11,11 +11,9 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
 
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     or a late dQ would have; how many a user's needs, nobody knows here.
-
-    Tiles with a staged bias come last, though they should be the faster ones: no card has run them yet.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    return [*_other_tiles(traits, d), *staged_tiles(traits)]
+    return [*staged_tiles(traits), *_other_tiles(traits, d)]
 
 
 def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
@@ -30,7 +28,9 @@ def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
     gradient_from_registers = traits.bias_grad and traits.bias != traits.dtype
     if not (traits.epilogues or traits.softcap or traits.dropout or gradient_from_registers):
-        return [dataclasses.replace(late, tile_m=128 if d <= 64 else 64), late]
+        if d <= 64:
+            return [dataclasses.replace(late, tile_m=128), late]
+        return [dataclasses.replace(late, take_turns=True)]
     if d <= 64:
         return [narrow if traits.epilogues else dataclasses.replace(narrow, dq_late=1)]
     return [dataclasses.replace(narrow, tile_m=48, dq_transposed=True)] if d == 128 else [narrow]
@@ -49,10 +49,13 @@ def _other_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
         if laden:
             return [beside_products]
         # With packed sequences a warp more that adds dQ leaves a register too few.
-        wide = dataclasses.replace(late, tile_m=128, dq_bulk=not traits.varlen, take_turns=True)
+        wide = dataclasses.replace(
+            late, tile_m=128, dq_bulk=not traits.varlen, take_turns=True, staggered=True
+        )
         return [wide, beside_products]
     if d <= 128:
         fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if heavy and d == 128 else []
+        late = dataclasses.replace(late, take_turns=traits.causal)
         return [*fewer, narrow] if laden or traits.alibi else [late, narrow]
     shared = BackwardSm90Tile(64, 64, p_in_smem=True)
     return [

@@ -228,6 +228,10 @@ class BackwardSm90Tile(Tile):
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
             Q; 0: threads read the bias from global memory. With ``dq_late``, TMA also takes its gradient from where dS
             lies, if that is the same. Rows of both must then be as those of q are.
+        persistent: a block of threads for each multiprocessor takes key blocks until there are none left, so that the
+            next one's first loads run while dK and dV are on their way out. Otherwise each has its own.
+        staggered: where every key block is seen by all queries, blocks of threads walk over these from different ones
+            on, so that those that have the same head at the same time do not add to the same dQ.
     """
 
     tile_m: int = 64
@@ -244,6 +248,8 @@ class BackwardSm90Tile(Tile):
     dq_late: int = 0
     take_turns: bool = False
     bias_stages: int = 0
+    persistent: bool = True
+    staggered: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
 
@@ -254,7 +260,9 @@ class BackwardSm90Tile(Tile):
 
     def for_convert(self) -> "BackwardSm90Tile":
         """The tile that the convert takes beside this one: the same, but for what dQ's order in memory is not of."""
-        return dataclasses.replace(self, bias_stages=0, dq_bulk=False, take_turns=False)
+        return dataclasses.replace(
+            self, bias_stages=0, dq_bulk=False, take_turns=False, persistent=True, staggered=False
+        )
 
     @property
     def num_threads(self) -> int:
@@ -281,8 +289,16 @@ class BackwardSm90Tile(Tile):
         """Warpgroups along the head dims of dK and dV."""
         return self.warpgroups // math.gcd(self.warpgroups, self.tile_n // 64) if self.p_in_smem else 1
 
+    def dk_leaves_k(self, traits: Traits) -> bool:
+        """Whether dK takes over dS and P instead of K, so that the next K is loaded while it is on its way out.
+
+        Not where dS may still be on its way out itself, as the bias's gradient.
+        """
+        room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
+        return room >= padded(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of everything in shared memory. dK and dV take over K and V."""
+        """First byte and end of everything in shared memory. dV takes over V, and dK what ``dk_leaves_k`` says."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         sizes = {
             "barriers": self.BARRIER_BYTES,
@@ -301,6 +317,8 @@ class BackwardSm90Tile(Tile):
         for name, size in sizes.items():
             areas[name] = (start, start + size)
             start += size
+        first, _ = areas["ds" if self.dk_leaves_k(traits) else "k"]
+        areas["dk"], areas["dv"] = (first, first + sizes["k"]), areas["v"]
         return areas
 
     def smem_bytes(self, traits: Traits) -> int:

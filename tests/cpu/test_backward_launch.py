@@ -48,12 +48,28 @@ class Torch:
             yield b, *rows, first
 
     @classmethod
-    def preprocess(cls, traits, tile, do, o, lse, dlse, lse_log2, dpsum, accumulators, grads, seqlens, keep):
+    def preprocess(
+        cls,
+        traits,
+        tile,
+        do,
+        o,
+        lse,
+        dlse,
+        lse_log2,
+        dpsum,
+        accumulators,
+        next_position,
+        grads,
+        seqlens,
+        keep,
+    ):
         assert (grads is not None) == traits.varlen
         for x, side in zip(grads or (), "qkk", strict=False):
             ends = getattr(seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
-        for x in (lse_log2, dpsum, accumulators):
+        next_position[0] = 0
+        for x in (lse_log2, dpsum, accumulators, next_position):
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
         for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
             at = (slice(None),) if traits.varlen else (b,)
@@ -84,10 +100,11 @@ class Torch:
             dv,
             seqlens,
             scale,
-            num_splits,
-            split_stride,
+            schedule,
             score,
         ) = args
+        num_splits, split_stride, next_position, _ = schedule
+        assert next_position.view(torch.int32)[0] == 0
         width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
         score = list(score)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
@@ -272,8 +289,8 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
         torch.testing.assert_close(
             found / size, right / size, atol=0.02, rtol=0.02, msg=lambda m, x=x: f"{x}: {m}"
         )
-    splits = [arguments[11] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
-    strides = [arguments[12] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
+    splits = [arguments[11][0] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
+    strides = [arguments[11][1] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
     assert len(splits) == (0 if 0 in (case.seqlen_q, case.seqlen_k) else 1)
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
@@ -323,7 +340,7 @@ def test_the_second_call_plans_nothing(torch_kernels):
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
         gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
-    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][12] > 0
+    assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][11][1] > 0
 
 
 def test_saved_tensors_may_come_back_with_other_strides(torch_kernels):
@@ -447,7 +464,7 @@ def test_workspace():
     space = Workspace.of(call, 64, 64, 3)
     rows = (call.q.shape[0] // 64 + 4) * 64
     assert space.lse_log2[0] == (4, rows) and space.dq[0] == (3, 4, rows * 64)
-    assert space.size == 2 * 4 * rows + 3 * 4 * rows * 64
+    assert space.next[0] == (16,) and space.size == 2 * 4 * rows + 3 * 4 * rows * 64 + 16
     batched = Workspace.of(the_call(SMALL.build("cpu")), 64, 64, 1)
     assert batched.dq[0] == (1, 2, 4, 64 * 64) and batched.dq[2] == 2 * 2 * 4 * 64
 

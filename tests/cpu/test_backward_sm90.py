@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import layouts
 from cute_attn.compiler import compile
+from cute_attn.device.block_range import BlockRange
 from cute_attn.device.dq import accumulator_shape, mma_dq
-from cute_attn.device.key_order import L2_SECTION_BYTES, KeyOrder
+from cute_attn.device.key_order import L2_SECTION_BYTES, KeyOrder, KeySchedule
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90 import BackwardSm90
@@ -55,7 +56,12 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90")
     areas = tile.smem_areas(traits)
-    end = 0
+    (dk, dk_end), dv, end = areas.pop("dk"), areas.pop("dv"), 0
+    assert dv == areas["v"] and dk_end - dk == areas["k"][1] - areas["k"][0]
+    if tile.dk_leaves_k(traits):
+        assert dk == areas["ds"][0] and dk_end <= areas["p"][1]
+    else:
+        assert dk == areas["k"][0]
     for name, (start, stop) in areas.items():
         assert start == end and stop >= start
         assert start % (1024 if name not in ("lse", "dpsum") else 16) == 0
@@ -160,14 +166,15 @@ def _places(
     longest_first: Constexpr,
 ):
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
-    order = KeyOrder.make(seqlens, mK, sizes[1], Int64(sizes[2]), tile_n, longest_first)
+    schedule = KeySchedule(sizes[1], Int64(0), sizes, sizes[3])
+    order = KeyOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, longest_first)
     _write_places(order, cu_seqlens, out)
 
 
 @functools.cache
 def _compiled_places(tile_n, longest_first, packed):
     k, ends = torch.zeros((1,) * (3 if packed else 4)), torch.zeros(2, dtype=torch.int32)
-    sizes, out = torch.zeros(3, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
+    sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
     tensors = [None if x is None else _dynamic(x) for x in (k, ends if packed else None, sizes, out)]
     return cute.compile(_places, *tensors, tile_n, longest_first)
 
@@ -176,9 +183,9 @@ def _dynamic(x):
     return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
-def places(k, splits, together, tile_n, longest_first, ends=None, longest=0):
+def places(k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000):
     """[(batch, kv head, first key block)] of every block of threads, where ``together`` heads' dQ stay in L2."""
-    sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together], dtype=torch.int32)
+    sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
     out = torch.full((5000, 3), -1, dtype=torch.int32)
     tensors = [
         None if x is None else _dynamic(x)
@@ -204,6 +211,28 @@ def test_every_key_block_once_and_the_longest_first(splits, heads, batch, togeth
             assert firsts == sorted(firsts)
     else:
         assert found == sorted(found)
+
+
+def test_a_few_blocks_that_run_together_have_the_same_queries():
+    """Sections of no more heads than a quarter of the multiprocessors, however little dQ they have."""
+    found = places(torch.empty(2, 4 * 64, 10, 1), 4, 1000, 64, True, multiprocessors=24)
+    sections = [found[start : start + 6 * 4] for start in range(0, len(found), 6 * 4)]
+    assert [len({x[:2] for x in section}) for section in sections] == [6, 6, 6, 2]
+    assert all([x[2] for x in section] == sorted(x[2] for x in section) for section in sections)
+
+
+@cute.jit
+def _walk(out: cute.Tensor, first: Int32):
+    blocks = BlockRange(Int32(0), Int32(0), Int32(0), Int32(out.shape[0]))
+    for step in cutlass.range(out.shape[0]):
+        out[step] = blocks.turned(step, first)
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (5, 1), (5, 4), (64, 37)])
+def test_a_staggered_walk_comes_to_every_query_block_once(count, first):
+    out = torch.full((count,), -1, dtype=torch.int32)
+    cute.compile(_walk, _dynamic(out), Int32(0))(_dynamic(out), first)
+    assert out.tolist() == [(first + step) % count for step in range(count)]
 
 
 @settings(deadline=None, max_examples=80)
@@ -245,6 +274,8 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
         ("d128", "num_stages_ds=1,dq_late=0"),
         ("d64-causal", "tile_m=64,p_rounded=false"),
         ("d64-causal-varlen", "take_turns=true"),
+        ("d64-causal-varlen", "persistent=false"),
+        ("d128", "persistent=false,staggered=true"),
         ("d64-dropout", "dq_late=0"),
         ("d96-causal", "dq_bulk=true"),
         ("d128-causal", "dq_bulk=true"),

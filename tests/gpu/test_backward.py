@@ -59,6 +59,9 @@ TILES = {
         f"{_BARE},warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
         "p_rounded=false,dq_late=0",
         f"{_BARE},dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
+        "persistent=false",
+        "persistent=false,staggered=true",
+        "staggered=true",
     ),
 }
 
@@ -386,6 +389,8 @@ def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arc
     state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
     own_mask = ("", "causal_top_left", "causal")[mask]
     exact = by_definition(*tensors[:3], grad_out, own_mask, "mem_efficient", dropout_p, state, *tensors[3:])
+    # Theirs is NaN where a row saw nothing, and their bias's gradient is not written where a mask hides a whole block.
+    theirs = [torch.where(x.isfinite(), x, right.to(x.dtype)) for x, right in zip(theirs, exact, strict=True)]
     for name, *grads in zip(names, ours, exact, theirs, strict=True):
         check(f"d{name}", *grads, factor=GRADIENT)
 
@@ -575,7 +580,8 @@ def test_a_step_takes_little_host_time(tensors, monkeypatch):
         assert min(times) < 200e-6  # a slow or busy host is no error
 
 
-def test_wrong_calls_on_the_card(tensors):
+def test_wrong_calls_on_the_card(tensors, monkeypatch):
+    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded outputs are views
     slopes = torch.rand(4, device="cuda", requires_grad=True)
     with pytest.raises(NotImplementedError, match="alibi_slopes or an epilogue's tensor requires a gradient"):
         attention(*tensors, alibi_slopes=slopes)
