@@ -87,6 +87,12 @@ class Ring:
                 cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n), lane)
 
     @cute.jit
+    def release_read(self, n: Int32) -> None:
+        """As ``release``, by a warp whose lanes have read filling n themselves: what each has read comes before."""
+        cute.arch.sync_warp()
+        self.release(n)
+
+    @cute.jit
     def pass_by(self, n: Int32) -> None:
         """By every warp that reads: filling n is for other blocks of the cluster."""
         self.wait(n)

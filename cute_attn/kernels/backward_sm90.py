@@ -480,10 +480,10 @@ class BackwardSm90:
         self.start_dq(work, acc_dq, n)
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
-        shared.ring_do.release(n)
+        shared.ring_do.release_read(n)
         add_dq(self, work, acc_dq, block)
         warpgroup.wait_group(0)
-        shared.ring_q.release(n)
+        shared.ring_q.release_read(n)
 
     # ---- a step with dQ of the step before ----
 
@@ -540,9 +540,9 @@ class BackwardSm90:
         if cutlass.const_expr(late > 0 and not by_bulk):
             add_dq(self, work, acc_dq, block - 1)
         warpgroup.wait_group(1)
-        shared.ring_do.release(n)
+        shared.ring_do.release_read(n)
         warpgroup.wait_group(0)
-        shared.ring_q.release(n)
+        shared.ring_q.release_read(n)
 
     @cute.jit
     def start_dq_late(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:

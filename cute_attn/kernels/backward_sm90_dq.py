@@ -52,7 +52,7 @@ def add_all_dq(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Sh
     n, i = Int32(0), Int32(0)
     while shared.board.holds(i):
         place = shared.board.read(i, problem.seqlens)
-        shared.ring_k.release(i)
+        shared.ring_k.release_read(i)
         _, state = kernel.begin(problem, place, place.head_kv * group)
         blocks = kernel.query_blocks(place, state)
         first = kernel.first_query_block(place, blocks)

@@ -284,7 +284,7 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
         (
             "d96-causal",
             "warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
-            "p_rounded=false,dq_late=0",
+            "p_rounded=false,dq_late=0,take_turns=false",
         ),
         ("d64x192-causal-varlen-seqused_q-seqused_k", ""),
     ],
