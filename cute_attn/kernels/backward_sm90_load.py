@@ -54,19 +54,10 @@ def load_block(
     steps: Int32,
 ) -> Int32:
     """One key block; the result is how many query blocks came with it."""
-    group, rows = problem.qheads_per_kvhead, kernel.tile.tile_n
+    group = problem.qheads_per_kvhead
     _, state = kernel.begin(problem, place, place.head_kv * group)
     blocks = kernel.query_blocks(place, state)
-    shared.board.write(n, place.block, place.split, place.head_kv, place.batch)
-    shared.ring_k.acquire(n)
-    where = (place.info.offset_k, place.head_kv, place.batch, rows)
-    inputs.k.load(
-        inputs.k.block(*where, kernel.dims[0], kernel.traits.varlen),
-        place.block,
-        shared.s_k,
-        shared.ring_k,
-        n,
-    )
+    load_keys(kernel, inputs, shared, place, n)
     count = blocks.end - blocks.begin
     for h in cutlass.range(group, unroll=1):
         head = place.head_kv * group + h
@@ -74,6 +65,16 @@ def load_block(
     if count == 0:
         load_values(kernel, inputs, shared, place, n)
     return group * count
+
+
+@cute.jit
+def load_keys(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock, n: Int32) -> None:
+    """K of a key block, and word of it to the other warps."""
+    where = (place.info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n)
+    tiles = inputs.k.block(*where, kernel.dims[0], kernel.traits.varlen)
+    shared.board.write(n, place.block, place.split, place.head_kv, place.batch)
+    shared.ring_k.acquire(n)
+    inputs.k.load(tiles, place.block, shared.s_k, shared.ring_k, n)
 
 
 @cute.jit
