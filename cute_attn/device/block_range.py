@@ -49,12 +49,13 @@ class BlockRange:
     full_begin: Int32
     full_end: Int32
     end: Int32
+    first: Int32 | None = None  # where a walk begins, if begin is 0; otherwise it begins there
 
-    def turned(self, step: Int32, first: Int32 | None) -> Int32:
-        """The block of step begin, begin + 1, ... of a walk; with ``first`` it begins there, and begin is 0."""
-        if first is None:
+    def turned(self, step: Int32) -> Int32:
+        """The block of step begin, begin + 1, ... of a walk."""
+        if self.first is None:
             return step
-        block = step + first
+        block = step + self.first
         return cutlass.select_(block >= self.end, block - self.end, block)
 
     @staticmethod

@@ -63,3 +63,10 @@ class Board:
         note = self._note(n)
         block, split, head_kv, batch = (cute.arch.make_warp_uniform(note[i]) for i in range(NOTE_INTS))
         return KeyBlock(block, split, head_kv, batch, SeqlenInfo.read(seqlens, batch))
+
+    @cute.jit
+    def take(self, n: Int32, seqlens: Seqlens) -> KeyBlock:
+        """What it says, by a warp that has no use for K itself: filling n is released."""
+        place = self.read(n, seqlens)
+        self.ring.release_read(n)
+        return place

@@ -56,17 +56,21 @@ class Ring:
         """The barrier that filling n arrives at."""
         return self.barriers + self.stage(n)
 
+    def free(self, n: Int32) -> cute.Pointer:
+        """The barrier that filling n's readers arrive at."""
+        return self.barriers + self.num_stages + self.stage(n)
+
     @cute.jit
     def acquire(self, n: Int32) -> None:
         """By the filling warp: wait until the stage is free, and announce the bytes that are about to come."""
-        cute.arch.mbarrier_wait(self.barriers + self.num_stages + self.stage(n), self.parity(n) ^ 1)
+        cute.arch.mbarrier_wait(self.free(n), self.parity(n) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(n), self.fill_bytes)
 
     @cute.jit
     def fill_with_nothing(self, n: Int32) -> None:
         """By the filling warp: wait until the stage is free, and say that it is full."""
-        cute.arch.mbarrier_wait(self.barriers + self.num_stages + self.stage(n), self.parity(n) ^ 1)
+        cute.arch.mbarrier_wait(self.free(n), self.parity(n) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.full(n))
 
@@ -80,11 +84,11 @@ class Ring:
         """By every warp that reads: done with filling n."""
         if cutlass.const_expr(self.cluster == 1):
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n))
+                cute.arch.mbarrier_arrive(self.free(n))
         else:
             lane = cute.arch.lane_idx()
             if lane < self.cluster:  # a lane tells a block
-                cute.arch.mbarrier_arrive(self.barriers + self.num_stages + self.stage(n), lane)
+                cute.arch.mbarrier_arrive(self.free(n), lane)
 
     @cute.jit
     def release_read(self, n: Int32) -> None:

@@ -20,7 +20,7 @@ The backward's, in three launches with an fp32 workspace between them:
     mNext     (16,): 0 in its first 4 bytes, see ``KeySchedule``
 
 where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
-packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All three are contiguous.
+packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All four are contiguous.
 
 Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned with strides of whole 16 bytes.
 """

@@ -342,17 +342,15 @@ class BackwardSm90:
         )
         return context, chain.begin(args, context)
 
-    def query_blocks(self, place: KeyBlock, state: ScoreState) -> BlockRange:
-        """The query blocks that see a key block."""
+    def query_blocks(self, problem: Problem, place: KeyBlock) -> BlockRange:
+        """The query blocks that see a key block, of any of its query heads, and where the walk over them begins."""
         tile = self.tile
+        _, state = self.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
         key0 = place.block * tile.tile_n
-        return BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
-
-    def first_query_block(self, place: KeyBlock, blocks: BlockRange) -> Int32 | None:
-        """Where the walk over a key block's query blocks begins, or None: with the first."""
-        if not self.tile.staggered or self.traits.causal or self.traits.windowed:
-            return None
-        return place.block % cutlass.max(blocks.end, 1)
+        blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
+        if tile.staggered and not (self.traits.causal or self.traits.windowed):
+            return replace(blocks, first=place.block % cutlass.max(blocks.end, 1))
+        return blocks
 
     # ---- the computing warpgroups ----
 
@@ -370,8 +368,7 @@ class BackwardSm90:
         i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
         while shared.board.holds(i):
             place = shared.board.read(i, problem.seqlens)
-            _, state = self.begin(problem, place, place.head_kv * group)
-            blocks = self.query_blocks(place, state)
+            blocks = self.query_blocks(problem, place)
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
             shared.ring_v.wait(i)
@@ -393,7 +390,6 @@ class BackwardSm90:
                     steps,
                     thread,
                     shared.bias.address_of(thread) if self.stages_bias else None,
-                    self.first_query_block(place, blocks),
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
@@ -605,7 +601,7 @@ class BackwardSm90:
         """S and dP of a query block."""
         op, shared, n = work.fragments, work.shared, work.filling(block)
         shared.ring_q.wait(n)
-        clear_foreign_queries(self, work, work.query_block(block), n)
+        clear_foreign_queries(self, work, work.blocks.turned(block), n)
         work.turns.take()
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n))
         shared.ring_do.wait(n)
@@ -616,7 +612,7 @@ class BackwardSm90:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = work.score_map.tile(acc_s, work.query_block(block) * self.tile.tile_m, work.key0)
+        scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
         if cutlass.const_expr(self.stages_bias):
             stage = work.shared.ring_q.stage(work.filling(block))
             scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))

@@ -34,7 +34,7 @@ def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> 
         cute.arch.fence_proxy("async.shared", space="cta")
         work.shared.outbox.put()
     else:
-        base = work.dq + Int64(work.query_block(block)) * block_floats(kernel.traits, kernel.tile)
+        base = work.dq + Int64(work.blocks.turned(block)) * block_floats(kernel.traits, kernel.tile)
         add_fragment(acc_dq, base, anew(work.thread), kernel.tile.dq_vector)
 
 
@@ -51,15 +51,12 @@ def add_all_dq(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Sh
     floats = block_floats(kernel.traits, kernel.tile)
     n, i = Int32(0), Int32(0)
     while shared.board.holds(i):
-        place = shared.board.read(i, problem.seqlens)
-        shared.ring_k.release_read(i)
-        _, state = kernel.begin(problem, place, place.head_kv * group)
-        blocks = kernel.query_blocks(place, state)
-        first = kernel.first_query_block(place, blocks)
+        place = shared.board.take(i, problem.seqlens)
+        blocks = kernel.query_blocks(problem, place)
         for h in cutlass.range(group, unroll=1):
             head_dq = dq_of_head(kernel, problem, outputs, place, place.head_kv * group + h)
             for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                block = blocks.turned(step, first)
+                block = blocks.turned(step)
                 shared.outbox.wait_full(n)
                 with cute.arch.elect_one():
                     add_staged(shared.s_dq, head_dq + Int64(block) * floats, floats)

@@ -55,8 +55,7 @@ def load_block(
 ) -> Int32:
     """One key block; the result is how many query blocks came with it."""
     group = problem.qheads_per_kvhead
-    _, state = kernel.begin(problem, place, place.head_kv * group)
-    blocks = kernel.query_blocks(place, state)
+    blocks = kernel.query_blocks(problem, place)
     load_keys(kernel, inputs, shared, place, n)
     count = blocks.end - blocks.begin
     for h in cutlass.range(group, unroll=1):
@@ -111,9 +110,8 @@ def load_queries(
     g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
     if cutlass.const_expr(kernel.stages_bias):
         g_bias = columns_of(inputs.bias, place.block, head, place.batch, (tile_m, kernel.tile.tile_n))
-    begin = kernel.first_query_block(place, blocks)
     for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-        n, block = steps + (step - blocks.begin), blocks.turned(step, begin)
+        n, block = steps + (step - blocks.begin), blocks.turned(step)
         shared.ring_q.acquire(n)
         inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
         if cutlass.const_expr(kernel.stages_bias):

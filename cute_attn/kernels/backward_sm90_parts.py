@@ -116,11 +116,6 @@ class Work:
     first_filling: Int32  # of the rings of Q and dO
     thread: Int32
     bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
-    first: Int32 | None  # ``BackwardSm90.first_query_block``
-
-    def query_block(self, step: Int32) -> Int32:
-        """Which query block a step of the walk is."""
-        return self.blocks.turned(step, self.first)
 
     def filling(self, block: Int32) -> Int32:
         """Which filling of the rings a query block is, and of dS."""

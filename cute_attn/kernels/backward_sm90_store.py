@@ -41,8 +41,8 @@ def store_keys(
         rows = (
             existing_rows(problem.seqlens.cu_seqlens_k, outputs.mDK, place.batch) - block * kernel.tile.tile_n
         )
-        store_rows(kernel, shared.s_dk, outputs.mDK, kernel.traits.head_dim, place, block, rows, thread)
-        store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, block, rows, thread)
+        store_rows(kernel, shared.s_dk, outputs.mDK, kernel.traits.head_dim, place, rows, thread)
+        store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, rows, thread)
         compute_barrier(kernel.tile.warpgroups)
     elif thread < 32:
         n, h, b = kernel.tile.tile_n, place.head_kv, place.batch
@@ -64,16 +64,13 @@ def store_bias_gradients(kernel: Constexpr, problem: Problem, outputs: Outputs, 
     shape = (kernel.tile.tile_m, kernel.tile.tile_n)
     n, i = Int32(0), Int32(0)
     while shared.board.holds(i):
-        place = shared.board.read(i, problem.seqlens)
-        shared.ring_k.release_read(i)
-        _, state = kernel.begin(problem, place, place.head_kv * group)
-        blocks = kernel.query_blocks(place, state)
-        first = kernel.first_query_block(place, blocks)
+        place = shared.board.take(i, problem.seqlens)
+        blocks = kernel.query_blocks(problem, place)
         for h in cutlass.range(group, unroll=1):
             tma, head = outputs.tma_dbias, place.head_kv * group + h
             tiles = columns_of(tma, place.block, head, place.batch, shape)
             for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                block = blocks.turned(step, first)
+                block = blocks.turned(step)
                 shared.exchange.arrive(n)
                 shared.exchange.wait(n)
                 tma.store(shared.s_ds[None, None, kernel.ds_stage(n)], tiles, block)
@@ -106,12 +103,11 @@ def store_rows(
     target: cute.Tensor,
     head_dim: Constexpr,
     place: KeyBlock,
-    block: Int32,
     rows: Int32,
     thread: Int32,
 ) -> None:
     """The first ``rows`` keys of a block to packed ``target``."""
     cols = padded(head_dim)
     plane = sequence(target, place.batch, place.head_kv, place.info.offset_k, True)
-    tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (block, 0))
+    tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (place.block, 0))
     RowCopy(kernel.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)

@@ -12,13 +12,12 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     or a late dQ would have; how many a user's needs, nobody knows here.
     """
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    return [*staged_tiles(traits), *_other_tiles(traits, d)]
+    return [*staged_tiles(traits), *_other_tiles(traits)]
 
 
 def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For a bias that comes by TMA, which takes shared memory but hardly a register, and one epilogue beside it."""
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    d = _wider_dim(traits)
     others = [bool(x) for x in (traits.epilogues, traits.softcap, traits.alibi, traits.dropout)]
     if traits.bias not in ("fp16", "bf16") or d > 128 or sum(others) > 1:
         return []
@@ -36,8 +35,14 @@ def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     return [dataclasses.replace(narrow, tile_m=48, dq_transposed=True)] if d == 128 else [narrow]
 
 
-def _other_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+def _wider_dim(traits: Traits) -> int:
+    """Of the two head dims, as registers hold it."""
+    return max(padded(traits.head_dim), padded(traits.head_dim_v))
+
+
+def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Without."""
+    d = _wider_dim(traits)
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
     laden = heavy or traits.softcap or traits.dropout
     narrow = BackwardSm90Tile(64, 128)

@@ -223,9 +223,9 @@ def test_a_few_blocks_that_run_together_have_the_same_queries():
 
 @cute.jit
 def _walk(out: cute.Tensor, first: Int32):
-    blocks = BlockRange(Int32(0), Int32(0), Int32(0), Int32(out.shape[0]))
+    blocks = BlockRange(Int32(0), Int32(0), Int32(0), Int32(out.shape[0]), first)
     for step in cutlass.range(out.shape[0]):
-        out[step] = blocks.turned(step, first)
+        out[step] = blocks.turned(step)
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (5, 1), (5, 4), (64, 37)])
