@@ -410,7 +410,14 @@ class ForwardSm80:
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
         else:
-            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, tile.steps_at_once(self.traits))
+            gemm(
+                op.tiled_mma,
+                acc_s,
+                op.q,
+                op.k,
+                stage,
+                tile.steps_at_once(padded(self.traits.head_dim), tile.qk_unroll),
+            )
         return acc_s, loaded
 
     def score_tile(self, work: Work, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:

@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import Tile, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, padded
 from cute_attn.traits import Traits
 
 
 @dataclass(frozen=True)
-class BackwardSm80Tile(Tile):
+class BackwardSm80Tile(WarpTile):
     """Tile of the Ampere backward's main kernel.
 
     Attributes:
@@ -50,13 +50,6 @@ class BackwardSm80Tile(Tile):
     dq_unroll: int = 0
     dq_vector: int = 1
 
-    MAX_WARPS: ClassVar[int] = 16
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.num_warps
-
     @property
     def mma_threads(self) -> int:
         """Threads that multiply: all."""
@@ -85,15 +78,6 @@ class BackwardSm80Tile(Tile):
     def pieces(self) -> int:
         """Pieces in which a step takes its queries."""
         return self.tile_m // self.queries
-
-    @staticmethod
-    def steps_at_once(extent: int, unroll: int) -> int:
-        """Steps of 16 along ``extent`` that a product takes at a time: at most ``unroll``, and a divisor of all."""
-        steps = extent // 16
-        return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
-
-    def smem_bytes(self, traits: Traits) -> int:
-        return max(end for _, end in self.smem_areas(traits).values())
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of everything in shared memory; dK and dV take over what is loaded."""
@@ -135,7 +119,13 @@ class BackwardSm80Tile(Tile):
         return gradients + v + max(2 * scores, dq) + 30
 
     def shape_reason(self, traits: Traits) -> str | None:
-        return self._warps_reason() or self._steps_reason(traits) or self._products_reason(traits)
+        return (
+            self.num_warps_reason()
+            or self._warps_reason()
+            or self._steps_reason(traits)
+            or self._products_reason(traits)
+            or self.copies_reason(traits, queries=self.queries, tile_n=self.tile_n)
+        )
 
     def reject(self, traits: Traits, target: str) -> str | None:
         if self.dq_vector != 1 and target != "sm90":
@@ -143,8 +133,6 @@ class BackwardSm80Tile(Tile):
         return super().reject(traits, target)
 
     def _warps_reason(self) -> str | None:
-        if not 1 <= self.num_warps <= self.MAX_WARPS:
-            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
         for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
             warps = getattr(self, name)
             if warps < 1 or self.num_warps % warps:
@@ -191,14 +179,6 @@ class BackwardSm80Tile(Tile):
         ):
             if extent <= 0 or extent % step:
                 return f"{name} is {extent}; accepted: multiples of {step}, which the warps of {self} divide"
-        for dim in sorted({d, dv}):
-            rows_per_pass = self.num_threads // (8 if dim % 64 == 0 else 4)
-            for what, rows in (("queries", self.queries), ("tile_n", self.tile_n)):
-                if rows % rows_per_pass:
-                    return (
-                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
-                        f"warps copy at once at head dim {dim}"
-                    )
         return None
 
 
@@ -272,12 +252,12 @@ class BackwardSm90Tile(Tile):
     @property
     def compute_registers(self) -> int:
         """Registers of a thread that computes: what the loading warpgroup leaves of 65,536."""
-        return {1: 255, 2: 240, 3: 160}[self.warpgroups]
+        return COMPUTE_REGISTERS[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
         """Registers of a thread that loads."""
-        return {1: 56, 2: 24, 3: 32}[self.warpgroups]
+        return LOAD_REGISTERS[self.warpgroups]
 
     @property
     def dq_warps_n(self) -> int:
@@ -320,9 +300,6 @@ class BackwardSm90Tile(Tile):
         first, _ = areas["ds" if self.dk_leaves_k(traits) else "k"]
         areas["dk"], areas["dv"] = (first, first + sizes["k"]), areas["v"]
         return areas
-
-    def smem_bytes(self, traits: Traits) -> int:
-        return max(end for _, end in self.smem_areas(traits).values())
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads

@@ -7,7 +7,7 @@ says why it cannot serve some traits on some GPU. It never changes a result, onl
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from cute_attn.traits import Traits
 
@@ -47,9 +47,13 @@ class Tile:
             changes[name] = _parse(name, value, types[name])
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of everything in shared memory."""
+        raise NotImplementedError
+
     def smem_bytes(self, traits: Traits) -> int:
         """Shared memory of one block, in bytes."""
-        raise NotImplementedError
+        return max(end for _, end in self.smem_areas(traits).values())
 
     def registers(self, traits: Traits) -> int:
         """An estimate of registers a thread, from the fragments that live through the main loop."""
@@ -73,6 +77,48 @@ class Tile:
                 f"there are {REGISTERS_PER_THREAD}"
             )
         return None
+
+
+class WarpTile(Tile):
+    """What the tiles of kernels whose warps all copy and multiply have in common; they have a field ``num_warps``."""
+
+    num_warps: int
+    MAX_WARPS: ClassVar[int] = 16
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+    @staticmethod
+    def steps_at_once(extent: int, unroll: int) -> int:
+        """Steps of 16 along ``extent`` that a product takes at a time: at most ``unroll``, and a divisor of all."""
+        steps = extent // 16
+        return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
+
+    def num_warps_reason(self) -> str | None:
+        """Why there are not so many warps, or None."""
+        if not 1 <= self.num_warps <= self.MAX_WARPS:
+            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        return None
+
+    def copies_reason(self, traits: Traits, **extents: int) -> str | None:
+        """Why the warps cannot copy so many rows of each head dim, or None; extents: rows by what they are called."""
+        for dim in sorted({padded(traits.head_dim), padded(traits.head_dim_v)}):
+            rows_per_pass = self.num_threads // (8 if dim % 64 == 0 else 4)
+            for what, rows in extents.items():
+                if rows % rows_per_pass:
+                    return (
+                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
+                        f"warps copy at once at head dim {dim}"
+                    )
+        return None
+
+
+COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160}
+"""Of a thread that computes, for so many computing warpgroups: what the loading one leaves of 65,536."""
+LOAD_REGISTERS = {1: 56, 2: 24, 3: 32}
+"""Of a thread that loads, beside them."""
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import Tile, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, padded
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
@@ -22,7 +22,7 @@ def may_cluster(traits: Traits) -> bool:
 
 
 @dataclass(frozen=True)
-class ForwardSm80Tile(Tile):
+class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
 
     Attributes:
@@ -50,30 +50,15 @@ class ForwardSm80Tile(Tile):
     park_statistics: bool = False
     qk_unroll: int = 0
 
-    MAX_WARPS: ClassVar[int] = 16
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.num_warps
-
     @property
     def parked_bytes(self) -> int:
         """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
         return 2 * 4 * 4 * self.tile_m if self.park_statistics else 0
 
-    def steps_at_once(self, traits: Traits) -> int:
-        """Steps of 16 along head_dim that Q K^T takes at a time: at most ``qk_unroll``, and a divisor of all."""
-        steps = padded(traits.head_dim) // 16
-        return next(n for n in range(min(self.qk_unroll or steps, steps), 0, -1) if steps % n == 0)
-
     @property
     def keeps_q(self) -> bool:
         """Whether Q lives in registers through the main loop."""
         return self.q_in_regs or self.share_qk_smem
-
-    def smem_bytes(self, traits: Traits) -> int:
-        return max(end for _, end in self.smem_areas(traits).values())
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q, K and V of all stages, O and the parked statistics; O takes over what is loaded."""
@@ -100,8 +85,8 @@ class ForwardSm80Tile(Tile):
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
     def shape_reason(self, traits: Traits) -> str | None:
-        if not 1 <= self.num_warps <= self.MAX_WARPS:
-            return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
+        if reason := self.num_warps_reason():
+            return reason
         if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
             return (
                 f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
@@ -119,16 +104,7 @@ class ForwardSm80Tile(Tile):
         widest = 2 if any(d % 64 for d in dims) else 3
         if self.swizzle_bits > widest:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
-        for dim in dims:
-            threads_per_row = 8 if dim % 64 == 0 else 4
-            for what, rows in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
-                rows_per_pass = self.num_threads // threads_per_row
-                if rows % rows_per_pass:
-                    return (
-                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
-                        f"warps copy at once at head dim {dim}"
-                    )
-        return None
+        return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)
 
 
 @dataclass(frozen=True)
@@ -202,12 +178,12 @@ class ForwardSm90Tile(Tile):
         """Registers of a thread that computes: what the loading warpgroup leaves of the block's share of 65,536."""
         if self.blocks_per_sm > 1:
             return {2: 232, 3: 136}[self.blocks_per_sm]
-        return {1: 255, 2: 240, 3: 160}[self.warpgroups]
+        return COMPUTE_REGISTERS[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
         """Registers of a thread that loads."""
-        return {1: 56, 2: 24, 3: 32}[self.warpgroups] if self.blocks_per_sm == 1 else 24
+        return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
     def smem_bytes(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
