@@ -48,13 +48,13 @@ class Workspace:
 
     Attributes:
         size: all of it.
-        lse_log2, dpsum, dq, next: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
+        lse_log2, minus_d, dq, next: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
             rows * head_dim) or packed without the batch; (16,), 16 bytes of it a counter.
     """
 
     size: int
     lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
-    dpsum: tuple[tuple[int, ...], tuple[int, ...], int]
+    minus_d: tuple[tuple[int, ...], tuple[int, ...], int]
     dq: tuple[tuple[int, ...], tuple[int, ...], int]
     next: tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -202,7 +202,7 @@ class Plan:
         space = self.workspace
         memory = launch.new_empty_strided(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(memory, *space.lse_log2)
-        dpsum = as_strided(memory, *space.dpsum)
+        minus_d = as_strided(memory, *space.minus_d)
         accumulators = as_strided(memory, *space.dq)
         next_position = as_strided(memory, *space.next)
         dbias = self.bias.allocate(q) if self.bias is not None else None
@@ -221,7 +221,7 @@ class Plan:
             lse,
             grads[1],
             lse_log2,
-            dpsum,
+            minus_d,
             accumulators,
             next_position,
             cleared,
@@ -232,7 +232,7 @@ class Plan:
             *call[:3],
             grad_out,
             lse_log2,
-            dpsum,
+            minus_d,
             accumulators,
             dk,
             dv,

@@ -190,7 +190,7 @@ def differentiate_on_host(
     products: Tensor,
     grad_p: Tensor,
     lse: Tensor,
-    dpsum: Tensor,
+    minus_d: Tensor,
     softmax_scale: float,
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
@@ -203,7 +203,7 @@ def differentiate_on_host(
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
-        dpsum: (rowsum(dO * O) - dLSE) * (1 - dropout_p), as lse.
+        minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), as lse.
         softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
     """
     batch, nheads, seqlen_q, seqlen_k = products.shape
@@ -214,7 +214,7 @@ def differentiate_on_host(
         products=torch.zeros(padded),
         grad_p=torch.zeros(padded),
         lse_log2=torch.full(padded[:3], torch.inf),
-        dpsum=torch.zeros(padded[:3]),
+        minus_d=torch.zeros(padded[:3]),
         p=torch.zeros(padded),
         scores=torch.zeros(padded),
         visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
@@ -222,7 +222,7 @@ def differentiate_on_host(
     seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
     buffers.products[seen], buffers.grad_p[seen] = products, grad_p
     buffers.lse_log2[seen[:3]] = (lse * LOG2_E).masked_fill(lse == -torch.inf, torch.inf)
-    buffers.dpsum[seen[:3]] = dpsum.masked_fill(lse == -torch.inf, 0.0)
+    buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
     seqlens = Seqlens(
         lengths.cu_seqlens_q,
         lengths.cu_seqlens_k,
@@ -241,7 +241,7 @@ class GradientBuffers(NamedTuple):
     products: Any
     grad_p: Any
     lse_log2: Any
-    dpsum: Any
+    minus_d: Any
     p: Any
     scores: Any
     visits: Any
@@ -264,7 +264,7 @@ class Buffers(NamedTuple):
     statistics: Any
 
 
-_RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "dpsum": 3}
+_RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "minus_d": 3}
 
 
 def _run(
@@ -587,10 +587,10 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     dp = walk.fragment(thread, Float32)
     tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
     rows = cute.make_layout(len(tile.rows))
-    lse_log2, dpsum = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+    lse_log2, minus_d = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
-        lse_log2[r], dpsum[r] = buffers.lse_log2[row], buffers.dpsum[row]
+        lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
     loaded, drawn = chain.load(walk.state, tile), ()
     if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
         drawn = chain.draw(walk.state, tile)
@@ -606,7 +606,7 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
         chain.zero_dropped(drawn, score_map.view(dp))
     else:
         chain.drop_both(walk.state, tile, score_map.view(p), score_map.view(dp))
-    score_gradient(tile.acc, score_map.view(dp), dpsum)
+    score_gradient(tile.acc, score_map.view(dp), minus_d)
     chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
     _copy(p, walk.part(buffers.p, thread, block))
     _copy(dp, walk.part(buffers.scores, thread, block))

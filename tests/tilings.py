@@ -139,12 +139,12 @@ class Scores:
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def differentiate(
-        self, tiling: Tiling, grad_out: Tensor, lse: Tensor, dpsum: Tensor
+        self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
     ) -> "emulate.EmulatedGradients":
         """What all threads of the tiling make of the gradient of out, (batch, seqlen_q, nheads, head_dim)."""
         grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
         return emulate.differentiate_on_host(
-            tiling, self.products, grad_p, lse, dpsum, self.scale, self.inputs, self.lengths
+            tiling, self.products, grad_p, lse, minus_d, self.scale, self.inputs, self.lengths
         )
 
     def features(self, traits: Traits) -> reference.Features:

@@ -139,8 +139,8 @@ def uniform(x: Uint32) -> Uint32:
 
 
 def opaque(x):
-    """x (Int32 or Int64), as a value about which the compiler knows nothing: what follows from it is neither reused nor
-    hoisted out of a loop, where it would occupy registers."""
+    """x (Int32, Int64 or Float32), as a value about which the compiler knows nothing: what follows from it is neither
+    reused nor hoisted out of a loop, where it would occupy registers."""
     if not on_device():
         return x
     move = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
@@ -153,6 +153,16 @@ def anew(x: Int32) -> Int32:
     A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
+
+
+def varying(x: Int32, n: Int32) -> Int32:
+    """x, such that neither compiler hoists what follows from it out of a loop over n >= 0.
+
+    By adding n's sign bit, of which they do not know that it is 0: :func:`anew` without the shuffle, which waits in the
+    same queue as wgmma. Of a thread's number take ``anew`` once before the loop: ptxas rather reads the special
+    register again, through that queue as well.
+    """
+    return x + Int32(Uint32(n) >> Uint32(31))
 
 
 @cute.jit

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_attn.device.math import exp2
+from cute_attn.device.math import exp2, opaque
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 
@@ -41,16 +41,27 @@ def probabilities(tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32) -
 
 
 @cute.jit
-def score_gradient(p: cute.Tensor, dp: cute.Tensor, dpsum: cute.Tensor) -> None:
-    """dp becomes p * (dp - dpsum): the gradient of the scores after all epilogues, but for the gradient's scale.
+def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
+    """Every element of acc (rows, cols) becomes its row's value, for a product to be added to.
+
+    Each in a register of its own: copies of the same one would be made where the product starts, among others that run.
+    """
+    for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            acc[r, c] = opaque(values[r])
+
+
+@cute.jit
+def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None) -> None:
+    """dp becomes p * (dp - D): the gradient of the scores after all epilogues, but for the gradient's scale.
 
     Args:
         p: (rows, cols), probabilities before dropout, fp32 or 16 bits.
         dp: (rows, cols) fp32, gradients of the probabilities, 0 where dropped.
-        dpsum: fp32, for each of the thread's rows sum(p * dp) - dLSE, the gradient's scale left out; 0 in rows that
-            saw nothing or do not exist.
+        minus_d: fp32, for each of the thread's rows -D, D = sum(p * dp) - dLSE, the gradient's scale left out; 0 in rows
+            that saw nothing or do not exist. None where dp holds it already (:func:`start_from`).
     """
     for r in cutlass.range_constexpr(cute.size(dp, mode=[0])):
-        shift = dpsum[r]
         for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):
-            dp[r, c] = Float32(p[r, c]) * (dp[r, c] - shift)
+            centred = dp[r, c] if minus_d is None else dp[r, c] + minus_d[r]
+            dp[r, c] = Float32(p[r, c]) * centred

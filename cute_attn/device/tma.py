@@ -77,9 +77,34 @@ class Tma:
         cute.arch.cp_async_bulk_commit_group()
 
 
-@cute.jit
-def load_row(source: cute.Tensor, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
-    """Start copying contiguous ``source`` to its stage of ``target`` (elements, stage): whole 16 bytes, aligned."""
-    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), source.element_type)
-    with cute.arch.elect_one():
-        cute.copy(atom, source, target[None, ring.stage(filling)], mbar_ptr=ring.full(filling))
+@dataclass(frozen=True)
+class TmaRows:
+    """fp32 workspace rows in global memory as TMA addresses them: (rows, heads[, batch]).
+
+    By a tensor map, though a plain bulk copy would do: compute-sanitizer's racecheck takes that for a thread's writes,
+    which no mbarrier orders in its eyes.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+    @staticmethod
+    def make(rows: cute.Tensor, tile: int, packed: bool) -> "TmaRows":
+        """On the host; rows: (batch, heads, rows), or packed (heads, rows)."""
+        view = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0] if packed else [2, 1, 0]))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return TmaRows(*cpasync.make_tiled_tma_atom(op, view, cute.make_layout(tile), (tile,)))
+
+    @cute.jit
+    def blocks(self, head: Int32, batch: Int32, tile: Constexpr, packed: Constexpr) -> cute.Tensor:
+        """All blocks of ``tile`` rows of one head: (tile, n)."""
+        where = () if cutlass.const_expr(packed) else (batch,)
+        return cute.local_tile(self.tensor[(None, head, *where)], (tile,), (None,))
+
+    @cute.jit
+    def load(self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+        """Start loading block n into its stage of ``target`` (tile, stage)."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), target[None, ring.stage(filling)], blocks
+        )
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))

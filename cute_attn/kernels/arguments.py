@@ -14,7 +14,7 @@ The backward's, in three launches with an fp32 workspace between them:
 
     mDO, mDQ, mDK, mDV   as mO, mQ, mK and mV
     mLSElog2  (batch, nheads, rows)   or packed (nheads, rows): LSE * log2(e); +inf in rows that saw nothing or are none
-    mDPsum    as mLSElog2: D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
+    mMinusD   as mLSElog2: -D, D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
     mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
               dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.device.dq``
     mNext     (16,): 0 in its first 4 bytes, see ``KeySchedule``
@@ -101,7 +101,7 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def preprocess_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the preprocess, without the stream.
 
-    mDO, mO, mLSE, mDLSE, mLSElog2, mDPsum, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of mLSE,
+    mDO, mO, mLSE, mDLSE, mLSElog2, mMinusD, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of mLSE,
     may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are packed, or
     None; of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
     """
@@ -125,7 +125,7 @@ def preprocess_fake_args(traits: Traits) -> tuple:
 def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a backward's main kernel, without the stream.
 
-    mQ, mK, mV, mDO, mLSElog2, mDPsum, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``KeySchedule``),
+    mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``KeySchedule``),
     score_args.
     """
     dtype = CUTE_DTYPES[traits.dtype]

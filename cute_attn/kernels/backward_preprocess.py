@@ -1,6 +1,6 @@
 """The backward's first launch: what it needs of every query row, and an accumulator of zeros. Runs on every target.
 
-    D[i] = (sum_j dO[i, j] * O[i, j] - dLSE[i]) / rp        rp = 1 / (1 - dropout_p)
+    minus_d[i] = (dLSE[i] - sum_j dO[i, j] * O[i, j]) / rp  rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
     dQ accumulators = 0, the main kernel's count of key blocks = 0;  of packed dQ, dK and dV, rows of no sequence = 0
 
@@ -9,7 +9,8 @@ and O, shuffles add up, and shared memory brings a row's sum to the thread that 
 little but move bytes: as many loads as a thread has registers for are on their way at once.
 
 Rows that saw no key have an LSE of -inf here, +inf in PyTorch's kernels. They, and the rows that pad a sequence to
-whole blocks of ``tile_m``, get lse_log2 = +inf and D = 0: whatever the score, P and its gradient are 0.
+whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: whatever the score, P and its gradient are 0. D comes
+negative because sums of products may start from that number.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dO and O 16-byte aligned with a contiguous last
 dimension, otherwise of any strides; dLSE of any strides.
@@ -111,7 +112,7 @@ class BackwardPreprocess:
         mLSE: cute.Tensor,
         mDLSE: cute.Tensor | None,
         mLSElog2: cute.Tensor,
-        mDPsum: cute.Tensor,
+        mMinusD: cute.Tensor,
         mDQaccum: cute.Tensor,
         mNext: cute.Tensor,
         gradients: tuple | None,
@@ -129,7 +130,7 @@ class BackwardPreprocess:
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
         blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m) * (tile.tile_m // tile.rows)
         grid = RowGrid.make(nheads, blocks)
-        workspace = (mLSElog2, mDPsum, mDQaccum, mNext)
+        workspace = (mLSElog2, mMinusD, mDQaccum, mNext)
         self.kernel(mDO, mO, mLSE, mDLSE, *workspace, gradients, seqlens, keep_prob, grid).launch(
             grid=[blocks * nheads * seqlens.batch(mO), 1, 1], block=[tile.num_threads, 1, 1], stream=stream
         )
@@ -144,7 +145,7 @@ class BackwardPreprocess:
         mLSE: cute.Tensor,
         mDLSE: cute.Tensor | None,
         mLSElog2: cute.Tensor,
-        mDPsum: cute.Tensor,
+        mMinusD: cute.Tensor,
         mDQaccum: cute.Tensor,
         mNext: cute.Tensor,
         gradients: tuple | None,
@@ -177,9 +178,9 @@ class BackwardPreprocess:
             if thread < tile.rows:
                 packed = self.traits.varlen
                 lse_log2 = workspace_rows(mLSElog2, place.batch, place.head, place.padded0, 1, packed)
-                dpsum = workspace_rows(mDPsum, place.batch, place.head, place.padded0, 1, packed)
+                minus_d = workspace_rows(mMinusD, place.batch, place.head, place.padded0, 1, packed)
                 exists = place.row0 + thread < place.info.seqlen_q
-                lse_log2[thread], dpsum[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
+                lse_log2[thread], minus_d[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
         if thread == 0 and cute.arch.block_idx()[0] == 0:
             mNext[0] = Float32(0.0)
         if cutlass.const_expr(gradients is not None):
@@ -282,8 +283,8 @@ class BackwardPreprocess:
 
     @cute.jit
     def statistics(self, exists: Boolean, total: Float32, lse: Float32, dlse: Float32, keep_prob: Float32):
-        """(lse_log2, D) of a row."""
+        """(lse_log2, minus_d) of a row."""
         seen = exists and lse != Float32.inf and lse != -Float32.inf
         lse_log2 = lse * LOG2_E if seen else Float32.inf
-        dpsum = (total - dlse) * keep_prob if seen else Float32(0.0)
-        return lse_log2, dpsum
+        minus_d = (dlse - total) * keep_prob if seen else Float32(0.0)
+        return lse_log2, minus_d

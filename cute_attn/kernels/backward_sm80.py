@@ -67,7 +67,7 @@ class Memory:
     p: cute.Tensor | None  # (tile_m, tile_n, 1)
     ds: cute.Tensor  # (tile_m, tile_n, 1), or transposed
     lse: cute.Tensor  # (tile_m, stage)
-    dpsum: cute.Tensor  # (tile_m, stage)
+    minus_d: cute.Tensor  # (tile_m, stage)
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
     parked: cute.Tensor  # Int64, see PARKED
@@ -214,7 +214,7 @@ class BackwardSm80:
         mV: cute.Tensor,
         mDO: cute.Tensor,
         mLSElog2: cute.Tensor,
-        mDPsum: cute.Tensor,
+        mMinusD: cute.Tensor,
         mDQaccum: cute.Tensor,
         mDK: cute.Tensor,
         mDV: cute.Tensor,
@@ -231,7 +231,7 @@ class BackwardSm80:
         order = KeyOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
-        inputs = (mQ, mK, mV, mDO, mLSElog2, mDPsum)
+        inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
         outputs = (mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, group)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
@@ -381,7 +381,7 @@ class BackwardSm80:
             p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n)),
             ds=area("ds", self.smem_layout(*ds_shape)),
             lse=area("lse", cute.make_layout((tile.tile_m, tile.stages_q)), Float32),
-            dpsum=area("dpsum", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
+            minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
             dk=area("dk", self.smem_layout(tile.tile_n, d, None)),
             dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
             parked=area("parked", cute.make_layout(len(PARKED)), Int64),
@@ -448,7 +448,7 @@ class BackwardSm80:
         thread: Int32,
     ) -> tuple[BlockLoad, BlockLoad]:
         """Q with LSE, and dO with D, of one head."""
-        mQ, _, _, mDO, mLSElog2, mDPsum = inputs
+        mQ, _, _, mDO, mLSElog2, mMinusD = inputs
         packed = self.traits.varlen
 
         def load(m, head_dim, s, stride, m_row, s_row):
@@ -459,7 +459,7 @@ class BackwardSm80:
 
         return (
             load(mQ, self.traits.head_dim, mem.q, "stride_q", mLSElog2, mem.lse),
-            load(mDO, self.traits.head_dim_v, mem.do, "stride_do", mDPsum, mem.dpsum),
+            load(mDO, self.traits.head_dim_v, mem.do, "stride_do", mMinusD, mem.minus_d),
         )
 
     def gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
@@ -568,7 +568,7 @@ class BackwardSm80:
             gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
-        score_gradient(scores.acc, dp.acc, self.row_numbers(work, block, piece, work.memory.dpsum))
+        score_gradient(scores.acc, dp.acc, self.row_numbers(work, block, piece, work.memory.minus_d))
         chain.backward(work.state, dp, saved)
         ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
         ds.store(acc_dp.load().to(self.dtype))

@@ -65,14 +65,14 @@ from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import make_accumulator, mma_dq
 from cute_attn.device.key_order import KeyOrder, KeySchedule
-from cute_attn.device.math import LOG2_E, anew
+from cute_attn.device.math import LOG2_E, anew, varying
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
-from cute_attn.device.probabilities import probabilities, row_values, score_gradient
+from cute_attn.device.probabilities import probabilities, row_values, score_gradient, start_from
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import bias_tma
-from cute_attn.device.tma import Tma
+from cute_attn.device.tma import Tma, TmaRows
 from cute_attn.device.wgmma import operand_layout, start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -240,7 +240,7 @@ class BackwardSm90:
         mV: cute.Tensor,
         mDO: cute.Tensor,
         mLSElog2: cute.Tensor,
-        mDPsum: cute.Tensor,
+        mMinusD: cute.Tensor,
         mDQaccum: cute.Tensor,
         mDK: cute.Tensor,
         mDV: cute.Tensor,
@@ -264,8 +264,8 @@ class BackwardSm90:
             self.tma(load, mQ, self.layout_q(), tile.tile_m, d),
             self.tma(load, mDO, self.layout_do(), tile.tile_m, dv),
             bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.stages_bias else None,
-            mLSElog2,
-            mDPsum,
+            TmaRows.make(mLSElog2, tile.tile_m, traits.varlen),
+            TmaRows.make(mMinusD, tile.tile_m, traits.varlen),
         )
         outputs = Outputs(
             self.tma(store, mDK, self.layout_k(), tile.tile_n, d),
@@ -307,7 +307,7 @@ class BackwardSm90:
         thread, _, _ = cute.arch.thread_idx()
         shared = shared_memory(self)
         if warp == 0:
-            for tma in (inputs.k, inputs.v, inputs.q, inputs.do):
+            for tma in (inputs.k, inputs.v, inputs.q, inputs.do, inputs.lse, inputs.minus_d):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
                 for ring in (shared.ring_v, shared.ring_q, shared.ring_do):
@@ -357,7 +357,7 @@ class BackwardSm90:
     @cute.jit
     def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
         """All key blocks, with all query blocks of all query heads that see them."""
-        tile, group = self.tile, problem.qheads_per_kvhead
+        tile, group, thread = self.tile, problem.qheads_per_kvhead, anew(thread)  # see ``varying``
         score_map = ScoreMap.make(
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
@@ -456,9 +456,8 @@ class BackwardSm90:
         """One query block."""
         shared, n = work.shared, work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        self.start_s_and_dp(work, acc_s, acc_dp, block)
+        lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
 
-        lse = None if self.stages_bias else self.row_values(work, shared.s_lse, shared.ring_q, n)
         drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
@@ -505,11 +504,10 @@ class BackwardSm90:
         n = work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
         acc_dq = self.dq_accumulator()
-        self.start_s_and_dp(work, acc_s, acc_dp, block)
+        lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
         if cutlass.const_expr(late == 1):
             self.start_dq_late(work, acc_dq, block - 1)
 
-        lse = None if self.stages_bias else self.row_values(work, shared.s_lse, shared.ring_q, n)
         drawn = self.epilogues.draw(work.state, scores)
         warpgroup.wait_group(2 if late == 1 else 1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
@@ -522,19 +520,19 @@ class BackwardSm90:
         warpgroup.wait_group(beside_dp)
         ds = self.to_gradients(work, scores, acc_dp, p, saved, drawn, n)
 
+        self.store_scores(work, ds, shared.s_ds, n)  # free since all have arrived at dS of the step before
         if cutlass.const_expr(self.tile.p_rounded):
             self.start_dv(work, p, n)  # only here, because dS reads its operand
         warpgroup.wait_group(1)  # dQ, which the arrival says
         by_bulk = late > 0 and self.tile.dq_bulk
         if cutlass.const_expr(by_bulk):
-            stage_dq(self, work, acc_dq)
-        self.store_scores(work, ds, shared.s_ds, n)
+            stage_dq(self, work, acc_dq, block)
         shared.exchange.arrive(n)
         if cutlass.const_expr(by_bulk):
             shared.outbox.put()
-        self.start_dk(work, ds, n)
         if cutlass.const_expr(late > 0 and not by_bulk):
             add_dq(self, work, acc_dq, block - 1)
+        self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
         shared.ring_do.release_read(n)
         warpgroup.wait_group(0)
@@ -588,25 +586,46 @@ class BackwardSm90:
     ) -> cute.Tensor:
         """dP becomes dS; the result is dS in 16 bits."""
         shared = work.shared
-        dpsum = self.row_values(work, shared.s_dpsum, shared.ring_do, n)
+        minus_d = None
+        if cutlass.const_expr(not self.dp_starts_from_d):
+            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
         ds_tile = scores.of(work.score_map.view(acc_dp))
         self.epilogues.zero_dropped(drawn, ds_tile.acc)
         p_kept = Widened(work.score_map.view(p)) if self.tile.p_rounded else scores.acc
-        score_gradient(p_kept, ds_tile.acc, dpsum)
+        score_gradient(p_kept, ds_tile.acc, minus_d)
         self.epilogues.backward(work.state, ds_tile, saved)
         return rounded(acc_dp, self.dtype)
 
+    @property
+    def dp_starts_from_d(self) -> bool:
+        """Whether the product dP is added to -D, so that nobody subtracts D afterwards: dropout would zero it as well."""
+        return not self.traits.dropout
+
     @cute.jit
-    def start_s_and_dp(self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32) -> None:
-        """S and dP of a query block."""
+    def start_s_and_dp(
+        self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
+    ) -> cute.Tensor | None:
+        """S and dP of a query block; the result is its rows' log-sum-exps, or None where they have to wait.
+
+        What threads read of shared memory they read first: loads wait in the same queue as products.
+        """
         op, shared, n = work.fragments, work.shared, work.filling(block)
+        lse = None
         shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
+        if cutlass.const_expr(not self.stages_bias):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        if cutlass.const_expr(self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
+            start_from(work.score_map.view(acc_dp), minus_d)
         work.turns.take()
-        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n))
-        shared.ring_do.wait(n)
-        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n))
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
+        if cutlass.const_expr(not self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
         work.turns.give()
+        return lse
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
@@ -619,10 +638,13 @@ class BackwardSm90:
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
     @cute.jit
-    def start_scores(self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32) -> None:
-        """acc = K Q^T or V dO^T; the keys' operand has one stage."""
+    def start_scores(
+        self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32, accumulate: Constexpr
+    ) -> None:
+        """acc (+)= K Q^T or V dO^T; the keys' operand has one stage."""
         stage_a, stage_b = (stage, 0) if self.tile.p_in_smem else (0, stage)
-        start_gemm(self.mma_scores(), acc, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
+        a, b = a[None, None, None, stage_a], b[None, None, None, stage_b]
+        start_gemm(self.mma_scores(), acc, a, b, accumulate)
 
     @cute.jit
     def start_dv(self, work: Work, p: cute.Tensor, n: Int32) -> None:
@@ -676,7 +698,7 @@ class BackwardSm90:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
-        mine = store.get_slice(anew(work.thread))  # kept through the loop, addresses would cost registers
+        mine = store.get_slice(varying(work.thread, n))  # kept through the loop, addresses would cost registers
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 

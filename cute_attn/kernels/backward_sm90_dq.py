@@ -6,7 +6,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 from cute_attn.device.accumulate import add_fragment, add_staged, stage_fragment
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import block_floats
-from cute_attn.device.math import anew
+from cute_attn.device.math import varying
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.kernels.backward_sm90_parts import Outputs, Problem, Shared, Work
 
@@ -30,18 +30,18 @@ def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> 
     if cutlass.const_expr(kernel.tile.dq_bulk):
         if cutlass.const_expr(not kernel.tile.dq_late):
             work.shared.outbox.wait_empty(work.filling(block))
-        stage_dq(kernel, work, acc_dq)
+        stage_dq(kernel, work, acc_dq, block)
         cute.arch.fence_proxy("async.shared", space="cta")
         work.shared.outbox.put()
     else:
         base = work.dq + Int64(work.blocks.turned(block)) * block_floats(kernel.traits, kernel.tile)
-        add_fragment(acc_dq, base, anew(work.thread), kernel.tile.dq_vector)
+        add_fragment(acc_dq, base, varying(work.thread, block), kernel.tile.dq_vector)
 
 
 @cute.jit
-def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor) -> None:
+def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
     """By the computing warps: dQ to shared memory, which is known to be empty."""
-    stage_fragment(acc_dq, work.shared.s_dq, anew(work.thread), kernel.tile.dq_vector)
+    stage_fragment(acc_dq, work.shared.s_dq, varying(work.thread, block), kernel.tile.dq_vector)
 
 
 @cute.jit

@@ -5,9 +5,8 @@ from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0, workspace_rows
+from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0
 from cute_attn.device.staged import columns_of
-from cute_attn.device.tma import load_row
 from cute_attn.kernels.backward_sm90_parts import Inputs, Outputs, Problem, Shared
 
 
@@ -105,9 +104,9 @@ def load_queries(
     (d, dv), info, packed, tile_m = kernel.dims, place.info, kernel.traits.varlen, kernel.tile.tile_m
     g_q = inputs.q.block(info.offset_q, head, place.batch, tile_m, d, packed)
     g_do = inputs.do.block(info.offset_q, head, place.batch, tile_m, dv, packed)
-    row0 = padded_row0(problem.seqlens, info, place.batch, tile_m)
-    g_lse = workspace_rows(inputs.mLSElog2, place.batch, head, row0, 1, packed)
-    g_dpsum = workspace_rows(inputs.mDPsum, place.batch, head, row0, 1, packed)
+    first_rows = padded_row0(problem.seqlens, info, place.batch, tile_m) // tile_m
+    g_lse = inputs.lse.blocks(head, place.batch, tile_m, packed)
+    g_minus_d = inputs.minus_d.blocks(head, place.batch, tile_m, packed)
     if cutlass.const_expr(kernel.stages_bias):
         g_bias = columns_of(inputs.bias, place.block, head, place.batch, (tile_m, kernel.tile.tile_n))
     for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
@@ -116,9 +115,9 @@ def load_queries(
         inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
         if cutlass.const_expr(kernel.stages_bias):
             inputs.bias.load(g_bias, block, shared.bias.tensor, shared.ring_q, n)
-        load_row(cute.local_tile(g_lse, (tile_m,), (block,)), shared.s_lse, shared.ring_q, n)
+        inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.ring_q, n)
         if n == first:
             load_values(kernel, inputs, shared, place, n_v)
         shared.ring_do.acquire(n)
         inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)
-        load_row(cute.local_tile(g_dpsum, (tile_m,), (block,)), shared.s_dpsum, shared.ring_do, n)
+        inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.ring_do, n)

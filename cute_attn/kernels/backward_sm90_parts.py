@@ -13,7 +13,7 @@ from cute_attn.device.pipeline import Exchange, Ring, Turns
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import StagedQueries
-from cute_attn.device.tma import Tma
+from cute_attn.device.tma import Tma, TmaRows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES
 
@@ -31,7 +31,7 @@ class Shared:
     s_dk: cute.Tensor  # as s_k
     s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
-    s_dpsum: cute.Tensor  # (tile_m, stage)
+    s_minus_d: cute.Tensor  # (tile_m, stage)
     ring_k: Ring
     ring_v: Ring
     ring_q: Ring
@@ -64,8 +64,8 @@ class Inputs:
     q: Tma
     do: Tma
     bias: Any  # Tma, or None
-    mLSElog2: cute.Tensor
-    mDPsum: cute.Tensor
+    lse: TmaRows  # LSE * log2(e)
+    minus_d: TmaRows
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,8 @@ def shared_memory(kernel: Any) -> Shared:
         return cute.make_tensor(cute.recast_ptr(start[name], layout.inner, dtype=dtype), layout.outer)
 
     def rows(name: str, stages: int) -> cute.Tensor:
-        return cute.make_tensor(
-            cute.recast_ptr(start[name], dtype=Float32), cute.make_layout((tile.tile_m, stages))
-        )
+        layout = cute.make_layout((tile.tile_m, stages), stride=(1, tile.row_stride))
+        return cute.make_tensor(cute.recast_ptr(start[name], dtype=Float32), layout)
 
     bias = None
     if kernel.stages_bias:
@@ -160,7 +159,7 @@ def shared_memory(kernel: Any) -> Shared:
         operand("dk", kernel.layout_k()),
         cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
-        rows("dpsum", tile.num_stages_do),
+        rows("minus_d", tile.num_stages_do),
         rings[0],
         rings[1],
         rings[2],

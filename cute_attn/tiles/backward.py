@@ -91,7 +91,7 @@ class BackwardSm80Tile(WarpTile):
             ("do", 2 * m * dv * self.stages_do),
             *([] if self.v_in_regs else between),
             ("lse", 4 * m * self.stages_q),
-            ("dpsum", 4 * m * self.stages_do),
+            ("minus_d", 4 * m * self.stages_do),
             ("parked", 80),
         ]
         for name, size in [("k", 2 * n * d), ("v", v)]:
@@ -277,6 +277,11 @@ class BackwardSm90Tile(Tile):
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
         return room >= padded(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
+    @property
+    def row_stride(self) -> int:
+        """Numbers from one stage of the rows' log-sum-exps or D to the next: TMA writes to multiples of 128 bytes."""
+        return -(-self.tile_m // 32) * 32
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of everything in shared memory. dV takes over V, and dK what ``dk_leaves_k`` says."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -290,8 +295,8 @@ class BackwardSm90Tile(Tile):
             "p": 2 * self.tile_m * self.tile_n * self.num_stages_ds if self.p_in_smem else 0,
             "bias": 2 * self.tile_m * self.tile_n * self.bias_stages,
             "dq": 4 * self.tile_m * d if self.dq_bulk else 0,
-            "lse": 4 * self.tile_m * self.num_stages_q,
-            "dpsum": 4 * self.tile_m * self.num_stages_do,
+            "lse": 4 * self.row_stride * self.num_stages_q,
+            "minus_d": 4 * self.row_stride * self.num_stages_do,
         }
         areas, start = {}, 0
         for name, size in sizes.items():

@@ -57,7 +57,7 @@ class Torch:
         lse,
         dlse,
         lse_log2,
-        dpsum,
+        minus_d,
         accumulators,
         next_position,
         grads,
@@ -69,7 +69,7 @@ class Torch:
             ends = getattr(seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
         next_position[0] = 0
-        for x in (lse_log2, dpsum, accumulators, next_position):
+        for x in (lse_log2, minus_d, accumulators, next_position):
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
         for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
             at = (slice(None),) if traits.varlen else (b,)
@@ -79,9 +79,9 @@ class Torch:
             own = lse[at][:, rows]
             change = 0 if dlse is None else dlse[at][:, rows]
             lse_log2[at][:, first:end] = math.inf
-            dpsum[at][:, first:end] = 0
+            minus_d[at][:, first:end] = 0
             lse_log2[at][:, first : first + n] = torch.where(own.isinf(), math.inf, own * math.log2(math.e))
-            dpsum[at][:, first : first + n] = torch.where(own.isinf(), 0, (products - change) * keep)
+            minus_d[at][:, first : first + n] = torch.where(own.isinf(), 0, (change - products) * keep)
             width = padded(traits.head_dim)
             for accumulator in accumulators:
                 accumulator[at][:, first * width : end * width] = 0
@@ -94,7 +94,7 @@ class Torch:
             v,
             do,
             lse_log2,
-            dpsum,
+            minus_d,
             accumulators,
             dk,
             dv,
@@ -143,7 +143,7 @@ class Torch:
                 keep = 1.0
                 if traits.dropout:
                     keep = reference.DROPOUT_KEEP[traits.dropout](coords, 1 - 1 / rescale, state)[0, 0]
-                ds = p * (keep * (doh @ vh.T) - dpsum[at][first : first + n_q, None])
+                ds = p * (keep * (doh @ vh.T) + minus_d[at][first : first + n_q, None])
                 if traits.bias_grad:
                     grad = bias[1]
                     if bias[2] and bias[0].dtype != torch.float32:

@@ -207,7 +207,7 @@ def preprocess(
     mLSE: cute.Tensor,
     mDLSE: cute.Tensor | None,
     mLSElog2: cute.Tensor,
-    mDPsum: cute.Tensor,
+    mMinusD: cute.Tensor,
     mDQaccum: cute.Tensor,
     sums: cute.Tensor,
     cu_seqlens: cute.Tensor | None,
@@ -240,7 +240,7 @@ def preprocess(
                         dlse = kernel.load_number(mDLSE, place, thread)
                     exists = row0 + thread < place.info.seqlen_q
                     out = kernel.statistics(exists, sums[thread], lse, dlse, keep_prob)
-                    for workspace, number in zip((mLSElog2, mDPsum), out, strict=True):
+                    for workspace, number in zip((mLSElog2, mMinusD), out, strict=True):
                         rows = workspace_rows(workspace, batch, head, place.padded0, 1, traits.varlen)
                         rows[thread] = number
 
@@ -310,11 +310,11 @@ def test_preprocess_on_every_thread(name):
         end = first + -(-n // m) * m
         here = (slice(starts[b], starts[b] + n),) if case.packed else (b, slice(0, n))
         numbers = (slice(None), *here) if case.packed else (b, slice(None), slice(0, n))
-        dpsum = (do[here].float() * o[here].float()).sum(-1).T - (dlse[numbers] if dlse is not None else 0.0)
+        minus_d = (dlse[numbers] if dlse is not None else 0.0) - (do[here].float() * o[here].float()).sum(-1).T
         seen = lse[numbers].isfinite()
         found = [
             torch.where(seen, lse[numbers] * math.log2(math.e), math.inf),
-            torch.where(seen, dpsum * keep, 0.0),
+            torch.where(seen, minus_d * keep, 0.0),
         ]
         for target, value, nothing in zip(expected, found, (math.inf, 0.0), strict=True):
             sequence_rows = target if case.packed else target[b]

@@ -52,7 +52,7 @@ def memory_at_zero(kernel):
         p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds)),
         ds=at_zero(kernel.smem_layout(*ds)),
         lse=None,
-        dpsum=None,
+        minus_d=None,
         dk=at_zero(kernel.smem_layout(tile.tile_n, d, None)),
         dv=at_zero(kernel.smem_layout(tile.tile_n, dv, None)),
         parked=None,

@@ -97,7 +97,7 @@ def compare(name, features, problem, grad_bias=None, draws_early=False):
     )
     expected = problem.expected_gradients(tiling.traits, grad_out)
     given = replace(problem, inputs=replace(problem.inputs, grad_bias=grad_bias))
-    got = given.differentiate(tiling, grad_out, expected.lse, expected.dpsum)
+    got = given.differentiate(tiling, grad_out, expected.lse, -expected.dpsum)
     rescale = 1 / (1 - problem.inputs.dropout_p)
     torch.testing.assert_close(got.p.double(), expected.p, atol=6e-8, rtol=2**-10)
     # A gradient is a difference of two numbers as large as those of P.
