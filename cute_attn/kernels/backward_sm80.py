@@ -28,7 +28,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device import dq
@@ -38,7 +38,7 @@ from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque
-from cute_attn.device.probabilities import probabilities, score_gradient
+from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
@@ -486,10 +486,11 @@ class BackwardSm80:
             work.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             work.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
             cute.arch.cp_async_commit_group()
-            block = blocks.begin
-            while block < work.memory.parked_int("end"):
+            block, more = blocks.begin, Boolean(True)  # the step's barrier is between parking and reading
+            while more:
                 self.step(work, block)
                 block += 1
+                more = block < work.memory.parked_int("end")
 
     def stage(self, block: Int32, stages: int) -> Int32:
         """Which stage a block of queries goes through."""
@@ -559,7 +560,12 @@ class BackwardSm80:
         lse = self.row_numbers(work, block, piece, work.memory.lse)
         probabilities(scores, lse, work.scale_log2)
         stage_do = self.stage(opaque(block), tile.stages_do) * tile.pieces + piece
-        acc_dp = self.dp(work, stage_do)
+        minus_d = None
+        if cutlass.const_expr(traits.dropout):  # which zeroes some of dP, but not of D
+            acc_dp = self.dp(work, stage_do, None)
+            minus_d = self.row_numbers(work, block, piece, work.memory.minus_d)
+        else:
+            acc_dp = self.dp(work, stage_do, self.row_numbers(work, block, piece, work.memory.minus_d))
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
         dp = self.score_tile(work, block, piece, acc_dp)
@@ -568,7 +574,7 @@ class BackwardSm80:
             gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
-        score_gradient(scores.acc, dp.acc, self.row_numbers(work, block, piece, work.memory.minus_d))
+        score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(work.state, dp, saved)
         ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
         ds.store(acc_dp.load().to(self.dtype))
@@ -578,11 +584,14 @@ class BackwardSm80:
             gemm_rs(op.mma_dkv, work.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
 
     @cute.jit
-    def dp(self, work: Work, stage: Int32) -> cute.Tensor:
-        """dP = dO V^T."""
+    def dp(self, work: Work, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
+        """dP = dO V^T, to which ``start`` is added: a number for each of the thread's rows."""
         tile, op = self.tile, work.operands
         acc = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
-        acc.fill(0.0)
+        if cutlass.const_expr(start is None):
+            acc.fill(0.0)
+        else:
+            start_from(self.by_rows(op, acc), start)
         unroll = tile.steps_at_once(padded(self.traits.head_dim_v), tile.sdp_unroll)
         if cutlass.const_expr(tile.p_in_regs and tile.v_in_regs):
             gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)
