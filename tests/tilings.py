@@ -30,7 +30,8 @@ class TileSize:
 class Tiling:
     """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
 
-    transposed: the MMA is that of K Q^T. draws_early: dropout's mask is drawn before it.
+    transposed: the MMA is that of K Q^T. draws_early: dropout's mask is drawn before it. marks: P's signs
+    are that mask.
     """
 
     tile: TileSize
@@ -38,6 +39,7 @@ class Tiling:
     traits: Traits | None = None
     transposed: bool = False
     draws_early: bool = False
+    marks: bool = False
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
         """With the features of a kernel's name, such as "causal-dropout"."""

@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
-from cute_attn.device.math import exp2, opaque
-from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.math import byte_permute, exp2, opaque
+from cute_attn.device.rounding import Widened
+from cute_attn.device.score_tile import ScoreMap, ScoreTile, registers
 
 
 @cute.jit
@@ -58,10 +59,33 @@ def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None)
     Args:
         p: (rows, cols), probabilities before dropout, fp32 or 16 bits.
         dp: (rows, cols) fp32, gradients of the probabilities, 0 where dropped.
-        minus_d: fp32, for each of the thread's rows -D, D = sum(p * dp) - dLSE, the gradient's scale left out; 0 in rows
-            that saw nothing or do not exist. None where dp holds it already (:func:`start_from`).
+        minus_d: fp32, for each of the thread's rows -D, D = sum(p * dp) - dLSE, the gradient's scale left out; 0 in
+            rows that saw nothing or do not exist. None where dp holds it already (:func:`start_from`).
     """
     for r in cutlass.range_constexpr(cute.size(dp, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):
             centred = dp[r, c] if minus_d is None else dp[r, c] + minus_d[r]
             dp[r, c] = Float32(p[r, c]) * centred
+
+
+@cute.jit
+def marked_score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor) -> None:
+    """dp becomes p * (keep * dp - D), and p becomes keep * p, where a sign bit of p says that an element is dropped.
+
+    As :func:`score_gradient` otherwise. p is rounded once: both terms of keep * p * dp - p * D have the same p.
+
+    Args:
+        p: (rows, cols) of 16 bits.
+        dp: (rows, cols) fp32, laid out alike, with nothing dropped yet.
+        minus_d: as there.
+    """
+    kept = cute.make_rmem_tensor_like(p)
+    pairs, kept_pairs = (cute.recast_tensor(registers(x), Int32) for x in (p, kept))
+    shape = [cute.size(p, mode=[mode]) for mode in (0, 1)]
+    places = {cute.crd2idx((r, c), p.layout): (r, c) for r in range(shape[0]) for c in range(shape[1])}
+    for i in cutlass.range_constexpr(cute.size(pairs)):  # pair by pair, so that few registers hold both
+        kept_pairs[i] = opaque(pairs[i] & ~byte_permute(pairs[i], pairs[i], 0xBB99))  # each half its sign bit
+        for place in (places[2 * i], places[2 * i + 1]):
+            of_d = Float32(cute.math.absf(Widened(p)[place])) * minus_d[place[0]]
+            dp[place] = Widened(kept)[place] * dp[place] + of_d
+        pairs[i] = kept_pairs[i]

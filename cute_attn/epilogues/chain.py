@@ -194,6 +194,11 @@ class EpilogueChain:
         if self.dropout:
             self.dropout.zero_dropped(drawn, view)
 
+    def mark_drawn(self, drawn: tuple, view: cute.Tensor) -> None:
+        """Set the sign bit of the dropped elements of ``view``, (rows, cols) of 16 bits."""
+        if self.dropout:
+            self.dropout.mark_drawn(drawn, view)
+
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""
         if self.dropout and state.dropout:

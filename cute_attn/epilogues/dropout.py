@@ -159,15 +159,23 @@ class Dropout:
         """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32, laid out as the tile was."""
         elements = registers(view)
         if elements.element_type is Float32:
-            for i in range(cute.size(elements)):
-                word, bit = drawn[i // 2 // PAIRS], i // 2 % PAIRS + 16 * (i % 2)
-                dropped = (word & _signed(1 << bit)) != Int32(0)
+            # Bit by bit: ptxas then tests several at once.
+            for i in sorted(range(cute.size(elements)), key=_drawn_bit):
+                word, bit = _drawn_bit(i)
+                dropped = (drawn[word] & _signed(1 << bit)) != Int32(0)
                 elements[i] = cutlass.select_(dropped, Float32(0.0), elements[i])
         else:
             pairs = cute.recast_tensor(elements, Int32)
             for i in range(cute.size(pairs)):
-                signs = drawn[i // PAIRS] << Int32(PAIRS - 1 - i % PAIRS)
+                signs = _drawn_signs(drawn, i)
                 pairs[i] = pairs[i] & ~byte_permute(signs, signs, 0xBB99)
+
+    @staticmethod
+    def mark_drawn(drawn: tuple[Int32, ...], view: cute.Tensor) -> None:
+        """Set the sign bit of the dropped elements of ``view``, (rows, cols) of 16 bits, laid out as the tile was."""
+        pairs = cute.recast_tensor(registers(view), Int32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = pairs[i] | (_drawn_signs(drawn, i) & _signed(0x80008000))
 
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
         pairs = _as_words(p)
@@ -438,3 +446,13 @@ def _curand_call(state: DropoutState, number: Uint64) -> Int32:
     for i, word in enumerate(philox((low, high, Uint32(0), Uint32(0)), state.key, 10)):
         bits = bits | cutlass.select_(word < Uint32(state.threshold), Int32(1 << i), Int32(0))
     return bits
+
+
+def _drawn_bit(element: int) -> tuple[int, int]:
+    """Word and bit of a mask that was drawn early, of an element in the order of registers."""
+    return element // 2 // PAIRS, element // 2 % PAIRS + 16 * (element % 2)
+
+
+def _drawn_signs(drawn: tuple[Int32, ...], pair: int) -> Int32:
+    """A word whose halves' sign bits say whether the elements of a pair are dropped."""
+    return drawn[pair // PAIRS] << Int32(PAIRS - 1 - pair % PAIRS)

@@ -101,9 +101,9 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def preprocess_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the preprocess, without the stream.
 
-    mDO, mO, mLSE, mDLSE, mLSElog2, mMinusD, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of mLSE,
-    may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are packed, or
-    None; of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
+    mDO, mO, mLSE, mDLSE, mLSElog2, mMinusD, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of
+    mLSE, may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are
+    packed, or None; of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
     """
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4

@@ -180,7 +180,9 @@ class BackwardPreprocess:
                 lse_log2 = workspace_rows(mLSElog2, place.batch, place.head, place.padded0, 1, packed)
                 minus_d = workspace_rows(mMinusD, place.batch, place.head, place.padded0, 1, packed)
                 exists = place.row0 + thread < place.info.seqlen_q
-                lse_log2[thread], minus_d[thread] = self.statistics(exists, sums[thread], lse, dlse, keep_prob)
+                lse_log2[thread], minus_d[thread] = self.statistics(
+                    exists, sums[thread], lse, dlse, keep_prob
+                )
         if thread == 0 and cute.arch.block_idx()[0] == 0:
             mNext[0] = Float32(0.0)
         if cutlass.const_expr(gradients is not None):

@@ -33,11 +33,16 @@ same time, and one's products run beside another's exponentials:
 
     start S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
-    start dQ of the step before, once all warpgroups have written their dS of it; dV += P dO
-    wait for dP; dS, which goes to shared memory as well, and say so
-    start dK += dS Q
+    start dQ of the step before, once all warpgroups have written their dS of it
+    wait for dP; dS, which goes to shared memory as well
+    start dV += P dO; wait for dQ, and say that dS is there
     add dQ to memory
+    start dK += dS Q
     wait for dV and dK
+
+What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
+reads its rows' log-sum-exps before S, dS is stored before dV and dQ added before dK; and D costs nothing, since dP
+starts from -D instead of 0 (without dropout, which zeroes dP but not D).
 
 With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the loading warpgroup
 adds it to memory with one bulk reduction a step. Otherwise they add their registers.
@@ -63,22 +68,29 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.dq import make_accumulator, mma_dq
+from cute_attn.device.dq import make_accumulator
 from cute_attn.device.key_order import KeyOrder, KeySchedule
-from cute_attn.device.math import LOG2_E, anew, varying
+from cute_attn.device.math import LOG2_E, anew, opaque, varying
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
-from cute_attn.device.probabilities import probabilities, row_values, score_gradient, start_from
+from cute_attn.device.probabilities import (
+    marked_score_gradient,
+    probabilities,
+    row_values,
+    score_gradient,
+    start_from,
+)
 from cute_attn.device.rounding import Widened, rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import bias_tma
 from cute_attn.device.tma import Tma, TmaRows
-from cute_attn.device.wgmma import operand_layout, start_gemm
+from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
+from cute_attn.kernels.arguments import backward_fake_args
 from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
 from cute_attn.kernels.backward_sm90_dq import add_all_dq, add_dq, dq_of_head, stage_dq
+from cute_attn.kernels.backward_sm90_layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90_load import load_all
 from cute_attn.kernels.backward_sm90_parts import (
     Fragments,
@@ -91,16 +103,13 @@ from cute_attn.kernels.backward_sm90_parts import (
 )
 from cute_attn.kernels.backward_sm90_store import store_bias_gradients, store_keys
 from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
-from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
+from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
 
 
 @dataclass(frozen=True)
-class BackwardSm90:
+class BackwardSm90(BackwardSm90Layouts):
     """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
-
-    traits: Traits
-    tile: BackwardSm90Tile
 
     # ---- what it serves ----
 
@@ -147,88 +156,6 @@ class BackwardSm90:
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
-
-    # ---- layouts, copies and the MMAs: override one of these to experiment ----
-
-    @property
-    def dtype(self) -> Any:
-        """Element type of Q, K, V, dO, dK and dV."""
-        return CUTE_DTYPES[self.traits.dtype]
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """head_dim and head_dim_v as shared memory and registers hold them."""
-        return padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-
-    def layout_k(self) -> cute.ComposedLayout:
-        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
-        return operand_layout(
-            self.tile.tile_n, self.dims[0], self.dtype, stages=1, parts=self.tile.dq_warps_n
-        )
-
-    def layout_v(self) -> cute.ComposedLayout:
-        """V, (tile_n, head_dim_v). dV takes it over."""
-        tile = self.tile
-        return operand_layout(tile.tile_n, self.dims[1], self.dtype, stages=1, parts=tile.dkv_warps_n)
-
-    def layout_q(self) -> cute.ComposedLayout:
-        """Q, (tile_m, head_dim, stage): an operand of S, and transposed of dK."""
-        tile = self.tile
-        return operand_layout(
-            tile.tile_m, self.dims[0], self.dtype, stages=tile.num_stages_q, parts=tile.dkv_warps_n
-        )
-
-    def layout_do(self) -> cute.ComposedLayout:
-        """dO, (tile_m, head_dim_v, stage): an operand of dP, and transposed of dV."""
-        tile = self.tile
-        return operand_layout(
-            tile.tile_m, self.dims[1], self.dtype, stages=tile.num_stages_do, parts=tile.dkv_warps_n
-        )
-
-    def layout_ds(self) -> cute.ComposedLayout:
-        """dS and P, (tile_m, tile_n, stage)."""
-        tile = self.tile
-        return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=tile.num_stages_ds)
-
-    def layout_bias(self) -> cute.ComposedLayout:
-        """The bias, (tile_m, tile_n, stage)."""
-        tile, dtype = self.tile, CUTE_DTYPES[self.traits.bias]
-        return layouts.wgmma_smem_layout(tile.tile_m, tile.tile_n, dtype, stages=tile.bias_stages)
-
-    @property
-    def scores_shape(self) -> tuple[int, int]:
-        """(M, N) of S and dP: (keys, queries), or with p_in_smem (queries, keys)."""
-        tile = self.tile
-        return (tile.tile_m, tile.tile_n) if tile.p_in_smem else (tile.tile_n, tile.tile_m)
-
-    def mma_scores(self) -> cute.TiledMma:
-        """S = K Q^T and dP = V dO^T, all from shared memory; with p_in_smem, Q K^T and dO V^T."""
-        (m, n), groups = self.scores_shape, self.tile.warpgroups
-        along_n = groups // min(groups, m // 64) if self.tile.p_in_smem else 1
-        return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
-
-    def mma_dkv(self, head_dim: int) -> cute.TiledMma:
-        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory."""
-        tile = self.tile
-        return layouts.tiled_mma_sm90(
-            self.dtype,
-            tile.tile_n,
-            head_dim,
-            warpgroups=tile.warpgroups,
-            warpgroups_n=tile.dkv_warps_n,
-            a_source="smem" if tile.p_in_smem else "rmem",
-            a_major="mn" if tile.p_in_smem else "k",
-            b_major="mn",
-        )
-
-    def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
-        a, b = ("mn", "k") if self.tile.dq_transposed else ("k", "mn")
-        return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
-
-    def gmem_store(self, head_dim: int) -> cute.TiledCopy:
-        """Shared to global memory, where TMA would write rows of the next sequence."""
-        return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)
 
     # ---- host ----
 
@@ -357,7 +284,9 @@ class BackwardSm90:
     @cute.jit
     def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
         """All key blocks, with all query blocks of all query heads that see them."""
-        tile, group, thread = self.tile, problem.qheads_per_kvhead, anew(thread)  # see ``varying``
+        tile, group = self.tile, problem.qheads_per_kvhead
+        if cutlass.const_expr(not self.is_crowded):
+            thread = anew(thread)  # or ptxas reads it again where it is needed; see ``varying``
         score_map = ScoreMap.make(
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
@@ -459,6 +388,8 @@ class BackwardSm90:
         lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
 
         drawn = self.epilogues.draw(work.state, scores)
+        if cutlass.const_expr(lse is None and not self.stages_bias):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
         warpgroup.wait_group(1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(not self.tile.p_in_smem):
@@ -509,6 +440,8 @@ class BackwardSm90:
             self.start_dq_late(work, acc_dq, block - 1)
 
         drawn = self.epilogues.draw(work.state, scores)
+        if cutlass.const_expr(lse is None and not self.stages_bias):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
         warpgroup.wait_group(2 if late == 1 else 1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(late == 2):
@@ -563,6 +496,8 @@ class BackwardSm90:
     ) -> tuple:
         """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits.
 
+        With ``p_rounded`` that is P, marked where it is dropped: dS needs all of it, and leaves keep * P.
+
         lse: or None to read it only here, where what a staged bias was read into is free again.
         """
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
@@ -570,7 +505,10 @@ class BackwardSm90:
             lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
         probabilities(scores, lse, work.scale_log2)
         p = rounded(acc_s, self.dtype)
-        self.epilogues.zero_dropped(drawn, work.score_map.view(p))
+        if cutlass.const_expr(self.tile.p_rounded):
+            self.epilogues.mark_drawn(drawn, work.score_map.view(p))
+        else:
+            self.epilogues.zero_dropped(drawn, work.score_map.view(p))
         return saved, p
 
     @cute.jit
@@ -588,17 +526,32 @@ class BackwardSm90:
         shared = work.shared
         minus_d = None
         if cutlass.const_expr(not self.dp_starts_from_d):
-            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
-        ds_tile = scores.of(work.score_map.view(acc_dp))
-        self.epilogues.zero_dropped(drawn, ds_tile.acc)
-        p_kept = Widened(work.score_map.view(p)) if self.tile.p_rounded else scores.acc
-        score_gradient(p_kept, ds_tile.acc, minus_d)
+            # opaque: its address is not found out, and kept in registers, before anybody needs it
+            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, opaque(n))
+        ds_tile, p16 = scores.of(work.score_map.view(acc_dp)), work.score_map.view(p)
+        if cutlass.const_expr(self.tile.p_rounded and bool(self.traits.dropout)):
+            marked_score_gradient(p16, ds_tile.acc, minus_d)
+        else:
+            self.epilogues.zero_dropped(drawn, ds_tile.acc)
+            score_gradient(Widened(p16) if self.tile.p_rounded else scores.acc, ds_tile.acc, minus_d)
         self.epilogues.backward(work.state, ds_tile, saved)
         return rounded(acc_dp, self.dtype)
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether a register that lasts through the main loop is one too many, as compilers showed."""
+        traits, wide = self.traits, self.tile.tile_m == 128
+        both = traits.windowed and traits.varlen
+        return both or (wide and (traits.windowed or traits.varlen or traits.alibi))
+
+    @property
+    def reads_lse_first(self) -> bool:
+        """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
+        return not (self.stages_bias or self.traits.dropout or self.traits.softcap)
+
+    @property
     def dp_starts_from_d(self) -> bool:
-        """Whether the product dP is added to -D, so that nobody subtracts D afterwards: dropout would zero it as well."""
+        """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
         return not self.traits.dropout
 
     @cute.jit
@@ -613,7 +566,7 @@ class BackwardSm90:
         lse = None
         shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
-        if cutlass.const_expr(not self.stages_bias):
+        if cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
         if cutlass.const_expr(self.dp_starts_from_d):
             shared.ring_do.wait(n)
@@ -698,7 +651,9 @@ class BackwardSm90:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
-        mine = store.get_slice(varying(work.thread, n))  # kept through the loop, addresses would cost registers
+        mine = store.get_slice(
+            varying(work.thread, n)
+        )  # kept through the loop, addresses would cost registers
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 

@@ -53,16 +53,26 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
         beside_products = dataclasses.replace(narrow, dq_late=1)
         if laden:
             return [beside_products]
-        # With packed sequences a warp more that adds dQ leaves a register too few.
+        # Under a band blocks wait for each other's additions less if a warp of its own makes them; with packed
+        # sequences that warp leaves a register too few.
+        banded = traits.causal or traits.windowed
         wide = dataclasses.replace(
-            late, tile_m=128, dq_bulk=not traits.varlen, take_turns=True, staggered=True
+            late,
+            tile_m=128,
+            dq_bulk=banded and not traits.varlen,
+            take_turns=True,
+            staggered=True,
         )
         return [wide, beside_products]
     if d <= 128:
         fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if heavy and d == 128 else []
-        late = dataclasses.replace(late, take_turns=traits.causal)
-        return [*fewer, narrow] if laden or traits.alibi else [late, narrow]
-    shared = BackwardSm90Tile(64, 64, p_in_smem=True)
+        crowded = traits.windowed and traits.varlen  # no register left for more than that
+        if traits.softcap and not (heavy or traits.dropout or traits.alibi or crowded) and d == 128:
+            fewer = [BackwardSm90Tile(48, 128, dq_transposed=True, dq_late=2)]
+        late = dataclasses.replace(late, take_turns=traits.causal or bool(traits.dropout))
+        alone = not (heavy or traits.softcap or traits.alibi or (traits.dropout and crowded))
+        return [late, narrow] if alone else [*fewer, narrow]
+    shared = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
     return [
         shared,
         dataclasses.replace(shared, num_stages_do=1),

@@ -362,8 +362,8 @@ class BackwardSm90Tile(Tile):
             )
         if self.bias_stages not in (0, self.num_stages_q):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
-        if self.p_rounded and traits.dropout:
-            return f"p_rounded is true; accepted: without dropout, not for {traits}"
+        if self.p_rounded and traits.dropout and not self.dq_late:
+            return f"p_rounded is true and dq_late 0; accepted: without dropout, not for {traits}"
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
         if self.dq_bulk and self.dq_vector != 4:

@@ -310,7 +310,9 @@ def test_preprocess_on_every_thread(name):
         end = first + -(-n // m) * m
         here = (slice(starts[b], starts[b] + n),) if case.packed else (b, slice(0, n))
         numbers = (slice(None), *here) if case.packed else (b, slice(None), slice(0, n))
-        minus_d = (dlse[numbers] if dlse is not None else 0.0) - (do[here].float() * o[here].float()).sum(-1).T
+        minus_d = (dlse[numbers] if dlse is not None else 0.0) - (do[here].float() * o[here].float()).sum(
+            -1
+        ).T
         seen = lse[numbers].isfinite()
         found = [
             torch.where(seen, lse[numbers] * math.log2(math.e), math.inf),

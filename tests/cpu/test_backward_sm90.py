@@ -64,7 +64,11 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         assert dk == areas["k"][0]
     for name, (start, stop) in areas.items():
         assert start == end and stop >= start
-        assert start % (1024 if name not in ("lse", "minus_d", "barriers") else 128 if name != "barriers" else 16) == 0
+        assert (
+            start
+            % (1024 if name not in ("lse", "minus_d", "barriers") else 128 if name != "barriers" else 16)
+            == 0
+        )
         end = stop
     assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
     assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * padded(traits.head_dim) * 2
@@ -85,7 +89,7 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         ("d64", "dq_late=3", "dq_late is 3"),
         ("d64", "dq_late=2,num_stages_ds=1", "dq_late is 2"),
         ("d128", "p_rounded=false,dq_late=2", "registers"),
-        ("d64-dropout", "p_rounded=true", "p_rounded is true"),
+        ("d64-dropout", "p_rounded=true,dq_late=0", "p_rounded is true"),
         ("d128", "tile_m=128", "registers"),
         ("d256", "num_stages_q=3", "shared memory"),
         ("d256", "p_in_smem=false,tile_n=128", "registers"),

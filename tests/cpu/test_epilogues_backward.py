@@ -85,13 +85,13 @@ class OneWay(Epilogue):
         pass
 
 
-def compare(name, features, problem, grad_bias=None, draws_early=False):
+def compare(name, features, problem, grad_bias=None, **how):
     """The emulated backward of a problem, after comparing what it yields with autograd's.
 
     grad_bias: zeros for the bias's gradient as the host gives them.
     """
     bias_grad = "" if grad_bias is None else "-bias_grad"
-    tiling = replace(ALL[name], draws_early=draws_early).of(features + bias_grad, op="backward")
+    tiling = replace(ALL[name], **how).of(features + bias_grad, op="backward")
     grad_out = torch.randn(
         *problem.q.shape[:3], problem.v.shape[3], generator=torch.Generator().manual_seed(7)
     )
@@ -102,7 +102,7 @@ def compare(name, features, problem, grad_bias=None, draws_early=False):
     torch.testing.assert_close(got.p.double(), expected.p, atol=6e-8, rtol=2**-10)
     # A gradient is a difference of two numbers as large as those of P.
     largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
-    rtol = 2**-10 if tiling.traits.softcap else 1e-5
+    rtol = 2**-10 if tiling.traits.softcap or tiling.marks else 1e-5
     torch.testing.assert_close(got.scores.double() * rescale, expected.scores, atol=largest * 2e-6, rtol=rtol)
     return got, expected
 
@@ -276,17 +276,18 @@ def test_dropout_draws_pytorchs_masks(name, kind):
         ("wgmma1-32x64-transposed", "dropout_mem_efficient"),
     ],
 )
-def test_dropout_drawn_early(name, kind):
-    """The same masks, a bit an element meanwhile."""
-    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True)
+@pytest.mark.parametrize("marks", [False, True], ids=["zeroed", "marked"])
+def test_dropout_drawn_early(name, kind, marks):
+    """The same masks, a bit an element meanwhile; then as zeros, or as signs of P in 16 bits, which dS is made of."""
+    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True, marks=marks)
 
 
-def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, draws_early=False):
+def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
     problem = Scores.random(
         *(1, 3, seqlen_q, seqlen_k), dropout_p=dropout_p, rng_state=torch.tensor(rng_state)
     )
     # No P is so small that it is 0 in fp16.
-    got, expected = compare(name, kind, replace(problem, scale=0.05), draws_early=draws_early)
+    got, expected = compare(name, kind, replace(problem, scale=0.05), **how)
     keep = expected.p != 0  # of which the definition is that of the forward's tests
     assert torch.equal(got.p != 0, keep)
     assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
