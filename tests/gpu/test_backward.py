@@ -55,6 +55,8 @@ TILES = {
         "dq_bulk=true,take_turns=false,dq_late=0,tile_m=64,num_stages_do=1",
         f"{_BARE},tile_m=64,p_rounded=false,dq_late=1",
         f"{_BARE},p_rounded=true,dq_late=0",
+        f"{_BARE},p_rounded=true,dq_late=2,tile_m=64",
+        f"{_BARE},p_rounded=true,dq_late=1,tile_m=64",
         f"{_BARE},warpgroups=1,tile_m=64,tile_n=64,dq_late=0,dq_vector=2",
         f"{_BARE},warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
         "p_rounded=false,dq_late=0",
