@@ -20,7 +20,7 @@ DRAWN = 4096
 """States that are drawn by one launch: 64 KB."""
 
 _UNIT = 4
-"""What offsets are multiples of, as torch's are: the mem-efficient mask is cheaper to draw from there."""
+"""What offsets are multiples of, as torch's are, and seeds with them: the mem-efficient mask costs less from there."""
 _END = 2**63 // _UNIT
 _SALT = 0x5851F42D4C957F2D  # so that states are not the numbers that torch.randint gives for the same seed
 
@@ -73,7 +73,7 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 def draw(device: torch.device, traced: bool | None = None) -> Tensor:
     """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that is not to be written to.
 
-    Compilers, tracers and captures of CUDA graphs see a launch that draws two numbers, and so repeat that. traced:
+    Compilers, tracers and captures of CUDA graphs see the launches that draw two numbers, and so repeat those. traced:
     whether one of the first two looks on, if that is known.
     """
     if device.type != "cuda" or (_is_traced() if traced is None else traced) or _is_capturing():

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_attn.device.math import byte_permute, exp2, opaque
+from cute_attn.device.math import exp2, opaque, zero_marked
 from cute_attn.device.rounding import Widened
 from cute_attn.device.score_tile import ScoreMap, ScoreTile, registers
 
@@ -70,7 +70,7 @@ def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None)
 
 @cute.jit
 def marked_score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor) -> None:
-    """dp becomes p * (keep * dp - D), and p becomes keep * p, where a sign bit of p says that an element is dropped.
+    """dp becomes p * (keep * dp - D), and p becomes keep * p, where a sign bit of p marks what is dropped.
 
     As :func:`score_gradient` otherwise. p is rounded once: both terms of keep * p * dp - p * D have the same p.
 
@@ -84,7 +84,7 @@ def marked_score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor)
     shape = [cute.size(p, mode=[mode]) for mode in (0, 1)]
     places = {cute.crd2idx((r, c), p.layout): (r, c) for r in range(shape[0]) for c in range(shape[1])}
     for i in cutlass.range_constexpr(cute.size(pairs)):  # pair by pair, so that few registers hold both
-        kept_pairs[i] = opaque(pairs[i] & ~byte_permute(pairs[i], pairs[i], 0xBB99))  # each half its sign bit
+        kept_pairs[i] = opaque(zero_marked(pairs[i], pairs[i]))
         for place in (places[2 * i], places[2 * i + 1]):
             of_d = Float32(cute.math.absf(Widened(p)[place])) * minus_d[place[0]]
             dp[place] = Widened(kept)[place] * dp[place] + of_d

@@ -22,7 +22,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
-from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform
+from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform, zero_marked
 from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
 from cute_attn.epilogues.inputs import ScoreInputs
 
@@ -167,13 +167,12 @@ class Dropout:
         else:
             pairs = cute.recast_tensor(elements, Int32)
             for i in range(cute.size(pairs)):
-                signs = _drawn_signs(drawn, i)
-                pairs[i] = pairs[i] & ~byte_permute(signs, signs, 0xBB99)
+                pairs[i] = zero_marked(pairs[i], _drawn_signs(drawn, i))
 
     @staticmethod
     def mark_drawn(drawn: tuple[Int32, ...], view: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of ``view``, (rows, cols) of 16 bits, laid out as the tile was."""
-        pairs = cute.recast_tensor(registers(view), Int32)
+        pairs = _as_words(view)
         for i in range(cute.size(pairs)):
             pairs[i] = pairs[i] | (_drawn_signs(drawn, i) & _signed(0x80008000))
 

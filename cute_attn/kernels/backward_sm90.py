@@ -144,6 +144,23 @@ class BackwardSm90(BackwardSm90Layouts):
         )
         return self.stages_bias and traits.bias_grad and same and self.tile.dq_late > 0
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a register that lasts through the main loop is one too many, as compilers showed."""
+        traits, wide = self.traits, self.tile.tile_m == 128
+        both = traits.windowed and traits.varlen
+        return both or (wide and (traits.windowed or traits.varlen or traits.alibi))
+
+    @property
+    def reads_lse_first(self) -> bool:
+        """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
+        return not (self.stages_bias or self.traits.dropout or self.traits.softcap)
+
+    @property
+    def dp_starts_from_d(self) -> bool:
+        """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
+        return not self.traits.dropout
+
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
         """The score epilogues that the traits ask for."""
@@ -387,9 +404,7 @@ class BackwardSm90(BackwardSm90Layouts):
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
         lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
 
-        drawn = self.epilogues.draw(work.state, scores)
-        if cutlass.const_expr(lse is None and not self.stages_bias):
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        drawn, lse = self.beside_products(work, scores, lse, n)
         warpgroup.wait_group(1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(not self.tile.p_in_smem):
@@ -439,9 +454,7 @@ class BackwardSm90(BackwardSm90Layouts):
         if cutlass.const_expr(late == 1):
             self.start_dq_late(work, acc_dq, block - 1)
 
-        drawn = self.epilogues.draw(work.state, scores)
-        if cutlass.const_expr(lse is None and not self.stages_bias):
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        drawn, lse = self.beside_products(work, scores, lse, n)
         warpgroup.wait_group(2 if late == 1 else 1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(late == 2):
@@ -481,6 +494,16 @@ class BackwardSm90(BackwardSm90Layouts):
         self.start_dq(work, acc_dq, n)
 
     # ---- what steps are made of ----
+
+    @cute.jit
+    def beside_products(
+        self, work: Work, scores: ScoreTile, lse: cute.Tensor | None, n: Int32
+    ) -> tuple[tuple, cute.Tensor | None]:
+        """While S and dP run: dropout's mask, and then the log-sum-exps that there had been no registers for."""
+        drawn = self.epilogues.draw(work.state, scores)
+        if cutlass.const_expr(lse is None and not self.stages_bias):
+            lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
+        return drawn, lse
 
     @cute.jit
     def to_probabilities(
@@ -536,23 +559,6 @@ class BackwardSm90(BackwardSm90Layouts):
             score_gradient(Widened(p16) if self.tile.p_rounded else scores.acc, ds_tile.acc, minus_d)
         self.epilogues.backward(work.state, ds_tile, saved)
         return rounded(acc_dp, self.dtype)
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether a register that lasts through the main loop is one too many, as compilers showed."""
-        traits, wide = self.traits, self.tile.tile_m == 128
-        both = traits.windowed and traits.varlen
-        return both or (wide and (traits.windowed or traits.varlen or traits.alibi))
-
-    @property
-    def reads_lse_first(self) -> bool:
-        """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
-        return not (self.stages_bias or self.traits.dropout or self.traits.softcap)
-
-    @property
-    def dp_starts_from_d(self) -> bool:
-        """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
-        return not self.traits.dropout
 
     @cute.jit
     def start_s_and_dp(
@@ -651,9 +657,7 @@ class BackwardSm90(BackwardSm90Layouts):
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
-        mine = store.get_slice(
-            varying(work.thread, n)
-        )  # kept through the loop, addresses would cost registers
+        mine = store.get_slice(varying(work.thread, n))  # or addresses would be kept through the loop
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 

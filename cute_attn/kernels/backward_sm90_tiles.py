@@ -65,13 +65,16 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
         )
         return [wide, beside_products]
     if d <= 128:
-        fewer = [BackwardSm90Tile(48, 128, dq_transposed=True)] if heavy and d == 128 else []
-        crowded = traits.windowed and traits.varlen  # no register left for more than that
-        if traits.softcap and not (heavy or traits.dropout or traits.alibi or crowded) and d == 128:
-            fewer = [BackwardSm90Tile(48, 128, dq_transposed=True, dq_late=2)]
-        late = dataclasses.replace(late, take_turns=traits.causal or bool(traits.dropout))
-        alone = not (heavy or traits.softcap or traits.alibi or (traits.dropout and crowded))
-        return [late, narrow] if alone else [*fewer, narrow]
+        # Which leaves no register for an epilogue beside a late dQ.
+        packed_window = traits.windowed and traits.varlen
+        if not (heavy or traits.softcap or traits.alibi or (traits.dropout and packed_window)):
+            return [dataclasses.replace(late, take_turns=traits.causal or bool(traits.dropout)), narrow]
+        fewer = BackwardSm90Tile(48, 128, dq_transposed=True)
+        if d == 128 and heavy:
+            return [fewer, narrow]
+        if d == 128 and not (traits.dropout or traits.alibi or packed_window):  # softcap alone
+            return [dataclasses.replace(fewer, dq_late=2), narrow]
+        return [narrow]
     shared = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
     return [
         shared,

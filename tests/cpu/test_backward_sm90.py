@@ -64,11 +64,7 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         assert dk == areas["k"][0]
     for name, (start, stop) in areas.items():
         assert start == end and stop >= start
-        assert (
-            start
-            % (1024 if name not in ("lse", "minus_d", "barriers") else 128 if name != "barriers" else 16)
-            == 0
-        )
+        assert start % (1024 if name not in ("lse", "minus_d") else 128) == 0
         end = stop
     assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
     assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * padded(traits.head_dim) * 2
