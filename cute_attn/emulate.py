@@ -21,7 +21,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax
-from cute_attn.device.probabilities import marked_score_gradient, probabilities, score_gradient
+from cute_attn.device.probabilities import dropped_score_gradient, probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
@@ -200,7 +200,7 @@ def differentiate_on_host(
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
             ``transposed``, that is the MMA of K Q^T, and with ``draws_early`` dropout's mask is drawn before it,
-            and with ``marks`` as well dS is computed from P in 16 bits, whose signs say what is dropped.
+            and with ``p_rounded`` as well dS is computed from P in 16 bits.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
@@ -602,9 +602,9 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     probabilities(tile, lse_log2, walk.scale_log2)
     _copy(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
-    if cutlass.const_expr(getattr(walk.kernel, "marks", False)):
-        chain.mark_drawn(drawn, score_map.view(p))
-        marked_score_gradient(score_map.view(p), score_map.view(dp), minus_d)
+    if cutlass.const_expr(getattr(walk.kernel, "p_rounded", False)):
+        zero_pair = functools.partial(chain.zero_pair, drawn)
+        dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, zero_pair)
     else:
         if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
             chain.zero_dropped(drawn, score_map.view(p))

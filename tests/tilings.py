@@ -30,8 +30,8 @@ class TileSize:
 class Tiling:
     """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
 
-    transposed: the MMA is that of K Q^T. draws_early: dropout's mask is drawn before it. marks: P's signs
-    are that mask.
+    transposed: the MMA is that of K Q^T. draws_early: dropout's mask is drawn before it. p_rounded: dS
+    is computed from P in 16 bits.
     """
 
     tile: TileSize
@@ -39,7 +39,7 @@ class Tiling:
     traits: Traits | None = None
     transposed: bool = False
     draws_early: bool = False
-    marks: bool = False
+    p_rounded: bool = False
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
         """With the features of a kernel's name, such as "causal-dropout"."""

@@ -49,7 +49,8 @@ class Board:
     def write_end(self, n: Int32) -> None:
         """Nothing comes any more."""
         self.write(n, Int32(_NONE), Int32(_NONE), Int32(_NONE), Int32(_NONE))
-        self.ring.fill_with_nothing(n)
+        self.ring.wait_free(n)
+        self.ring.filled(n)
 
     @cute.jit
     def holds(self, n: Int32) -> Boolean:

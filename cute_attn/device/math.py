@@ -133,11 +133,6 @@ def fabs(x: Float32) -> Float32:
     return cute.math.absf(x)
 
 
-def zero_marked(pair: Int32, signs: Int32) -> Int32:
-    """A word of two 16-bit numbers, with 0 for each whose half of ``signs`` has its sign bit set."""
-    return pair & ~byte_permute(signs, signs, 0xBB99)
-
-
 def uniform(x: Uint32) -> Uint32:
     """x, which is the same in all lanes of a warp, as the compiler is told: it may then live in a uniform register."""
     return Uint32(cute.arch.make_warp_uniform(Int32(x))) if on_device() else x

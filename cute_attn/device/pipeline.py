@@ -32,10 +32,13 @@ class Ring:
         return 16 * num_stages
 
     @cute.jit
-    def init(self, readers: Constexpr) -> None:
-        """By one thread, before anybody waits: ``readers`` warps of each block will release each filling."""
+    def init(self, readers: Constexpr, fillers: Constexpr = 1) -> None:
+        """By one thread, before anybody waits: ``readers`` warps of each block will release each filling.
+
+        fillers: warps that say it is full; one where TMA fills.
+        """
         for stage in cutlass.range_constexpr(self.num_stages):
-            cute.arch.mbarrier_init(self.barriers + stage, 1)
+            cute.arch.mbarrier_init(self.barriers + stage, fillers)
             cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * self.cluster)
 
     def stage(self, n: Int32) -> Int32:
@@ -63,14 +66,19 @@ class Ring:
     @cute.jit
     def acquire(self, n: Int32) -> None:
         """By the filling warp: wait until the stage is free, and announce the bytes that are about to come."""
-        cute.arch.mbarrier_wait(self.free(n), self.parity(n) ^ 1)
+        self.wait_free(n)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full(n), self.fill_bytes)
 
     @cute.jit
-    def fill_with_nothing(self, n: Int32) -> None:
-        """By the filling warp: wait until the stage is free, and say that it is full."""
+    def wait_free(self, n: Int32) -> None:
+        """By a filling warp: until the stage is free."""
         cute.arch.mbarrier_wait(self.free(n), self.parity(n) ^ 1)
+
+    @cute.jit
+    def filled(self, n: Int32) -> None:
+        """By every filling warp, where lanes fill instead of TMA: what they have written may be read."""
+        cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.full(n))
 

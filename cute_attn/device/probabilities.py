@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Constexpr, Float32, Int32
 
-from cute_attn.device.math import exp2, opaque, zero_marked
+from cute_attn.device.math import exp2, opaque
 from cute_attn.device.rounding import Widened
 from cute_attn.device.score_tile import ScoreMap, ScoreTile, registers
 
@@ -69,23 +69,25 @@ def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None)
 
 
 @cute.jit
-def marked_score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor) -> None:
-    """dp becomes p * (keep * dp - D), and p becomes keep * p, where a sign bit of p marks what is dropped.
+def dropped_score_gradient(
+    p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor, zero_pair: Constexpr
+) -> None:
+    """dp becomes p * (keep * dp - D), and p becomes keep * p.
 
     As :func:`score_gradient` otherwise. p is rounded once: both terms of keep * p * dp - p * D have the same p.
 
     Args:
-        p: (rows, cols) of 16 bits.
+        p: (rows, cols) of 16 bits, with nothing dropped yet.
         dp: (rows, cols) fp32, laid out alike, with nothing dropped yet.
         minus_d: as there.
+        zero_pair: zero_pair(i, word) is the i-th word of p with zeros for what is dropped.
     """
     kept = cute.make_rmem_tensor_like(p)
     pairs, kept_pairs = (cute.recast_tensor(registers(x), Int32) for x in (p, kept))
     shape = [cute.size(p, mode=[mode]) for mode in (0, 1)]
     places = {cute.crd2idx((r, c), p.layout): (r, c) for r in range(shape[0]) for c in range(shape[1])}
     for i in cutlass.range_constexpr(cute.size(pairs)):  # pair by pair, so that few registers hold both
-        kept_pairs[i] = opaque(zero_marked(pairs[i], pairs[i]))
+        kept_pairs[i] = opaque(zero_pair(i, pairs[i]))
         for place in (places[2 * i], places[2 * i + 1]):
-            of_d = Float32(cute.math.absf(Widened(p)[place])) * minus_d[place[0]]
-            dp[place] = Widened(kept)[place] * dp[place] + of_d
+            dp[place] = Widened(kept)[place] * dp[place] + Widened(p)[place] * minus_d[place[0]]
         pairs[i] = kept_pairs[i]

@@ -194,10 +194,9 @@ class EpilogueChain:
         if self.dropout:
             self.dropout.zero_dropped(drawn, view)
 
-    def mark_drawn(self, drawn: tuple, view: cute.Tensor) -> None:
-        """Set the sign bit of the dropped elements of ``view``, (rows, cols) of 16 bits."""
-        if self.dropout:
-            self.dropout.mark_drawn(drawn, view)
+    def zero_pair(self, drawn: tuple, pair: int, word: Int32) -> Int32:
+        """The ``pair``-th word of 16-bit elements, in the order of registers, with zeros for the dropped ones."""
+        return self.dropout.zero_pair(drawn, pair, word) if self.dropout else word
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

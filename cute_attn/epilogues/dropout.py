@@ -22,13 +22,14 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
-from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform, zero_marked
+from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
 from cute_attn.epilogues.inputs import ScoreInputs
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
+FLASH_ROUNDS = 7
 PAIRS = 16  # in a word of a mask that is drawn early: of the first elements in its low half, the second in its high
 
 
@@ -149,8 +150,8 @@ class Dropout:
         """
         drawn: dict[int, Int32] = {}
         for first, second, dropped in self._masks(state, tile):
-            word, bit = divmod(_pair_index(tile.acc, first, second), PAIRS)
-            own = dropped & _signed(0x00010001 << bit)
+            pair = _pair_index(tile.acc, first, second)
+            word, own = pair // PAIRS, dropped & _signed(0x00010001 << _pair_bit(pair))
             drawn[word] = drawn[word] | own if word in drawn else own
         return tuple(drawn[word] for word in sorted(drawn))
 
@@ -167,14 +168,14 @@ class Dropout:
         else:
             pairs = cute.recast_tensor(elements, Int32)
             for i in range(cute.size(pairs)):
-                pairs[i] = zero_marked(pairs[i], _drawn_signs(drawn, i))
+                pairs[i] = Dropout.zero_pair(drawn, i, pairs[i])
 
     @staticmethod
-    def mark_drawn(drawn: tuple[Int32, ...], view: cute.Tensor) -> None:
-        """Set the sign bit of the dropped elements of ``view``, (rows, cols) of 16 bits, laid out as the tile was."""
-        pairs = _as_words(view)
-        for i in range(cute.size(pairs)):
-            pairs[i] = pairs[i] | (_drawn_signs(drawn, i) & _signed(0x80008000))
+    def zero_pair(drawn: tuple[Int32, ...], pair: int, word: Int32) -> Int32:
+        """A word of two elements of 16 bits, the ``pair``-th in the order of registers, with zeros for the dropped."""
+        bit = _pair_bit(pair)
+        signs = drawn[pair // PAIRS] << Int32(7 - bit % 8)
+        return word & ~byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
 
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
         pairs = _as_words(p)
@@ -216,7 +217,7 @@ def _flash_upright(state: DropoutState, tile: ScoreTile):
     """A thread's own Philox call has its own 16 elements of a 16 x 32 block."""
     block_rows = FLASH_BLOCK[0]
     lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
-    above = functools.partial(_bytes_above, *_byte_limits(state.threshold))
+    above = functools.partial(bytes_above, *byte_limits(state.threshold))
     for row_block in sorted({row // block_rows for row in tile.rows}):
         z = Uint32((tile.row0 + row_block * block_rows) >> 4)
         counter = (*words(state.base + Uint64(lane)), z, Uint32(tile.col0 >> 5))
@@ -237,7 +238,7 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
     """
     block_rows = FLASH_BLOCK[0]
     odd, skip = tile.col0 & 1, _half_of_block(tile) * 8
-    limits = _byte_limits(state.threshold)
+    limits = byte_limits(state.threshold)
     for row_block in sorted({row // block_rows for row in tile.rows}):
         z = Uint32((tile.row0 + row_block * block_rows) >> 4)
         rows = [r for r in range(0, len(tile.rows), 2) if tile.rows[r] // block_rows == row_block]
@@ -250,7 +251,7 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
                 return word_of(tile.cols[c]), word_of(tile.cols[c + 1])
 
             shared = share_two(compute, lambda made, odd: every_other_byte(made[0], made[1], odd), odd, 4)
-            even_query, odd_query = (_bytes_above(*limits, own >> skip) for own in shared)
+            even_query, odd_query = (bytes_above(*limits, own >> skip) for own in shared)
             for r in rows:
                 for i in range(2):
                     byte = 2 * i + (tile.rows[r] >> 3 & 1)
@@ -280,7 +281,7 @@ def _flash_words(
         """Counted from the block of ``counter``."""
         if eighth not in prepared:
             x, y, z, w = counter
-            call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, 7)
+            call = philox((x, y, z, w + Uint32(eighth // 4)), state.key, FLASH_ROUNDS)
             for i, word in enumerate(call):
                 prepared[eighth // 4 * 4 + i] = prepare(Int32(word))
         return prepared[eighth]
@@ -360,7 +361,7 @@ def _starts(tile: ScoreTile) -> tuple[int, ...]:
     return tuple(sorted({(block * tile.tile_n // 8 + first) % 4 for block in range(4) for first in firsts}))
 
 
-def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
+def byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
     """(what to add to the low 7 bits of each byte, whether the sum or the byte's own top bit suffices).
 
     With t < 128 a byte is above t if its top bit is set or its low bits are above t; with t >= 128, if both hold.
@@ -371,7 +372,7 @@ def _byte_limits(threshold: Int32) -> tuple[Int32, Int32]:
     return add, either
 
 
-def _bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
+def bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
     """The top bit of each byte of the result says whether that byte of ``word`` is above the threshold."""
     total = (word & Int32(0x7F7F7F7F)) + add
     return (total & word) | ((total | word) & either)
@@ -449,9 +450,13 @@ def _curand_call(state: DropoutState, number: Uint64) -> Int32:
 
 def _drawn_bit(element: int) -> tuple[int, int]:
     """Word and bit of a mask that was drawn early, of an element in the order of registers."""
-    return element // 2 // PAIRS, element // 2 % PAIRS + 16 * (element % 2)
+    return element // 2 // PAIRS, _pair_bit(element // 2) + 16 * (element % 2)
 
 
-def _drawn_signs(drawn: tuple[Int32, ...], pair: int) -> Int32:
-    """A word whose halves' sign bits say whether the elements of a pair are dropped."""
-    return drawn[pair // PAIRS] << Int32(PAIRS - 1 - pair % PAIRS)
+def _pair_bit(pair: int) -> int:
+    """Which bit of both halves of a word a pair has; of every other two pairs it is one of the upper eight.
+
+    One shift then brings bits of two pairs to where ``byte_permute`` can make bytes of them; and a transposed tile's
+    halves of 16 queries are as flash has them in its bytes (``cute_attn.epilogues.dropout_words``).
+    """
+    return pair % 2 + pair % PAIRS // 4 * 2 + pair // 2 % 2 * 8

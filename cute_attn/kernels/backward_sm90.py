@@ -73,7 +73,7 @@ from cute_attn.device.key_order import KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque, varying
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import (
-    marked_score_gradient,
+    dropped_score_gradient,
     probabilities,
     row_values,
     score_gradient,
@@ -89,7 +89,9 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
 from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
-from cute_attn.kernels.backward_sm90_dq import add_all_dq, add_dq, dq_of_head, stage_dq
+from cute_attn.kernels.backward_sm90_dq import AddingDq, add_dq, dq_of_head, stage_dq
+from cute_attn.kernels.backward_sm90_draw import Drawing, drawn_for
+from cute_attn.kernels.backward_sm90_follow import follow
 from cute_attn.kernels.backward_sm90_layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90_load import load_all
 from cute_attn.kernels.backward_sm90_parts import (
@@ -101,7 +103,7 @@ from cute_attn.kernels.backward_sm90_parts import (
     Work,
     shared_memory,
 )
-from cute_attn.kernels.backward_sm90_store import store_bias_gradients, store_keys
+from cute_attn.kernels.backward_sm90_store import StoringBiasGradients, store_keys
 from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
@@ -149,12 +151,13 @@ class BackwardSm90(BackwardSm90Layouts):
         """Whether a register that lasts through the main loop is one too many, as compilers showed."""
         traits, wide = self.traits, self.tile.tile_m == 128
         both = traits.windowed and traits.varlen
-        return both or (wide and (traits.windowed or traits.varlen or traits.alibi))
+        return both or (wide and bool(traits.windowed or traits.varlen or traits.alibi or traits.dropout))
 
     @property
     def reads_lse_first(self) -> bool:
         """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
-        return not (self.stages_bias or self.traits.dropout or self.traits.softcap)
+        draws = self.traits.dropout and not self.tile.mask_warps
+        return not (self.stages_bias or draws or self.traits.softcap)
 
     @property
     def dp_starts_from_d(self) -> bool:
@@ -256,8 +259,11 @@ class BackwardSm90(BackwardSm90Layouts):
             with cute.arch.elect_one():
                 for ring in (shared.ring_v, shared.ring_q, shared.ring_do):
                     ring.init(4 * self.tile.warpgroups)
-                others = self.stores_bias_gradient + self.tile.dq_bulk  # warps that read the board
+                # warps that read the board
+                others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
                 shared.ring_k.init(4 * self.tile.warpgroups + others)
+                if cutlass.const_expr(self.tile.mask_warps > 0):
+                    shared.ring_mask.init(4 * self.tile.warpgroups, fillers=self.tile.mask_warps)
                 shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
                 shared.outbox.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
@@ -270,10 +276,14 @@ class BackwardSm90(BackwardSm90Layouts):
                 load_all(self, problem, inputs, outputs, shared)
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
-                    store_bias_gradients(self, problem, outputs, shared)
+                    follow(self, problem, shared, StoringBiasGradients(self, outputs, shared))
             if cutlass.const_expr(self.tile.dq_bulk):
                 if warp == 2:
-                    add_all_dq(self, problem, outputs, shared)
+                    follow(self, problem, shared, AddingDq(self, problem, outputs, shared))
+            if cutlass.const_expr(self.tile.mask_warps > 0):
+                first = 4 - self.tile.mask_warps
+                if warp >= first:
+                    follow(self, problem, shared, Drawing(self, problem, shared, warp - first))
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -402,9 +412,9 @@ class BackwardSm90(BackwardSm90Layouts):
         """One query block."""
         shared, n = work.shared, work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
+        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
 
-        drawn, lse = self.beside_products(work, scores, lse, n)
+        drawn, lse = self.beside_products(work, scores, drawn, lse, n)
         warpgroup.wait_group(1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(not self.tile.p_in_smem):
@@ -450,11 +460,11 @@ class BackwardSm90(BackwardSm90Layouts):
         n = work.filling(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
         acc_dq = self.dq_accumulator()
-        lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
+        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
         if cutlass.const_expr(late == 1):
             self.start_dq_late(work, acc_dq, block - 1)
 
-        drawn, lse = self.beside_products(work, scores, lse, n)
+        drawn, lse = self.beside_products(work, scores, drawn, lse, n)
         warpgroup.wait_group(2 if late == 1 else 1)
         saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
         if cutlass.const_expr(late == 2):
@@ -497,13 +507,13 @@ class BackwardSm90(BackwardSm90Layouts):
 
     @cute.jit
     def beside_products(
-        self, work: Work, scores: ScoreTile, lse: cute.Tensor | None, n: Int32
+        self, work: Work, scores: ScoreTile, drawn: tuple | None, lse: cute.Tensor | None, n: Int32
     ) -> tuple[tuple, cute.Tensor | None]:
-        """While S and dP run: dropout's mask, and then the log-sum-exps that there had been no registers for."""
-        drawn = self.epilogues.draw(work.state, scores)
+        """While S and dP run: what was not read before. Dropout's mask is drawn, and then log-sum-exps are read."""
+        mask = self.epilogues.draw(work.state, scores) if drawn is None else drawn
         if cutlass.const_expr(lse is None and not self.stages_bias):
             lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
-        return drawn, lse
+        return mask, lse
 
     @cute.jit
     def to_probabilities(
@@ -519,7 +529,7 @@ class BackwardSm90(BackwardSm90Layouts):
     ) -> tuple:
         """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits.
 
-        With ``p_rounded`` that is P, marked where it is dropped: dS needs all of it, and leaves keep * P.
+        With ``p_rounded`` that is all of P, which dS needs, and leaves keep * P.
 
         lse: or None to read it only here, where what a staged bias was read into is free again.
         """
@@ -528,9 +538,7 @@ class BackwardSm90(BackwardSm90Layouts):
             lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
         probabilities(scores, lse, work.scale_log2)
         p = rounded(acc_s, self.dtype)
-        if cutlass.const_expr(self.tile.p_rounded):
-            self.epilogues.mark_drawn(drawn, work.score_map.view(p))
-        else:
+        if cutlass.const_expr(not self.tile.p_rounded):
             self.epilogues.zero_dropped(drawn, work.score_map.view(p))
         return saved, p
 
@@ -553,7 +561,8 @@ class BackwardSm90(BackwardSm90Layouts):
             minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, opaque(n))
         ds_tile, p16 = scores.of(work.score_map.view(acc_dp)), work.score_map.view(p)
         if cutlass.const_expr(self.tile.p_rounded and bool(self.traits.dropout)):
-            marked_score_gradient(p16, ds_tile.acc, minus_d)
+            zero_pair = functools.partial(self.epilogues.zero_pair, drawn)
+            dropped_score_gradient(p16, ds_tile.acc, minus_d, zero_pair)
         else:
             self.epilogues.zero_dropped(drawn, ds_tile.acc)
             score_gradient(Widened(p16) if self.tile.p_rounded else scores.acc, ds_tile.acc, minus_d)
@@ -563,13 +572,15 @@ class BackwardSm90(BackwardSm90Layouts):
     @cute.jit
     def start_s_and_dp(
         self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
-    ) -> cute.Tensor | None:
-        """S and dP of a query block; the result is its rows' log-sum-exps, or None where they have to wait.
+    ) -> tuple[tuple | None, cute.Tensor | None]:
+        """S and dP of a query block; the result is its mask and its rows' log-sum-exps, or None for what has to wait.
 
         What threads read of shared memory they read first: loads wait in the same queue as products.
         """
         op, shared, n = work.fragments, work.shared, work.filling(block)
-        lse = None
+        drawn, lse = None, None
+        if cutlass.const_expr(self.tile.mask_warps > 0):
+            drawn = drawn_for(self, work, n)
         shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
         if cutlass.const_expr(self.reads_lse_first):
@@ -584,7 +595,7 @@ class BackwardSm90(BackwardSm90Layouts):
             shared.ring_do.wait(n)
         self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
         work.turns.give()
-        return lse
+        return drawn, lse
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""

@@ -1,5 +1,7 @@
 """How dQ leaves the Hopper backward: added to fp32 memory, by the threads that computed it or by a warp of its own."""
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
@@ -44,25 +46,31 @@ def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -
     stage_fragment(acc_dq, work.shared.s_dq, varying(work.thread, block), kernel.tile.dq_vector)
 
 
-@cute.jit
-def add_all_dq(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared) -> None:
-    """By one warp: add dQ of all query blocks, as the computing warps hand it over."""
-    group = problem.qheads_per_kvhead
-    floats = block_floats(kernel.traits, kernel.tile)
-    n, i = Int32(0), Int32(0)
-    while shared.board.holds(i):
-        place = shared.board.take(i, problem.seqlens)
-        blocks = kernel.query_blocks(problem, place)
-        for h in cutlass.range(group, unroll=1):
-            head_dq = dq_of_head(kernel, problem, outputs, place, place.head_kv * group + h)
-            for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                block = blocks.turned(step)
-                shared.outbox.wait_full(n)
-                with cute.arch.elect_one():
-                    add_staged(shared.s_dq, head_dq + Int64(block) * floats, floats)
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    shared.outbox.sent()
-                n += 1
-        with cute.arch.elect_one():  # what the next key block adds to the same place comes after it
+@dataclass(frozen=True)
+class AddingDq:
+    """One warp adds dQ of all query blocks to memory, as the computing warps hand it over."""
+
+    kernel: Constexpr
+    problem: Problem
+    outputs: Outputs
+    shared: Shared
+
+    def head(self, place: KeyBlock, head: Int32) -> cute.Pointer:
+        """Where the first query block's is added."""
+        return dq_of_head(self.kernel, self.problem, self.outputs, place, head)
+
+    @cute.jit
+    def step(self, head_dq: cute.Pointer, place: KeyBlock, block: Int32, n: Int32) -> None:
+        """Wait for dQ, and add it."""
+        floats = block_floats(self.kernel.traits, self.kernel.tile)
+        self.shared.outbox.wait_full(n)
+        with cute.arch.elect_one():
+            add_staged(self.shared.s_dq, head_dq + Int64(block) * floats, floats)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.shared.outbox.sent()
+
+    @cute.jit
+    def leave(self) -> None:
+        """What the next key block adds to the same place comes after it."""
+        with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)
-        i += 1

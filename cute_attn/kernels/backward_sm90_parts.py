@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, cute, memory
+from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import Board
@@ -32,10 +32,12 @@ class Shared:
     s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
+    s_mask: cute.Tensor  # 16 bits, (2, thread, word, stage); unused without mask_warps
     ring_k: Ring
     ring_v: Ring
     ring_q: Ring
     ring_do: Ring
+    ring_mask: Ring
     exchange: Exchange  # of s_ds, if tile.dq_late
     outbox: Outbox  # of s_dq
     board: Board
@@ -139,6 +141,7 @@ def shared_memory(kernel: Any) -> Shared:
     if kernel.stages_bias:
         s_bias = operand("bias", kernel.layout_bias(), CUTE_DTYPES[kernel.traits.bias])
         bias = StagedQueries(s_bias, kernel.stores_bias_gradient)
+    mask = cute.make_layout((2, tile.mma_threads, tile.mask_words, tile.MASK_STAGES))
     barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
     rings: list[Ring] = []
     for stages, fill_bytes in (
@@ -146,6 +149,7 @@ def shared_memory(kernel: Any) -> Shared:
         (1, 2 * tile.tile_n * dv),
         (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.fill_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
+        (tile.MASK_STAGES, 0),
     ):
         rings.append(Ring(barriers, stages, fill_bytes))
         barriers = barriers + Ring.barrier_bytes(stages) // 8
@@ -160,10 +164,12 @@ def shared_memory(kernel: Any) -> Shared:
         cute.recast_ptr(start["dq"], dtype=Float32),
         rows("lse", tile.num_stages_q),
         rows("minus_d", tile.num_stages_do),
+        cute.make_tensor(cute.recast_ptr(start["mask"], dtype=Int16), mask),
         rings[0],
         rings[1],
         rings[2],
         rings[3],
+        rings[4],
         Exchange(barriers),
         Outbox(barriers + 2),
         Board(cute.recast_ptr(barriers + 4, dtype=Int32), rings[0]),

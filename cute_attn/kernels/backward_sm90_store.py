@@ -1,5 +1,7 @@
 """How dK and dV of a key block leave the Hopper backward's registers."""
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
@@ -54,29 +56,33 @@ def store_keys(
     shared.ring_v.release(i)
 
 
-@cute.jit
-def store_bias_gradients(kernel: Constexpr, problem: Problem, outputs: Outputs, shared: Shared) -> None:
-    """By one warp: dS of every step, as soon as all warpgroups have written theirs, as the bias's gradient.
+@dataclass(frozen=True)
+class StoringBiasGradients:
+    """One warp stores dS of every step as the bias's gradient, as soon as all warpgroups have written theirs.
 
     The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``Exchange``.
     """
-    group = problem.qheads_per_kvhead
-    shape = (kernel.tile.tile_m, kernel.tile.tile_n)
-    n, i = Int32(0), Int32(0)
-    while shared.board.holds(i):
-        place = shared.board.take(i, problem.seqlens)
-        blocks = kernel.query_blocks(problem, place)
-        for h in cutlass.range(group, unroll=1):
-            tma, head = outputs.tma_dbias, place.head_kv * group + h
-            tiles = columns_of(tma, place.block, head, place.batch, shape)
-            for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                block = blocks.turned(step)
-                shared.exchange.arrive(n)
-                shared.exchange.wait(n)
-                tma.store(shared.s_ds[None, None, kernel.ds_stage(n)], tiles, block)
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                n += 1
-        i += 1
+
+    kernel: Constexpr
+    outputs: Outputs
+    shared: Shared
+
+    def head(self, place: KeyBlock, head: Int32) -> cute.Tensor:
+        """The key block's columns of the gradient."""
+        shape = (self.kernel.tile.tile_m, self.kernel.tile.tile_n)
+        return columns_of(self.outputs.tma_dbias, place.block, head, place.batch, shape)
+
+    @cute.jit
+    def step(self, tiles: cute.Tensor, place: KeyBlock, block: Int32, n: Int32) -> None:
+        """Wait for dS, and store it."""
+        self.shared.exchange.arrive(n)
+        self.shared.exchange.wait(n)
+        ds = self.shared.s_ds[None, None, self.kernel.ds_stage(n)]
+        self.outputs.tma_dbias.store(ds, tiles, block)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def leave(self) -> None:
+        """All has been read, which is enough."""
 
 
 @cute.jit

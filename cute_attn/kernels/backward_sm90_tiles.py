@@ -12,7 +12,17 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
     or a late dQ would have; how many a user's needs, nobody knows here.
     """
-    return [*staged_tiles(traits), *_other_tiles(traits)]
+    return [_drawn_ahead(tile, traits) for tile in (*staged_tiles(traits), *_other_tiles(traits))]
+
+
+def _drawn_ahead(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
+    """Flash's mask by all warps that have nothing else to do.
+
+    Not beside a staged bias with its gradient, which leave threads no register for where the mask lies.
+    """
+    if traits.dropout != "flash" or tile.p_in_smem or (tile.bias_stages and traits.bias_grad):
+        return tile
+    return dataclasses.replace(tile, mask_warps=tile.idle_warps(traits))
 
 
 def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:
@@ -44,7 +54,7 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Without."""
     d = _wider_dim(traits)
     heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
-    laden = heavy or traits.softcap or traits.dropout
+    laden = heavy or traits.softcap
     narrow = BackwardSm90Tile(64, 128)
     late = dataclasses.replace(narrow, p_rounded=True, dq_late=2)
     if d <= 64:
@@ -59,18 +69,20 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
         wide = dataclasses.replace(
             late,
             tile_m=128,
-            dq_bulk=banded and not traits.varlen,
-            take_turns=True,
+            dq_bulk=banded and not traits.varlen and not traits.dropout,
+            take_turns=not traits.dropout,
             staggered=True,
         )
+        if traits.dropout and (traits.windowed or traits.varlen or traits.alibi or traits.seqused_q):
+            return [late, beside_products]
         return [wide, beside_products]
     if d <= 128:
         # Which leaves no register for an epilogue beside a late dQ.
         packed_window = traits.windowed and traits.varlen
-        if not (heavy or traits.softcap or traits.alibi or (traits.dropout and packed_window)):
-            return [dataclasses.replace(late, take_turns=traits.causal or bool(traits.dropout)), narrow]
+        if not (heavy or traits.softcap or traits.alibi):
+            return [dataclasses.replace(late, take_turns=traits.causal), narrow]
         fewer = BackwardSm90Tile(48, 128, dq_transposed=True)
-        if d == 128 and heavy:
+        if d == 128 and (heavy or (traits.softcap and traits.dropout)):
             return [fewer, narrow]
         if d == 128 and not (traits.dropout or traits.alibi or packed_window):  # softcap alone
             return [dataclasses.replace(fewer, dq_late=2), narrow]

@@ -208,6 +208,8 @@ class BackwardSm90Tile(Tile):
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
             Q; 0: threads read the bias from global memory. With ``dq_late``, TMA also takes its gradient from where dS
             lies, if that is the same. Rows of both must then be as those of q are.
+        mask_warps: warps of the loading warpgroup that draw flash's dropout mask, at most 3, 1 beside ``dq_bulk``, 2
+            beside the gradient of ``bias_stages``; 0: threads draw what they need themselves. Not with ``p_in_smem``.
         persistent: a block of threads for each multiprocessor takes key blocks until there are none left, so that the
             next one's first loads run while dK and dV are on their way out. Otherwise each has its own.
         staggered: where every key block is seen by all queries, blocks of threads walk over these from different ones
@@ -228,10 +230,12 @@ class BackwardSm90Tile(Tile):
     dq_late: int = 0
     take_turns: bool = False
     bias_stages: int = 0
+    mask_warps: int = 0
     persistent: bool = True
     staggered: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
+    MASK_STAGES: ClassVar[int] = 2
 
     @property
     def mma_threads(self) -> int:
@@ -241,7 +245,13 @@ class BackwardSm90Tile(Tile):
     def for_convert(self) -> "BackwardSm90Tile":
         """The tile that the convert takes beside this one: the same, but for what dQ's order in memory is not of."""
         return dataclasses.replace(
-            self, bias_stages=0, dq_bulk=False, take_turns=False, persistent=True, staggered=False
+            self,
+            bias_stages=0,
+            mask_warps=0,
+            dq_bulk=False,
+            take_turns=False,
+            persistent=True,
+            staggered=False,
         )
 
     @property
@@ -282,6 +292,15 @@ class BackwardSm90Tile(Tile):
         """Numbers from one stage of the rows' log-sum-exps or D to the next: TMA writes to multiples of 128 bytes."""
         return -(-self.tile_m // 32) * 32
 
+    def idle_warps(self, traits: Traits) -> int:
+        """Warps of the loading warpgroup that have nothing else to do."""
+        return 1 if self.dq_bulk else 2 if self.bias_stages and traits.bias_grad else 3
+
+    @property
+    def mask_words(self) -> int:
+        """Words of dropout's mask that a thread has of a step; see ``cute_attn.epilogues.dropout_words``."""
+        return -(-self.tile_m // 64)
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of everything in shared memory. dV takes over V, and dK what ``dk_leaves_k`` says."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -297,6 +316,7 @@ class BackwardSm90Tile(Tile):
             "dq": 4 * self.tile_m * d if self.dq_bulk else 0,
             "lse": 4 * self.row_stride * self.num_stages_q,
             "minus_d": 4 * self.row_stride * self.num_stages_do,
+            "mask": 4 * self.mask_words * self.mma_threads * (self.MASK_STAGES if self.mask_warps else 0),
         }
         areas, start = {}, 0
         for name, size in sizes.items():
@@ -364,6 +384,14 @@ class BackwardSm90Tile(Tile):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
         if self.p_rounded and traits.dropout and not self.dq_late:
             return f"p_rounded is true and dq_late 0; accepted: without dropout, not for {traits}"
+        idle = self.idle_warps(traits)
+        if not 0 <= self.mask_warps <= idle or (
+            self.mask_warps and (self.p_in_smem or traits.dropout != "flash")
+        ):
+            return (
+                f"mask_warps is {self.mask_warps}; accepted: 0, or with flash's dropout and p_in_smem=false up to "
+                f"{idle}, for {traits}"
+            )
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
         if self.dq_bulk and self.dq_vector != 4:

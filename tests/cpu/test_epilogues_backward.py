@@ -102,7 +102,7 @@ def compare(name, features, problem, grad_bias=None, **how):
     torch.testing.assert_close(got.p.double(), expected.p, atol=6e-8, rtol=2**-10)
     # A gradient is a difference of two numbers as large as those of P.
     largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
-    rtol = 2**-10 if tiling.traits.softcap or tiling.marks else 1e-5
+    rtol = 2**-10 if tiling.traits.softcap or tiling.p_rounded else 1e-5
     torch.testing.assert_close(got.scores.double() * rescale, expected.scores, atol=largest * 2e-6, rtol=rtol)
     return got, expected
 
@@ -276,10 +276,10 @@ def test_dropout_draws_pytorchs_masks(name, kind):
         ("wgmma1-32x64-transposed", "dropout_mem_efficient"),
     ],
 )
-@pytest.mark.parametrize("marks", [False, True], ids=["zeroed", "marked"])
-def test_dropout_drawn_early(name, kind, marks):
+@pytest.mark.parametrize("p_rounded", [False, True], ids=["fp32", "16 bits"])
+def test_dropout_drawn_early(name, kind, p_rounded):
     """The same masks, a bit an element meanwhile; then as zeros, or as signs of P in 16 bits, which dS is made of."""
-    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True, marks=marks)
+    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True, p_rounded=p_rounded)
 
 
 def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
