@@ -276,6 +276,7 @@ FOR_EVERY_TILE = tuple(
         "causal-d96",
         "causal-d128",
         "causal-d256",
+        "dropout-causal",
         "everything-causal-dropout",
         "everything-window-mem_efficient",
         "varlen-causal",

@@ -151,7 +151,11 @@ class BackwardSm90(BackwardSm90Layouts):
         """Whether a register that lasts through the main loop is one too many, as compilers showed."""
         traits, wide = self.traits, self.tile.tile_m == 128
         both = traits.windowed and traits.varlen
-        return both or (wide and bool(traits.windowed or traits.varlen or traits.alibi or traits.dropout))
+        return (
+            self.reads_ahead
+            or both
+            or (wide and bool(traits.windowed or traits.varlen or traits.alibi or traits.dropout))
+        )
 
     @property
     def reads_lse_first(self) -> bool:
@@ -163,6 +167,17 @@ class BackwardSm90(BackwardSm90Layouts):
     def dp_starts_from_d(self) -> bool:
         """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
         return not self.traits.dropout
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a step ends by waiting for the next one's operands and reading what belongs to their rows.
+
+        Where registers are left for that, which is with few queries; packed sequences have too few steps for it.
+        """
+        tile = self.tile
+        several = min(tile.num_stages_q, tile.num_stages_do) > 1
+        early = bool(tile.dq_late) and self.reads_lse_first and self.dp_starts_from_d
+        return early and several and tile.tile_m <= 64 and not self.traits.varlen
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -314,9 +329,6 @@ class BackwardSm90(BackwardSm90Layouts):
         tile, group = self.tile, problem.qheads_per_kvhead
         if cutlass.const_expr(not self.is_crowded):
             thread = anew(thread)  # or ptxas reads it again where it is needed; see ``varying``
-        score_map = ScoreMap.make(
-            self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
-        )
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         fragments = self.make_fragments(shared, warpgroup_index)
         turns = Turns(warpgroup_index, tile.warpgroups, tile.take_turns)
@@ -325,6 +337,7 @@ class BackwardSm90(BackwardSm90Layouts):
         while shared.board.holds(i):
             place = shared.board.read(i, problem.seqlens)
             blocks = self.query_blocks(problem, place)
+            score_map = self.score_map(varying(thread, i) if self.is_crowded else thread)
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
             shared.ring_v.wait(i)
@@ -353,6 +366,13 @@ class BackwardSm90(BackwardSm90Layouts):
             i += 1
         turns.close()
 
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """Which scores a thread holds."""
+        tile = self.tile
+        return ScoreMap.make(
+            self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
+        )
+
     def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
         """Descriptors of a warpgroup's operands, and its registers."""
         tile, (d, dv), turn = self.tile, self.dims, layouts.transposed
@@ -378,6 +398,7 @@ class BackwardSm90(BackwardSm90Layouts):
             dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
             cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
+            *(cute.make_rmem_tensor(cute.make_layout(tile.tile_m // 4), Float32) for _ in range(2)),
         )
 
     @cute.jit
@@ -443,6 +464,8 @@ class BackwardSm90(BackwardSm90Layouts):
         """All query blocks of one head, the first one by itself because there is none before it; then the last dQ."""
         begin, end = work.blocks.begin, work.blocks.end
         if begin < end:
+            if cutlass.const_expr(self.reads_ahead):
+                self.read_ahead(work, begin)
             self.step_late(work, begin, True, first=True)
             self.steps(work, begin + 1, full_begin, True)
             self.steps(work, cutlass.max(full_begin, begin + 1), full_end, False)
@@ -490,6 +513,10 @@ class BackwardSm90(BackwardSm90Layouts):
             add_dq(self, work, acc_dq, block - 1)
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
+        if cutlass.const_expr(
+            self.reads_ahead
+        ):  # before anything is released: the last step reads its own rows again
+            self.read_ahead(work, cutlass.min(block + 1, work.blocks.end - 1))
         shared.ring_do.release_read(n)
         warpgroup.wait_group(0)
         shared.ring_q.release_read(n)
@@ -581,11 +608,16 @@ class BackwardSm90(BackwardSm90Layouts):
         drawn, lse = None, None
         if cutlass.const_expr(self.tile.mask_warps > 0):
             drawn = drawn_for(self, work, n)
-        shared.ring_q.wait(n)
+        if cutlass.const_expr(not self.reads_ahead):
+            shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
-        if cutlass.const_expr(self.reads_lse_first):
+        if cutlass.const_expr(self.reads_ahead):
+            lse = cute.make_rmem_tensor_like(op.lse)
+            lse.store(op.lse.load())
+            start_from(work.score_map.view(acc_dp), op.minus_d)
+        elif cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
-        if cutlass.const_expr(self.dp_starts_from_d):
+        if cutlass.const_expr(self.dp_starts_from_d and not self.reads_ahead):
             shared.ring_do.wait(n)
             minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
             start_from(work.score_map.view(acc_dp), minus_d)
@@ -596,6 +628,15 @@ class BackwardSm90(BackwardSm90Layouts):
         self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
         work.turns.give()
         return drawn, lse
+
+    @cute.jit
+    def read_ahead(self, work: Work, block: Int32) -> None:
+        """Wait for a query block's operands, and read its rows' log-sum-exps and D."""
+        shared, n = work.shared, work.filling(block)
+        shared.ring_q.wait(n)
+        work.fragments.lse.store(self.row_values(work, shared.s_lse, shared.ring_q, n).load())
+        shared.ring_do.wait(n)
+        work.fragments.minus_d.store(self.row_values(work, shared.s_minus_d, shared.ring_do, n).load())
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""

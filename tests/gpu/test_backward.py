@@ -29,7 +29,7 @@ from tests.problem import Case, Problem, Start
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = launch.new_empty_strided
-_BARE = "dq_bulk=false,take_turns=false"
+_BARE = "dq_bulk=false,take_turns=false,mask_warps=0"
 _PLAIN = "p_in_regs=false,k_in_regs=false,v_in_regs=false,queries_at_once=0"
 TILES = {
     "sm80": (
@@ -64,6 +64,10 @@ TILES = {
         "persistent=false",
         "persistent=false,staggered=true",
         "staggered=true",
+        "mask_warps=1",
+        "take_turns=false,dq_bulk=true,mask_warps=1",
+        "mask_warps=2",
+        "dq_bulk=false,take_turns=false,mask_warps=3,warpgroups=1,tile_m=64,tile_n=64,dq_late=0,p_rounded=false",
     ),
 }
 
