@@ -592,9 +592,7 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
         lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
-    loaded, drawn = chain.load(walk.state, tile), ()
-    if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
-        drawn = chain.draw(walk.state, tile)
+    loaded, drawn = chain.load(walk.state, tile), chain.draw(walk.state, tile)
     _copy(walk.part(buffers.products, thread, block), acc)
     saved = chain.forward(walk.state, tile, loaded, False)
     if masked:
@@ -606,11 +604,8 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
         zero_pair = functools.partial(chain.zero_pair, drawn)
         dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, zero_pair)
     else:
-        if cutlass.const_expr(getattr(walk.kernel, "draws_early", False)):
-            chain.zero_dropped(drawn, score_map.view(p))
-            chain.zero_dropped(drawn, score_map.view(dp))
-        else:
-            chain.drop_both(walk.state, tile, score_map.view(p), score_map.view(dp))
+        chain.zero_dropped(drawn, score_map.view(p))
+        chain.zero_dropped(drawn, score_map.view(dp))
         score_gradient(tile.acc, score_map.view(dp), minus_d)
     chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
     _copy(p, walk.part(buffers.p, thread, block))

@@ -30,15 +30,13 @@ class TileSize:
 class Tiling:
     """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
 
-    transposed: the MMA is that of K Q^T. draws_early: dropout's mask is drawn before it. p_rounded: dS
-    is computed from P in 16 bits.
+    transposed: the MMA is that of K Q^T. p_rounded: dS is computed from P in 16 bits.
     """
 
     tile: TileSize
     make: Callable[[TileSize], Any]
     traits: Traits | None = None
     transposed: bool = False
-    draws_early: bool = False
     p_rounded: bool = False
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":

@@ -172,18 +172,10 @@ class EpilogueChain:
         if self.dropout and state.dropout:
             self.dropout.forward(state.dropout, tile, p)
 
-    def drop_both(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor, dp: cute.Tensor) -> None:
-        """Zero the dropped elements of p, P in 16 bits as (rows, cols), and of dp, fp32 as (rows, cols).
-
-        As all that handles a tile, to be done by whole warps: lanes exchange numbers.
-        """
-        if self.dropout and state.dropout:
-            self.dropout.forward_both(state.dropout, tile, p, dp)
-
     def draw(self, state: ScoreState, tile: ScoreTile) -> tuple:
         """Dropout's mask of a tile in few registers, to be had while products are still running; () without dropout.
 
-        For :meth:`zero_dropped`, which then does what :meth:`drop_both` does. ``tile.acc`` is not looked at.
+        For :meth:`zero_dropped`. ``tile.acc`` is not looked at. By whole warps: lanes exchange numbers.
         """
         if self.dropout and state.dropout:
             return self.dropout.draw(state.dropout, tile)

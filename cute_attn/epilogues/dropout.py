@@ -132,21 +132,10 @@ class Dropout:
         """Set the sign bit of the dropped elements of p."""
         self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & Int32(0x80008000 - (1 << 32))))
 
-    def forward_both(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, dp: cute.Tensor) -> None:
-        """Zero the dropped elements of p as in ``forward``, and of dp, (rows, cols) of fp32."""
-        pairs, singles = _as_words(p), _as_words(dp)
-        for first, second, dropped in self._masks(state, tile):
-            pair = _pair_index(p, first, second)
-            pairs[pair] = pairs[pair] & ~dropped
-            for element, selector in ((first, 0x9999), (second, 0xBBBB)):  # a half's sign, four times over
-                index = cute.crd2idx(element, dp.layout)
-                singles[index] = singles[index] & ~byte_permute(dropped, dropped, selector)
-
     def draw(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
         """The tile's mask, a bit an element in words of 16 pairs: for ``zero_dropped``, when there is what to drop.
 
-        That and this take together some more instructions than ``forward_both``, but only a quarter of them is left
-        once the products are there.
+        Drawn before the products are there, or while they run, it takes next to no registers beside them.
         """
         drawn: dict[int, Int32] = {}
         for first, second, dropped in self._masks(state, tile):

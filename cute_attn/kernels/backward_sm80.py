@@ -541,7 +541,9 @@ class BackwardSm80:
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         acc_s.fill(0.0)
-        loaded = ()
+        loaded, drawn = (), ()
+        if cutlass.const_expr(bool(traits.dropout)):  # while few registers hold anything
+            drawn = chain.draw(work.state, self.score_tile(work, block, piece, acc_s))
         if cutlass.const_expr(chain.modifiers):
             loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
         unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
@@ -569,11 +571,12 @@ class BackwardSm80:
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
         dp = self.score_tile(work, block, piece, acc_dp)
-        chain.drop_both(work.state, dp, self.by_rows(op, p), dp.acc)
+        chain.zero_dropped(drawn, self.by_rows(op, p))
         if cutlass.const_expr(op.p_out is None):
             gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
+        chain.zero_dropped(drawn, dp.acc)
         score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(work.state, dp, saved)
         ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)

@@ -276,10 +276,9 @@ def test_dropout_draws_pytorchs_masks(name, kind):
         ("wgmma1-32x64-transposed", "dropout_mem_efficient"),
     ],
 )
-@pytest.mark.parametrize("p_rounded", [False, True], ids=["fp32", "16 bits"])
-def test_dropout_drawn_early(name, kind, p_rounded):
-    """The same masks, a bit an element meanwhile; then as zeros, or as signs of P in 16 bits, which dS is made of."""
-    check_mask(name, kind, 65, 131, 0.5, (-5, 7), draws_early=True, p_rounded=p_rounded)
+def test_dropout_of_probabilities_in_16_bits(name, kind):
+    """dS is made of what is dropped only afterwards."""
+    check_mask(name, kind, 65, 131, 0.5, (-5, 7), p_rounded=True)
 
 
 def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
