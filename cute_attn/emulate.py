@@ -199,8 +199,7 @@ def differentiate_on_host(
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
-            ``transposed``, that is the MMA of K Q^T, and with ``draws_early`` dropout's mask is drawn before it,
-            and with ``p_rounded`` as well dS is computed from P in 16 bits.
+            ``transposed``, that is the MMA of K Q^T, and with ``p_rounded`` dS is computed from P in 16 bits.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.

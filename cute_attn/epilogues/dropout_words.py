@@ -1,12 +1,12 @@
 """Dropout's mask drawn by one warp for others, which hold scores transposed as wgmma leaves them.
 
 Of 64 keys that a warpgroup computes, lane l of warp w has keys 16 w + l / 4 and 8 more, and of every 8 queries the two
-from 2 (l % 4) on. A *word* is what a thread has of 64 queries, 32 bits of which one says that its element is dropped.
-Query 16 z + 8 h + 2 (l % 4) + i and key 8 k + l / 4 are bit 16 i + 8 h + 2 z + k: pairs of neighbouring queries, which
-share a register of P, are 16 bits apart, as ``cute_attn.epilogues.dropout`` has its masks.
+from 2 (l % 4) on. A *word* is what a thread has of 64 queries: 32 bits, each of which says that an element is dropped.
+Query 16 z + 8 h + 2 (l % 4) + i and key 16 w + 8 k + l / 4 are bit 16 i + 8 h + 2 z + k: pairs of neighbouring queries,
+which share a register of P, are 16 bits apart, as ``cute_attn.epilogues.dropout`` has its masks.
 
-A flash call's 16 bytes belong to threads of two warps, which would have to draw all of it each. A warp that draws for
-all of them makes every call once; and it does so in the time in which it, or they, would otherwise wait.
+A flash call's 16 bytes belong to threads of two warps, each of which would have to draw all of it. A warp that draws
+for all of them makes every call once, in time that it would otherwise have waited.
 """
 
 import cutlass
@@ -26,11 +26,6 @@ from cute_attn.epilogues.dropout import (
 QUERIES = 64  # of a word
 UNIT_KEYS = 32  # that a warp draws at a time
 _TOP_BITS = 0x80808080 - (1 << 32)
-
-
-def words_per_thread(tile_m: int) -> int:
-    """Words that a thread has of a tile's queries."""
-    return -(-tile_m // QUERIES)
 
 
 @cute.jit
@@ -53,7 +48,7 @@ def draw_words(
         row0, col0: the tile's first query and key, whole blocks of the mask.
         lane: the thread's in its warp.
     """
-    for word in cutlass.range_constexpr(words_per_thread(tile_m)):
+    for word in cutlass.range_constexpr(cute.size(halves, mode=[2])):
         blocks = min(QUERIES, tile_m - QUERIES * word) // FLASH_BLOCK[0]
         first = (row0 >> 4) + QUERIES // FLASH_BLOCK[0] * word
         _draw_blocks(state, halves[None, None, word], first, (col0 >> 5) + unit, unit, blocks, lane)

@@ -14,6 +14,8 @@ walks over the query blocks that see them, of every query head of the group. A s
     dV += P^T dO; dK += dS^T Q
     dQ[i] += dS K                                   fp32 reductions into global memory
 
+Dropout's mask is drawn before S, when few registers hold anything, and is a bit an element until it is needed.
+
 With ``p_in_regs`` the scores are computed transposed and P and dS are operands of dV and dK as they are: only dS passes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 

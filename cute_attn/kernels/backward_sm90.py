@@ -41,8 +41,12 @@ same time, and one's products run beside another's exponentials:
     wait for dV and dK
 
 What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
-reads its rows' log-sum-exps before S, dS is stored before dV and dQ added before dK; and D costs nothing, since dP
-starts from -D instead of 0 (without dropout, which zeroes dP but not D).
+reads its rows' log-sum-exps before S, or where registers are left at the end of the step before (``reads_ahead``); dS
+is stored before dV and dQ added before dK; and D costs nothing, since dP starts from -D instead of 0 (without dropout,
+which zeroes dP but not D).
+
+With ``mask_warps``, warps of the loading warpgroup that would only wait draw flash's dropout mask ahead of the steps: a
+bit an element in shared memory, as the threads hold them.
 
 With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the loading warpgroup
 adds it to memory with one bulk reduction a step. Otherwise they add their registers.
@@ -172,7 +176,7 @@ class BackwardSm90(BackwardSm90Layouts):
     def reads_ahead(self) -> bool:
         """Whether a step ends by waiting for the next one's operands and reading what belongs to their rows.
 
-        Where registers are left for that, which is with few queries; packed sequences have too few steps for it.
+        Where registers are left for that, which is with few queries. With packed sequences it was no faster.
         """
         tile = self.tile
         several = min(tile.num_stages_q, tile.num_stages_do) > 1

@@ -10,7 +10,7 @@ import layouts
 from cute_attn import reference
 from cute_attn.device.score_tile import ScoreContext, ScoreMap
 from cute_attn.epilogues.dropout import Dropout
-from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words, words_per_thread
+from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words
 from cute_attn.epilogues.inputs import ScoreInputs
 
 NHEADS, PLACE = 3, (1, 2)  # batch and head
@@ -44,7 +44,7 @@ def draw(
         acc = cute.make_rmem_tensor(fragment, Float32)
         acc.fill(1.0)
         tile = score_map.tile(acc, Int32(0), Int32(0))
-        dropout.zero_dropped(tuple(words[0, thread, w] for w in range(words_per_thread(tile_m))), tile.acc)
+        dropout.zero_dropped(tuple(words[0, thread, w] for w in range(cute.size(words, mode=[2]))), tile.acc)
         for r in cutlass.range_constexpr(len(tile.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
                 mask[tile.row0 + tile.rows[r], tile.col0 + tile.cols[c]] = tile.acc[r, c]
@@ -55,7 +55,7 @@ def draw(
 def test_words_are_the_masks_pytorch_draws(offset, dropout_p, tile_m, tile_n):
     seqlen_q, seqlen_k, corner = 640, 999, (3 * tile_m, tile_n)
     state = torch.tensor([2**40 + 7, offset])
-    halves = torch.full((2, tile_n * 2, words_per_thread(tile_m)), -1, dtype=torch.int16)
+    halves = torch.full((2, tile_n * 2, -(-tile_m // 64)), -1, dtype=torch.int16)
     # Colexicographic, as the kernel has it: both halves of a word side by side.
     halves = halves.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     mask = torch.full((tile_m, tile_n), torch.nan)
