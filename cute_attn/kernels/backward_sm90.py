@@ -92,11 +92,11 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
+from cute_attn.kernels.backward_sm90_choices import BackwardSm90Choices
 from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
 from cute_attn.kernels.backward_sm90_dq import AddingDq, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90_draw import Drawing, drawn_for
 from cute_attn.kernels.backward_sm90_follow import follow
-from cute_attn.kernels.backward_sm90_layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90_load import load_all
 from cute_attn.kernels.backward_sm90_parts import (
     Fragments,
@@ -114,7 +114,7 @@ from cute_attn.traits import Traits
 
 
 @dataclass(frozen=True)
-class BackwardSm90(BackwardSm90Layouts):
+class BackwardSm90(BackwardSm90Choices):
     """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
 
     # ---- what it serves ----
@@ -135,58 +135,6 @@ class BackwardSm90(BackwardSm90Layouts):
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
         return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
-
-    @property
-    def stages_bias(self) -> bool:
-        """Whether TMA brings the bias: its strides and its address then have to be as those of q, k and v."""
-        return self.tile.bias_stages > 0
-
-    @property
-    def stores_bias_gradient(self) -> bool:
-        """Whether TMA stores the bias's gradient from where dS lies: as it reads the bias, and not broadcast."""
-        traits, same = (
-            self.traits,
-            self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient,
-        )
-        return self.stages_bias and traits.bias_grad and same and self.tile.dq_late > 0
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether a register that lasts through the main loop is one too many, as compilers showed."""
-        traits, wide = self.traits, self.tile.tile_m == 128
-        both = traits.windowed and traits.varlen
-        return (
-            self.reads_ahead
-            or both
-            or (wide and bool(traits.windowed or traits.varlen or traits.alibi or traits.dropout))
-        )
-
-    @property
-    def reads_lse_first(self) -> bool:
-        """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
-        draws = self.traits.dropout and not self.tile.mask_warps
-        return not (self.stages_bias or draws or self.traits.softcap)
-
-    @property
-    def dp_starts_from_d(self) -> bool:
-        """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
-        return not self.traits.dropout
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether a step ends by waiting for the next one's operands and reading what belongs to their rows.
-
-        Where registers are left for that, which is with few queries. With packed sequences it was no faster.
-        """
-        tile = self.tile
-        several = min(tile.num_stages_q, tile.num_stages_do) > 1
-        early = bool(tile.dq_late) and self.reads_lse_first and self.dp_starts_from_d
-        return early and several and tile.tile_m <= 64 and not self.traits.varlen
-
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
@@ -517,9 +465,8 @@ class BackwardSm90(BackwardSm90Layouts):
             add_dq(self, work, acc_dq, block - 1)
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
-        if cutlass.const_expr(
-            self.reads_ahead
-        ):  # before anything is released: the last step reads its own rows again
+        if cutlass.const_expr(self.reads_ahead):
+            # Before anything is released: after the last block, that is read again.
             self.read_ahead(work, cutlass.min(block + 1, work.blocks.end - 1))
         shared.ring_do.release_read(n)
         warpgroup.wait_group(0)
