@@ -22,7 +22,7 @@ def _drawn_ahead(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
     """
     if traits.dropout != "flash" or tile.p_in_smem or (tile.bias_stages and traits.bias_grad):
         return tile
-    return dataclasses.replace(tile, mask_warps=tile.idle_warps(traits))
+    return dataclasses.replace(tile, mask_warps=tile.idle_warps)
 
 
 def staged_tiles(traits: Traits) -> list[BackwardSm90Tile]:

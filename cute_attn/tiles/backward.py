@@ -208,8 +208,8 @@ class BackwardSm90Tile(Tile):
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
             Q; 0: threads read the bias from global memory. With ``dq_late``, TMA also takes its gradient from where dS
             lies, if that is the same. Rows of both must then be as those of q are.
-        mask_warps: warps of the loading warpgroup that draw flash's dropout mask, at most 3, 1 beside ``dq_bulk``, 2
-            beside the gradient of ``bias_stages``; 0: threads draw what they need themselves. Not with ``p_in_smem``.
+        mask_warps: warps of the loading warpgroup that draw flash's dropout mask, at most 3, or 1 beside ``dq_bulk``;
+            0: threads draw what they need themselves. Not with ``p_in_smem``.
         persistent: a block of threads for each multiprocessor takes key blocks until there are none left, so that the
             next one's first loads run while dK and dV are on their way out. Otherwise each has its own.
         staggered: where every key block is seen by all queries, blocks of threads walk over these from different ones
@@ -292,9 +292,10 @@ class BackwardSm90Tile(Tile):
         """Numbers from one stage of the rows' log-sum-exps or D to the next: TMA writes to multiples of 128 bytes."""
         return -(-self.tile_m // 32) * 32
 
-    def idle_warps(self, traits: Traits) -> int:
-        """Warps of the loading warpgroup that have nothing else to do."""
-        return 1 if self.dq_bulk else 2 if self.bias_stages and traits.bias_grad else 3
+    @property
+    def idle_warps(self) -> int:
+        """Warps of the loading warpgroup that have nothing else to do under dropout."""
+        return 1 if self.dq_bulk else 3
 
     @property
     def mask_words(self) -> int:
@@ -384,13 +385,11 @@ class BackwardSm90Tile(Tile):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
         if self.p_rounded and traits.dropout and not self.dq_late:
             return f"p_rounded is true and dq_late 0; accepted: without dropout, not for {traits}"
-        idle = self.idle_warps(traits)
-        if not 0 <= self.mask_warps <= idle or (
-            self.mask_warps and (self.p_in_smem or traits.dropout != "flash")
-        ):
+        most = 0 if self.p_in_smem or traits.dropout != "flash" else self.idle_warps
+        if not 0 <= self.mask_warps <= most:
             return (
                 f"mask_warps is {self.mask_warps}; accepted: 0, or with flash's dropout and p_in_smem=false up to "
-                f"{idle}, for {traits}"
+                f"{self.idle_warps}, for {traits}"
             )
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
