@@ -24,7 +24,7 @@ from cute_attn.epilogues.dropout import (
 )
 
 QUERIES = 64  # of a word
-UNIT_KEYS = 32  # that a warp draws at a time
+UNIT_KEYS = FLASH_BLOCK[1]  # that a warp draws at a time
 _TOP_BITS = 0x80808080 - (1 << 32)
 
 

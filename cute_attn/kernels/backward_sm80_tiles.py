@@ -20,7 +20,8 @@ def _burden(traits: Traits) -> int:
         many_words = traits.dropout == "mem_efficient"
         if saves or traits.bias or traits.alibi or (many_words and lengths and large):
             return 5
-        return 4 if (lengths if large else many_words) else 3
+        needy = lengths if large else many_words
+        return 4 if needy else 3
     if saves:
         return 3
     if traits.bias:

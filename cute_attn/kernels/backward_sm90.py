@@ -96,7 +96,6 @@ from cute_attn.kernels.backward_sm90_choices import BackwardSm90Choices
 from cute_attn.kernels.backward_sm90_clear import clear_foreign_keys, clear_foreign_queries
 from cute_attn.kernels.backward_sm90_dq import AddingDq, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90_draw import Drawing, drawn_for
-from cute_attn.kernels.backward_sm90_follow import follow
 from cute_attn.kernels.backward_sm90_load import load_all
 from cute_attn.kernels.backward_sm90_parts import (
     Fragments,
@@ -243,14 +242,14 @@ class BackwardSm90(BackwardSm90Choices):
                 load_all(self, problem, inputs, outputs, shared)
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
-                    follow(self, problem, shared, StoringBiasGradients(self, outputs, shared))
+                    StoringBiasGradients(self, problem, shared, outputs).follow()
             if cutlass.const_expr(self.tile.dq_bulk):
                 if warp == 2:
-                    follow(self, problem, shared, AddingDq(self, problem, outputs, shared))
+                    AddingDq(self, problem, shared, outputs).follow()
             if cutlass.const_expr(self.tile.mask_warps > 0):
                 first = 4 - self.tile.mask_warps
                 if warp >= first:
-                    follow(self, problem, shared, Drawing(self, problem, shared, warp - first))
+                    Drawing(self, problem, shared, warp - first).follow()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -337,6 +336,7 @@ class BackwardSm90(BackwardSm90Choices):
         a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
         ds, k = shared.s_ds, turn(shared.s_k)
         a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
+        rows = cute.make_layout(tile.tile_m // 4)  # four lanes divide the queries of a transposed tile
         return Fragments(
             scores.make_fragment_A(in_scores.partition_A(a_scores)),
             scores.make_fragment_B(in_scores.partition_B(b_scores)),
@@ -350,7 +350,7 @@ class BackwardSm90(BackwardSm90Choices):
             dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
             cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
-            *(cute.make_rmem_tensor(cute.make_layout(tile.tile_m // 4), Float32) for _ in range(2)),
+            *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)),
         )
 
     @cute.jit
@@ -556,21 +556,18 @@ class BackwardSm90(BackwardSm90Choices):
         What threads read of shared memory they read first: loads wait in the same queue as products.
         """
         op, shared, n = work.fragments, work.shared, work.filling(block)
-        drawn, lse = None, None
+        drawn = None
         if cutlass.const_expr(self.tile.mask_warps > 0):
             drawn = drawn_for(self, work, n)
         if cutlass.const_expr(not self.reads_ahead):
             shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
         if cutlass.const_expr(self.reads_ahead):
-            lse = cute.make_rmem_tensor_like(op.lse)
-            lse.store(op.lse.load())
-            start_from(work.score_map.view(acc_dp), op.minus_d)
-        elif cutlass.const_expr(self.reads_lse_first):
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
-        if cutlass.const_expr(self.dp_starts_from_d and not self.reads_ahead):
-            shared.ring_do.wait(n)
-            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
+            lse, minus_d = cute.make_rmem_tensor_like(op.next_lse), op.next_minus_d
+            lse.store(op.next_lse.load())
+        else:
+            lse, minus_d = self.read_rows(work, n)
+        if cutlass.const_expr(self.dp_starts_from_d):
             start_from(work.score_map.view(acc_dp), minus_d)
         work.turns.take()
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
@@ -581,13 +578,24 @@ class BackwardSm90(BackwardSm90Choices):
         return drawn, lse
 
     @cute.jit
+    def read_rows(self, work: Work, n: Int32) -> tuple[cute.Tensor | None, cute.Tensor | None]:
+        """Log-sum-exps and -D of the rows of a query block whose Q is there; None for what has to wait."""
+        shared, lse, minus_d = work.shared, None, None
+        if cutlass.const_expr(self.reads_lse_first):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        if cutlass.const_expr(self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
+        return lse, minus_d
+
+    @cute.jit
     def read_ahead(self, work: Work, block: Int32) -> None:
-        """Wait for a query block's operands, and read its rows' log-sum-exps and D."""
-        shared, n = work.shared, work.filling(block)
-        shared.ring_q.wait(n)
-        work.fragments.lse.store(self.row_values(work, shared.s_lse, shared.ring_q, n).load())
-        shared.ring_do.wait(n)
-        work.fragments.minus_d.store(self.row_values(work, shared.s_minus_d, shared.ring_do, n).load())
+        """Wait for a query block's operands, and read what its step begins with."""
+        n = work.filling(block)
+        work.shared.ring_q.wait(n)
+        lse, minus_d = self.read_rows(work, n)
+        work.fragments.next_lse.store(lse.load())
+        work.fragments.next_minus_d.store(minus_d.load())
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""

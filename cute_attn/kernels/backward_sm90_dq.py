@@ -10,7 +10,8 @@ from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import block_floats
 from cute_attn.device.math import varying
 from cute_attn.device.seqlen import padded_row0, workspace_rows
-from cute_attn.kernels.backward_sm90_parts import Outputs, Problem, Shared, Work
+from cute_attn.kernels.backward_sm90_follow import Follower
+from cute_attn.kernels.backward_sm90_parts import Outputs, Problem, Work
 
 
 def dq_of_head(
@@ -47,13 +48,10 @@ def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -
 
 
 @dataclass(frozen=True)
-class AddingDq:
+class AddingDq(Follower):
     """One warp adds dQ of all query blocks to memory, as the computing warps hand it over."""
 
-    kernel: Constexpr
-    problem: Problem
     outputs: Outputs
-    shared: Shared
 
     def head(self, place: KeyBlock, head: Int32) -> cute.Pointer:
         """Where the first query block's is added."""

@@ -9,16 +9,14 @@ from cute_attn.device.board import KeyBlock
 from cute_attn.device.math import varying
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words
-from cute_attn.kernels.backward_sm90_parts import Problem, Shared, Work
+from cute_attn.kernels.backward_sm90_follow import Follower
+from cute_attn.kernels.backward_sm90_parts import Work
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Drawing(Follower):
     """One of ``mask_warps`` warps draws its part of every step's mask, as long as there is a free stage ahead."""
 
-    kernel: Constexpr
-    problem: Problem
-    shared: Shared
     number: Int32  # of the warp among them
 
     def head(self, place: KeyBlock, head: Int32) -> ScoreState:
@@ -36,9 +34,6 @@ class Drawing:
         for unit in cutlass.range(first, tile.tile_n // UNIT_KEYS, tile.mask_warps, unroll=1):
             draw_words(state.dropout, halves, row0, key0, unit, tile.tile_m, cute.arch.lane_idx())
         ring.filled(n)
-
-    def leave(self) -> None:
-        """Nothing is left over."""
 
 
 @cute.jit

@@ -99,8 +99,8 @@ class Fragments:
     ds_smem: cute.Tensor | None
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
-    lse: cute.Tensor  # of the rows of the next step, with ``reads_ahead``
-    minus_d: cute.Tensor
+    next_lse: cute.Tensor  # of the next step's rows, with ``reads_ahead``
+    next_minus_d: cute.Tensor
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cute_attn.device.math import anew
 from cute_attn.device.pipeline import WARPGROUP, compute_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.device.staged import columns_of
+from cute_attn.kernels.backward_sm90_follow import Follower
 from cute_attn.kernels.backward_sm90_parts import Fragments, Outputs, Problem, Shared
 from cute_attn.tiles import padded
 
@@ -57,15 +58,13 @@ def store_keys(
 
 
 @dataclass(frozen=True)
-class StoringBiasGradients:
+class StoringBiasGradients(Follower):
     """One warp stores dS of every step as the bias's gradient, as soon as all warpgroups have written theirs.
 
     The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``Exchange``.
     """
 
-    kernel: Constexpr
     outputs: Outputs
-    shared: Shared
 
     def head(self, place: KeyBlock, head: Int32) -> cute.Tensor:
         """The key block's columns of the gradient."""
@@ -79,10 +78,7 @@ class StoringBiasGradients:
         self.shared.exchange.wait(n)
         ds = self.shared.s_ds[None, None, self.kernel.ds_stage(n)]
         self.outputs.tma_dbias.store(ds, tiles, block)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def leave(self) -> None:
-        """All has been read, which is enough."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # that all has been read is enough
 
 
 @cute.jit

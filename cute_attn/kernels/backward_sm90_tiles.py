@@ -63,6 +63,8 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
         beside_products = dataclasses.replace(narrow, dq_late=1)
         if laden:
             return [beside_products]
+        if traits.dropout and (traits.windowed or traits.varlen or traits.alibi or traits.seqused_q):
+            return [late, beside_products]
         # Under a band blocks wait for each other's additions less if a warp of its own makes them; with packed
         # sequences that warp leaves a register too few.
         banded = traits.causal or traits.windowed
@@ -73,8 +75,6 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
             take_turns=not traits.dropout,
             staggered=True,
         )
-        if traits.dropout and (traits.windowed or traits.varlen or traits.alibi or traits.seqused_q):
-            return [late, beside_products]
         return [wide, beside_products]
     if d <= 128:
         # Which leaves no register for an epilogue beside a late dQ.

@@ -199,7 +199,7 @@ class BackwardSm90Tile(Tile):
         dq_bulk: dQ goes through shared memory, from where a warp that does nothing else adds it, by one bulk reduction
             a query block. Only with ``dq_vector=4``.
         p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
-            Under dropout P's sign bits are the mask meanwhile, and dQ has to be late.
+            Under dropout dQ has to be late: dV, of which dropped elements are zero, is then started after dS.
         dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
             other; with 1 beside the next step's S and dP; with 2 after the next step's P, while the exponentials of
             warpgroups that are up to half a step behind still run. Only 0 with ``p_in_smem``.

@@ -9,9 +9,11 @@ from cutlass.cute.runtime import from_dlpack
 import layouts
 from cute_attn import reference
 from cute_attn.device.score_tile import ScoreContext, ScoreMap
+from cute_attn.emulate import all_coords
 from cute_attn.epilogues.dropout import Dropout
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import Traits
 
 NHEADS, PLACE = 3, (1, 2)  # batch and head
 
@@ -65,11 +67,7 @@ def test_words_are_the_masks_pytorch_draws(offset, dropout_p, tile_m, tile_n):
     tensors = (from_dlpack(halves), from_dlpack(mask))
     build = cute.compile[cute.GPUArch("sm_90a")]
     build(draw, args, (seqlen_q, seqlen_k), corner, (tile_m, tile_n), *tensors)(args, *tensors)
-    index = [
-        torch.arange(n).view([-1 if i == d else 1 for i in range(4)])
-        for d, n in enumerate((2, NHEADS, seqlen_q, seqlen_k))
-    ]
-    coords = reference.ScoreCoords(*index, NHEADS, seqlen_q, seqlen_k, seqlen_q, seqlen_k, False)
+    coords = all_coords(Traits.parse("backward-sm90-bf16-d64-dropout"), (2, NHEADS, seqlen_q, seqlen_k))
     keep = reference.DROPOUT_KEEP["flash"](coords, dropout_p, state)[PLACE]
     expected = keep[corner[0] : corner[0] + tile_m, corner[1] : corner[1] + tile_n]
     assert torch.equal(mask == 1, expected) and ((mask == 0) | (mask == 1)).all()
