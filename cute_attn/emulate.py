@@ -14,14 +14,20 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax
-from cute_attn.device.probabilities import dropped_score_gradient, probabilities, score_gradient
+from cute_attn.device.probabilities import (
+    centre,
+    dropped_score_gradient,
+    probabilities,
+    score_gradient,
+    score_gradient_by_pairs,
+)
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
@@ -199,7 +205,8 @@ def differentiate_on_host(
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
-            ``transposed``, that is the MMA of K Q^T, and with ``p_rounded`` dS is computed from P in 16 bits.
+            ``transposed``, that is the MMA of K Q^T, and with ``p_rounded`` dS is computed from P in 16 bits, with
+            ``ds_by_pairs`` from both factors in bf16.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
@@ -583,8 +590,9 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     The mask stands apart: everything else is compiled once for all blocks.
     """
     chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
-    acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
-    dp = walk.fragment(thread, Float32)
+    by_pairs = getattr(walk.kernel, "ds_by_pairs", False)
+    acc, dp = walk.fragment(thread, Float32), walk.fragment(thread, Float32)
+    p = walk.fragment(thread, BFloat16 if by_pairs else Float16)
     tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
     rows = cute.make_layout(len(tile.rows))
     lse_log2, minus_d = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
@@ -599,9 +607,15 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     probabilities(tile, lse_log2, walk.scale_log2)
     _copy(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
-    if cutlass.const_expr(getattr(walk.kernel, "p_rounded", False)):
-        zero_pair = functools.partial(chain.zero_pair, drawn)
-        dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, zero_pair)
+    dropped = functools.partial(chain.dropped_pair, drawn) if chain.dropout else None
+    if cutlass.const_expr(by_pairs):
+        centre(score_map.view(dp), minus_d)
+        ds = walk.fragment(thread, BFloat16)
+        _copy(dp, ds)
+        score_gradient_by_pairs(score_map.view(p), score_map.view(ds), minus_d, dropped)
+        _copy(ds, dp)
+    elif cutlass.const_expr(getattr(walk.kernel, "p_rounded", False)):
+        dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, dropped)
     else:
         chain.zero_dropped(drawn, score_map.view(p))
         chain.zero_dropped(drawn, score_map.view(dp))

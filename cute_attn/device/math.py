@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 
@@ -126,6 +126,19 @@ def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
             byte = (Int32(0) - (byte >> Int32(7))) & Int32(0xFF)
         result = result | (byte << Int32(8 * i))
     return result
+
+
+def multiply_bf16(a: Int32, b: Int32) -> Int32:
+    """Two products of bf16, of the low halves and of the high ones, each rounded once."""
+    if on_device():
+        product = cute.arch.inline_ptx(
+            "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+        )
+        return Int32(product)
+    high = Int32(-(1 << 16))
+    halves = [[(x << Int32(16)).bitcast(Float32), (x & high).bitcast(Float32)] for x in (a, b)]
+    products = [(x * y).to(BFloat16).to(Float32).bitcast(Int32) for x, y in zip(*halves, strict=True)]
+    return (products[0] >> Int32(16)) & Int32(0xFFFF) | products[1]
 
 
 def fabs(x: Float32) -> Float32:

@@ -25,6 +25,7 @@ class Ring:
     num_stages: Constexpr
     fill_bytes: Constexpr  # what TMA brings each time
     cluster: Constexpr = 1  # blocks that fill their stages together
+    by_lanes: Constexpr = False  # see ``_tell``
 
     @staticmethod
     def barrier_bytes(num_stages: int) -> int:
@@ -37,9 +38,10 @@ class Ring:
 
         fillers: warps that say it is full; one where TMA fills.
         """
+        lanes = 32 if self.by_lanes else 1
         for stage in cutlass.range_constexpr(self.num_stages):
-            cute.arch.mbarrier_init(self.barriers + stage, fillers)
-            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * self.cluster)
+            cute.arch.mbarrier_init(self.barriers + stage, fillers * lanes)
+            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * self.cluster * lanes)
 
     def stage(self, n: Int32) -> Int32:
         """Where filling n lies."""
@@ -78,9 +80,7 @@ class Ring:
     @cute.jit
     def filled(self, n: Int32) -> None:
         """By every filling warp, where lanes fill instead of TMA: what they have written may be read."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.full(n))
+        self._tell(self.full(n))
 
     @cute.jit
     def wait(self, n: Int32) -> None:
@@ -101,8 +101,25 @@ class Ring:
     @cute.jit
     def release_read(self, n: Int32) -> None:
         """As ``release``, by a warp whose lanes have read filling n themselves: what each has read comes before."""
-        cute.arch.sync_warp()
-        self.release(n)
+        if cutlass.const_expr(self.cluster == 1):
+            self._tell(self.free(n))
+        else:
+            cute.arch.sync_warp()
+            self.release(n)
+
+    @cute.jit
+    def _tell(self, barrier: cute.Pointer) -> None:
+        """By a warp: what its lanes have done comes before what they do who wait for the barrier.
+
+        One lane arrives once all are there. With ``by_lanes`` each arrives for itself: where lanes write what others
+        read, racecheck follows only that, as it overlooks that a warp's lanes wait for each other before one arrives.
+        """
+        if cutlass.const_expr(self.by_lanes):
+            cute.arch.mbarrier_arrive(barrier)
+        else:
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def pass_by(self, n: Int32) -> None:

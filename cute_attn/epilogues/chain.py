@@ -96,6 +96,11 @@ class EpilogueChain:
         """Whether the bias's gradient is, number by number, what :meth:`backward` leaves of the scores'."""
         return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether :meth:`backward` neither changes nor reads the scores' gradients."""
+        return all(isinstance(m, Alibi) or (isinstance(m, Bias) and not m.gradient) for m in self.modifiers)
+
     def bias(self, args: tuple) -> cute.Tensor:
         """Of a chain's arguments the bias's tensor."""
         return self._bias_args(args)[0]
@@ -186,9 +191,9 @@ class EpilogueChain:
         if self.dropout:
             self.dropout.zero_dropped(drawn, view)
 
-    def zero_pair(self, drawn: tuple, pair: int, word: Int32) -> Int32:
-        """The ``pair``-th word of 16-bit elements, in the order of registers, with zeros for the dropped ones."""
-        return self.dropout.zero_pair(drawn, pair, word) if self.dropout else word
+    def dropped_pair(self, drawn: tuple, pair: int) -> Int32:
+        """16 ones for each dropped element of the ``pair``-th word of two, in the order of registers."""
+        return self.dropout.dropped_pair(drawn, pair) if self.dropout else Int32(0)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

@@ -157,14 +157,14 @@ class Dropout:
         else:
             pairs = cute.recast_tensor(elements, Int32)
             for i in range(cute.size(pairs)):
-                pairs[i] = Dropout.zero_pair(drawn, i, pairs[i])
+                pairs[i] = pairs[i] & ~Dropout.dropped_pair(drawn, i)
 
     @staticmethod
-    def zero_pair(drawn: tuple[Int32, ...], pair: int, word: Int32) -> Int32:
-        """A word of two elements of 16 bits, the ``pair``-th in the order of registers, with zeros for the dropped."""
+    def dropped_pair(drawn: tuple[Int32, ...], pair: int) -> Int32:
+        """16 ones for each dropped element of two, the ``pair``-th in the order of registers."""
         bit = _pair_bit(pair)
         signs = drawn[pair // PAIRS] << Int32(7 - bit % 8)
-        return word & ~byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
+        return byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
 
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
         pairs = _as_words(p)

@@ -77,10 +77,12 @@ from cute_attn.device.key_order import KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque, varying
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
 from cute_attn.device.probabilities import (
+    centre,
     dropped_score_gradient,
     probabilities,
     row_values,
     score_gradient,
+    score_gradient_by_pairs,
     start_from,
 )
 from cute_attn.device.rounding import Widened, rounded
@@ -538,9 +540,15 @@ class BackwardSm90(BackwardSm90Choices):
             # opaque: its address is not found out, and kept in registers, before anybody needs it
             minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, opaque(n))
         ds_tile, p16 = scores.of(work.score_map.view(acc_dp)), work.score_map.view(p)
+        dropped = functools.partial(self.epilogues.dropped_pair, drawn) if self.traits.dropout else None
+        if cutlass.const_expr(self.ds_by_pairs):
+            if cutlass.const_expr(not self.dp_starts_from_d):
+                centre(ds_tile.acc, minus_d)
+            ds = rounded(acc_dp, self.dtype)
+            score_gradient_by_pairs(p16, work.score_map.view(ds), minus_d, dropped)
+            return ds
         if cutlass.const_expr(self.tile.p_rounded and bool(self.traits.dropout)):
-            zero_pair = functools.partial(self.epilogues.zero_pair, drawn)
-            dropped_score_gradient(p16, ds_tile.acc, minus_d, zero_pair)
+            dropped_score_gradient(p16, ds_tile.acc, minus_d, dropped)
         else:
             self.epilogues.zero_dropped(drawn, ds_tile.acc)
             score_gradient(Widened(p16) if self.tile.p_rounded else scores.acc, ds_tile.acc, minus_d)
@@ -601,7 +609,12 @@ class BackwardSm90(BackwardSm90Choices):
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
+        score_map = work.score_map
+        if cutlass.const_expr(self.reads_ahead):
+            # Anew, or the first column would be kept in a register, for masks alone.
+            late_map = self.score_map(varying(work.thread, work.filling(block)))
+            score_map = replace(score_map, thr_col=late_map.thr_col)
+        scores = score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
         if cutlass.const_expr(self.stages_bias):
             stage = work.shared.ring_q.stage(work.filling(block))
             scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))

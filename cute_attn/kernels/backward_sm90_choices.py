@@ -45,15 +45,26 @@ class BackwardSm90Choices(BackwardSm90Layouts):
         return not self.traits.dropout
 
     @property
+    def ds_by_pairs(self) -> bool:
+        """Whether P and dP - D are multiplied in 16 bits: half the instructions, and a rounding more.
+
+        Of bf16, which has the range of fp32, and where nobody derives further from dS in fp32.
+        """
+        last = self.epilogues.keeps_gradients or self.stores_bias_gradient
+        return self.traits.dtype == "bf16" and self.tile.p_rounded and last
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether a step ends by waiting for the next one's operands and reading what belongs to their rows.
 
-        Where registers are left for that, which is with few queries. With packed sequences it was no faster.
+        Where registers are left for that, which is with few queries, and with dS by pairs. With packed sequences it was
+        no faster, and with used lengths of queries some spilled.
         """
-        tile = self.tile
+        tile, own_lengths = self.tile, self.traits.varlen or self.traits.seqused_q
+        if own_lengths or not (tile.dq_late and self.reads_lse_first and self.dp_starts_from_d):
+            return False
         several = min(tile.num_stages_q, tile.num_stages_do) > 1
-        early = bool(tile.dq_late) and self.reads_lse_first and self.dp_starts_from_d
-        return early and several and tile.tile_m <= 64 and not self.traits.varlen
+        return several and tile.tile_m <= 64 and self.ds_by_pairs
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:

@@ -151,9 +151,9 @@ def shared_memory(kernel: Any) -> Shared:
         (1, 2 * tile.tile_n * dv),
         (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.fill_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
-        (tile.MASK_STAGES, 0),
+        (tile.MASK_STAGES, 0),  # which lanes fill
     ):
-        rings.append(Ring(barriers, stages, fill_bytes))
+        rings.append(Ring(barriers, stages, fill_bytes, by_lanes=fill_bytes == 0))
         barriers = barriers + Ring.barrier_bytes(stages) // 8
     return Shared(
         operand("k", kernel.layout_k()),

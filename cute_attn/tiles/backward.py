@@ -198,7 +198,8 @@ class BackwardSm90Tile(Tile):
         dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
         dq_bulk: dQ goes through shared memory, from where a warp that does nothing else adds it, by one bulk reduction
             a query block. Only with ``dq_vector=4``.
-        p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early.
+        p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early; in
+            bf16, where no epilogue derives further, from dP - D in 16 bits as well, two elements an instruction.
             Under dropout dQ has to be late: dV, of which dropped elements are zero, is then started after dS.
         dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
             other; with 1 beside the next step's S and dP; with 2 after the next step's P, while the exponentials of
