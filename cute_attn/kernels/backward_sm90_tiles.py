@@ -65,17 +65,7 @@ def _other_tiles(traits: Traits) -> list[BackwardSm90Tile]:
             return [beside_products]
         if traits.dropout and (traits.windowed or traits.varlen or traits.alibi or traits.seqused_q):
             return [late, beside_products]
-        # Under a band blocks wait for each other's additions less if a warp of its own makes them; with packed
-        # sequences that warp leaves a register too few.
-        banded = traits.causal or traits.windowed
-        wide = dataclasses.replace(
-            late,
-            tile_m=128,
-            dq_bulk=banded and not traits.varlen and not traits.dropout,
-            take_turns=not traits.dropout,
-            staggered=True,
-        )
-        return [wide, beside_products]
+        return [dataclasses.replace(late, tile_m=128), beside_products]
     if d <= 128:
         # Which leaves no register for an epilogue beside a late dQ.
         packed_window = traits.windowed and traits.varlen

@@ -63,7 +63,7 @@ TILES = {
         f"{_BARE},dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
         "persistent=false",
         "persistent=false,staggered=true",
-        "staggered=true",
+        "dq_bulk=true,take_turns=true,staggered=true,mask_warps=0",
         "mask_warps=1",
         "take_turns=false,dq_bulk=true,mask_warps=1",
         "mask_warps=2",
