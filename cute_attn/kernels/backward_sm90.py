@@ -45,6 +45,9 @@ reads its rows' log-sum-exps before S, or where registers are left at the end of
 is stored before dV and dQ added before dK; and D costs nothing, since dP starts from -D instead of 0 (without dropout,
 which zeroes dP but not D).
 
+Where no epilogue derives further from it, dS of bf16 is P times dP - D in 16 bits, two elements an instruction
+(``ds_by_pairs``).
+
 With ``mask_warps``, warps of the loading warpgroup that would only wait draw flash's dropout mask ahead of the steps: a
 bit an element in shared memory, as the threads hold them.
 

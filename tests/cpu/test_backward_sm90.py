@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layouts
+from cute_attn import registry
 from cute_attn.compiler import compile
 from cute_attn.device.block_range import BlockRange
 from cute_attn.device.dq import accumulator_shape, mma_dq
@@ -275,6 +276,26 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
 
 
 # ---- what it compiles to ----
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16-d64", True),
+        ("bf16-d128-causal-dropout", True),
+        ("bf16-d64-alibi", True),
+        ("bf16-d64-bias_bf16", True),
+        ("bf16-d64-bias_bf16-bias_grad", True),  # which is dS as it leaves the threads
+        ("bf16-d64-bias_fp32-bias_grad", False),
+        ("bf16-d64-softcap", False),
+        ("bf16-d256", False),  # P in fp32
+        ("fp16-d64", False),
+    ],
+)
+def test_only_the_last_factor_is_rounded(name, expected):
+    """P and dP - D are multiplied in 16 bits where nobody derives further, and where 16 bits have the range."""
+    kernel = registry.lookup(Traits.parse(f"backward-sm90-{name}"), None, "sm90")
+    assert kernel.ds_by_pairs == expected
 
 
 @pytest.mark.parametrize(
