@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.device.block_range import BlockRange
-from cute_attn.device.math import LOG2_E, fmax
+from cute_attn.device.math import LOG2_E, fmax, narrow
 from cute_attn.device.probabilities import (
     centre,
     dropped_score_gradient,
@@ -28,6 +28,7 @@ from cute_attn.device.probabilities import (
     score_gradient,
     score_gradient_by_pairs,
 )
+from cute_attn.device.rounding import Widened
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
@@ -590,7 +591,7 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     The mask stands apart: everything else is compiled once for all blocks.
     """
     chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
-    by_pairs = getattr(walk.kernel, "ds_by_pairs", False)
+    p_rounded, by_pairs = (getattr(walk.kernel, name, False) for name in ("p_rounded", "ds_by_pairs"))
     acc, dp = walk.fragment(thread, Float32), walk.fragment(thread, Float32)
     p = walk.fragment(thread, BFloat16 if by_pairs else Float16)
     tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
@@ -605,21 +606,22 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     if masked:
         chain.mask.forward(walk.state.band, tile)
     probabilities(tile, lse_log2, walk.scale_log2)
-    _copy(acc, p)
+    narrow(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
     dropped = functools.partial(chain.dropped_pair, drawn) if chain.dropout else None
     if cutlass.const_expr(by_pairs):
         centre(score_map.view(dp), minus_d)
         ds = walk.fragment(thread, BFloat16)
-        _copy(dp, ds)
+        narrow(dp, ds)
         score_gradient_by_pairs(score_map.view(p), score_map.view(ds), minus_d, dropped)
         _copy(ds, dp)
-    elif cutlass.const_expr(getattr(walk.kernel, "p_rounded", False)):
+    elif cutlass.const_expr(p_rounded and dropped is not None):
         dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, dropped)
     else:
         chain.zero_dropped(drawn, score_map.view(p))
         chain.zero_dropped(drawn, score_map.view(dp))
-        score_gradient(tile.acc, score_map.view(dp), minus_d)
+        factors = Widened(score_map.view(p)) if p_rounded else tile.acc
+        score_gradient(factors, score_map.view(dp), minus_d)
     chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
     _copy(p, walk.part(buffers.p, thread, block))
     _copy(dp, walk.part(buffers.scores, thread, block))

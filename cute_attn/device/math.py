@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Constexpr, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Constexpr, Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
 
@@ -137,8 +137,14 @@ def multiply_bf16(a: Int32, b: Int32) -> Int32:
         return Int32(product)
     high = Int32(-(1 << 16))
     halves = [[(x << Int32(16)).bitcast(Float32), (x & high).bitcast(Float32)] for x in (a, b)]
-    products = [(x * y).to(BFloat16).to(Float32).bitcast(Int32) for x, y in zip(*halves, strict=True)]
-    return (products[0] >> Int32(16)) & Int32(0xFFFF) | products[1]
+    low, high = (bf16_bits(x * y) for x, y in zip(*halves, strict=True))
+    return low | (high << Int32(16))
+
+
+def bf16_bits(x: Float32) -> Int32:
+    """x rounded to bf16, in the low half of a word; for the host, whose library may lack that conversion."""
+    bits = x.bitcast(Int32)
+    return ((bits + Int32(0x7FFF) + ((bits >> Int32(16)) & Int32(1))) >> Int32(16)) & Int32(0xFFFF)
 
 
 def fabs(x: Float32) -> Float32:
@@ -185,8 +191,13 @@ def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
     In short vectors: of one whose length is no power of two, elements are rounded singly and packed afterwards.
     """
     size = cute.size(wide)
-    some = next(n for n in (8, 4, 2) if size % n == 0)
-    vectors = cute.make_layout((some, size // some))
-    source, result = cute.make_tensor(wide.iterator, vectors), cute.make_tensor(target.iterator, vectors)
-    for i in cutlass.range_constexpr(size // some):
-        result[None, i].store(source[None, i].load().to(target.element_type))
+    if cutlass.const_expr(target.element_type is BFloat16 and not on_device()):
+        halves = cute.recast_tensor(target, Int16)
+        for i in cutlass.range_constexpr(size):
+            halves[i] = Int16(bf16_bits(wide[i]))
+    else:
+        some = next(n for n in (8, 4, 2) if size % n == 0)
+        vectors = cute.make_layout((some, size // some))
+        source, result = cute.make_tensor(wide.iterator, vectors), cute.make_tensor(target.iterator, vectors)
+        for i in cutlass.range_constexpr(size // some):
+            result[None, i].store(source[None, i].load().to(target.element_type))

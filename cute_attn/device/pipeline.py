@@ -25,7 +25,10 @@ class Ring:
     num_stages: Constexpr
     fill_bytes: Constexpr  # what TMA brings each time
     cluster: Constexpr = 1  # blocks that fill their stages together
-    by_lanes: Constexpr = False  # see ``_tell``
+    by_lanes: Constexpr = False  # filled and released by all lanes, see ``_tell``
+
+    def __post_init__(self) -> None:
+        assert not self.by_lanes or (self.cluster == 1 and not self.fill_bytes), "TMA is started by one lane"
 
     @staticmethod
     def barrier_bytes(num_stages: int) -> int:
@@ -89,7 +92,7 @@ class Ring:
 
     @cute.jit
     def release(self, n: Int32) -> None:
-        """By every warp that reads: done with filling n."""
+        """By every warp that reads: done with filling n. Not of a ring ``by_lanes``."""
         if cutlass.const_expr(self.cluster == 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.free(n))

@@ -20,7 +20,7 @@ from cute_attn.device.lanes import (
     exchange_pairs,
     lanes_sum,
 )
-from cute_attn.device.math import anew, on_device, uniform
+from cute_attn.device.math import anew, bf16_bits, on_device, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -363,12 +363,10 @@ class Bias(Epilogue):
         narrow = cute.make_rmem_tensor(wide.layout, self._dtype)
         if on_device() or self.dtype != "bf16":
             narrow.store(wide.load().to(self._dtype))
-        else:  # the host's library has no such conversion
-            bits, halves = cute.recast_tensor(wide, Int32), cute.recast_tensor(narrow, Int16)
+        else:
+            halves = cute.recast_tensor(narrow, Int16)
             for i in range(cute.size(wide)):
-                halves[i] = Int16(
-                    (bits[i] + Int32(0x7FFF) + ((bits[i] >> Int32(16)) & Int32(1))) >> Int32(16)
-                )
+                halves[i] = Int16(bf16_bits(wide[i]))
         return narrow
 
     @property

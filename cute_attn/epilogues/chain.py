@@ -99,7 +99,7 @@ class EpilogueChain:
     @property
     def keeps_gradients(self) -> bool:
         """Whether :meth:`backward` neither changes nor reads the scores' gradients."""
-        return all(isinstance(m, Alibi) or (isinstance(m, Bias) and not m.gradient) for m in self.modifiers)
+        return all(type(m) is Alibi or (type(m) is Bias and not m.gradient) for m in self.modifiers)
 
     def bias(self, args: tuple) -> cute.Tensor:
         """Of a chain's arguments the bias's tensor."""
@@ -180,7 +180,8 @@ class EpilogueChain:
     def draw(self, state: ScoreState, tile: ScoreTile) -> tuple:
         """Dropout's mask of a tile in few registers, to be had while products are still running; () without dropout.
 
-        For :meth:`zero_dropped`. ``tile.acc`` is not looked at. By whole warps: lanes exchange numbers.
+        For :meth:`zero_dropped` and :meth:`dropped_pair`. ``tile.acc`` is not looked at. By whole warps: lanes exchange
+        numbers.
         """
         if self.dropout and state.dropout:
             return self.dropout.draw(state.dropout, tile)
@@ -193,7 +194,8 @@ class EpilogueChain:
 
     def dropped_pair(self, drawn: tuple, pair: int) -> Int32:
         """16 ones for each dropped element of the ``pair``-th word of two, in the order of registers."""
-        return self.dropout.dropped_pair(drawn, pair) if self.dropout else Int32(0)
+        assert self.dropout
+        return self.dropout.dropped_pair(drawn, pair)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

@@ -133,7 +133,7 @@ class Dropout:
         self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & Int32(0x80008000 - (1 << 32))))
 
     def draw(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
-        """The tile's mask, a bit an element in words of 16 pairs: for ``zero_dropped``, when there is what to drop.
+        """The tile's mask, a bit an element in words of 16 pairs, for when there is what to drop.
 
         Drawn before the products are there, or while they run, it takes next to no registers beside them.
         """

@@ -43,10 +43,10 @@ same time, and one's products run beside another's exponentials:
 What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
 reads its rows' log-sum-exps before S, or where registers are left at the end of the step before (``reads_ahead``); dS
 is stored before dV and dQ added before dK; and D costs nothing, since dP starts from -D instead of 0 (without dropout,
-which zeroes dP but not D).
+which drops dP but not D).
 
-Where no epilogue derives further from it, dS of bf16 is P times dP - D in 16 bits, two elements an instruction
-(``ds_by_pairs``).
+With ``p_rounded``, dS is computed from P in 16 bits; and of bf16, where no epilogue derives further from it, from
+dP - D in 16 bits as well, two elements an instruction (``ds_by_pairs``).
 
 With ``mask_warps``, warps of the loading warpgroup that would only wait draw flash's dropout mask ahead of the steps: a
 bit an element in shared memory, as the threads hold them.
@@ -614,7 +614,7 @@ class BackwardSm90(BackwardSm90Choices):
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         score_map = work.score_map
         if cutlass.const_expr(self.reads_ahead):
-            # Anew, or the first column would be kept in a register, for masks alone.
+            # Anew, or the first column would be kept in a register, for the few steps that ask for it.
             late_map = self.score_map(varying(work.thread, work.filling(block)))
             score_map = replace(score_map, thr_col=late_map.thr_col)
         scores = score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)

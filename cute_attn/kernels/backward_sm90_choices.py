@@ -41,7 +41,10 @@ class BackwardSm90Choices(BackwardSm90Layouts):
 
     @property
     def dp_starts_from_d(self) -> bool:
-        """Whether the product dP is added to -D, and nobody subtracts D afterwards: dropout would zero it as well."""
+        """Whether the product dP is added to -D, and nobody subtracts D afterwards.
+
+        Not under dropout, where an element is -D without dP if it is dropped; by pairs it made no difference.
+        """
         return not self.traits.dropout
 
     @property

@@ -39,6 +39,9 @@ FURTHER = [
     "forward-sm90-bf16-d64-causal-softcap-alibi-bias_bf16-dropout",
     "backward-sm80-fp16-d128-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
     "backward-sm80-bf16-d256-causal-dropout_mem_efficient",
+    "backward-sm90-fp16-d64-causal",
+    "backward-sm90-fp16-d128",
+    "backward-sm90-fp16-d128-causal-dropout",
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
 ]
 

@@ -283,6 +283,11 @@ def test_dropout_of_probabilities_in_16_bits(name, kind):
     check_mask(name, kind, 65, 131, 0.5, (-5, 7), p_rounded=True)
 
 
+def test_probabilities_in_16_bits():
+    """The same without dropout."""
+    compare("wgmma1-32x64-transposed", "causal", Scores.random(1, 1, 65, 131), p_rounded=True)
+
+
 @pytest.mark.parametrize(
     ("name", "features"),
     [
