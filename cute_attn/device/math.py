@@ -135,10 +135,13 @@ def multiply_bf16(a: Int32, b: Int32) -> Int32:
             "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
         )
         return Int32(product)
-    high = Int32(-(1 << 16))
-    halves = [[(x << Int32(16)).bitcast(Float32), (x & high).bitcast(Float32)] for x in (a, b)]
-    low, high = (bf16_bits(x * y) for x, y in zip(*halves, strict=True))
+    low, high = (bf16_bits(bf16_half(a, half) * bf16_half(b, half)) for half in (0, 1))
     return low | (high << Int32(16))
+
+
+def bf16_half(pair: Int32, half: int) -> Float32:
+    """The low (0) or the high (1) of two bf16, with one instruction."""
+    return (pair & Int32(-(1 << 16)) if half else pair << Int32(16)).bitcast(Float32)
 
 
 def bf16_bits(x: Float32) -> Int32:
@@ -186,7 +189,7 @@ def varying(x: Int32, n: Int32) -> Int32:
 
 @cute.jit
 def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
-    """Round fp32 registers to the 16-bit ones of ``target``, laid out alike.
+    """Round fp32 registers to those of ``target``, laid out alike.
 
     In short vectors: of one whose length is no power of two, elements are rounded singly and packed afterwards.
     """
@@ -196,7 +199,7 @@ def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
         for i in cutlass.range_constexpr(size):
             halves[i] = Int16(bf16_bits(wide[i]))
     else:
-        some = next(n for n in (8, 4, 2) if size % n == 0)
+        some = next(n for n in (8, 4, 2, 1) if size % n == 0)
         vectors = cute.make_layout((some, size // some))
         source, result = cute.make_tensor(wide.iterator, vectors), cute.make_tensor(target.iterator, vectors)
         for i in cutlass.range_constexpr(size // some):

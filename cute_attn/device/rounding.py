@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
-from cute_attn.device.math import narrow, opaque
+from cute_attn.device.math import bf16_half, narrow, opaque
 from cute_attn.device.score_tile import registers
 
 
@@ -35,5 +35,4 @@ class Widened:
         if self.view.element_type is not BFloat16:
             return Float32(self.view[place])
         pair, high = divmod(cute.crd2idx(place, self.view.layout), 2)
-        word = cute.recast_tensor(registers(self.view), Int32)[pair]
-        return (word & Int32(-(1 << 16)) if high else word << Int32(16)).bitcast(Float32)
+        return bf16_half(cute.recast_tensor(registers(self.view), Int32)[pair], high)

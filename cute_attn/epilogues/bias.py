@@ -9,7 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int16, Int32, Int64, Uint32
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import (
@@ -20,7 +20,7 @@ from cute_attn.device.lanes import (
     exchange_pairs,
     lanes_sum,
 )
-from cute_attn.device.math import anew, bf16_bits, on_device, uniform
+from cute_attn.device.math import anew, narrow, on_device, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -336,14 +336,12 @@ class Bias(Epilogue):
         self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, cols: tuple[int, ...]
     ) -> None:
         """One gradient, or two neighbouring ones as one number."""
-        narrow, target = (
-            self._gradients(gradient, tile, tuple((r, c) for c in cols)),
-            row + tile.cols[cols[0]],
-        )
+        gradients = self._gradients(gradient, tile, tuple((r, c) for c in cols))
+        target = row + tile.cols[cols[0]]
         if len(cols) == 2:
-            self._write_words(target, cute.recast_tensor(narrow, Int32))
+            self._write_words(target, cute.recast_tensor(gradients, Int32))
         else:
-            cute.autovec_copy(narrow, cute.make_tensor(target, narrow.layout))
+            cute.autovec_copy(gradients, cute.make_tensor(target, gradients.layout))
 
     def _write_words(self, target: cute.Pointer, words: cute.Tensor) -> None:
         target = cute.recast_ptr(target.align(self._pair_bytes), dtype=Int32)
@@ -360,14 +358,9 @@ class Bias(Epilogue):
 
     def _rounded(self, wide: cute.Tensor) -> cute.Tensor:
         """In the bias's dtype."""
-        narrow = cute.make_rmem_tensor(wide.layout, self._dtype)
-        if on_device() or self.dtype != "bf16":
-            narrow.store(wide.load().to(self._dtype))
-        else:
-            halves = cute.recast_tensor(narrow, Int16)
-            for i in range(cute.size(wide)):
-                halves[i] = Int16(bf16_bits(wide[i]))
-        return narrow
+        target = cute.make_rmem_tensor(wide.layout, self._dtype)
+        narrow(wide, target)
+        return target
 
     @property
     def _in_a_float(self) -> int:

@@ -292,7 +292,7 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
         ("fp16-d64", False),
     ],
 )
-def test_only_the_last_factor_is_rounded(name, expected):
+def test_which_gradients_are_made_by_pairs(name, expected):
     """P and dP - D are multiplied in 16 bits where nobody derives further, and where 16 bits have the range."""
     kernel = registry.lookup(Traits.parse(f"backward-sm90-{name}"), None, "sm90")
     assert kernel.ds_by_pairs == expected
