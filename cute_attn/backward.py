@@ -23,10 +23,12 @@ from torch import Tensor
 
 from cute_attn import launch
 from cute_attn.call import (
+    MAX_ROWS,
     NUM_TENSORS,
     Call,
     check,
     check_alignment,
+    check_count,
     check_for_kernels,
     check_gradients,
     is_aligned,
@@ -65,7 +67,7 @@ class Workspace:
             rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
             heads: tuple[int, ...] = (call.nheads,)
         else:
-            rows = -(-call.max_seqlen_q // tile_m) * tile_m
+            rows = -(-call.longest[0] // tile_m) * tile_m
             heads = (call.batch, call.nheads)
         shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
         places, size = [], 0
@@ -267,7 +269,7 @@ def _seqlens(call: Call) -> tuple[Any, Any]:
     """The lengths as the main kernel takes them, and as the preprocess and the convert do, which know of no keys."""
     from cute_attn.device.seqlen import Seqlens
 
-    lengths, longest = call[3:6], (call.max_seqlen_q, call.max_seqlen_k)
+    lengths, longest = call[3:6], call.longest
     return Seqlens(*lengths, call.seqused_k, *longest), Seqlens(*lengths, None, *longest)
 
 
@@ -362,7 +364,7 @@ def _make_plan(
         score_args=None,
         rest=call[NUM_TENSORS + 1 :],
     )
-    if 0 in (out.numel(), call.max_seqlen_q, call.max_seqlen_k, call.k.numel()):
+    if 0 in (out.numel(), *call.longest, call.k.numel()):
         return plan
     from cute_attn import compiler
     from cute_attn.tiles import padded
@@ -373,13 +375,14 @@ def _make_plan(
         kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         traits, tile = kernel.traits, kernel.tile
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
-        functions = [compiler.compile(*one, target).function for one in wanted]
-        blocks = -(-call.max_seqlen_k // tile.tile_n)
+        blocks = -(-call.longest[1] // tile.tile_n)
         num_splits = (
             key_splits(blocks, call.batch * call.k.shape[-2], multiprocessors(call.q.get_device()))
             if deterministic
             else blocks
         )
+        check_blocks(call, tile, wanted[1][1].rows, num_splits)
+        functions = [compiler.compile(*one, target).function for one in wanted]
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     return replace(
         plan,
@@ -395,6 +398,38 @@ def _make_plan(
         multiprocessors=multiprocessors(call.q.get_device()),
         score_args=ScoreArgs.of(kernel, call) if bias is None else None,
     )
+
+
+_MAX_PACKED_HEADS = 2**25
+"""Whose rows of 16 bytes can be counted in 32 bits at any head dim."""
+
+
+def check_blocks(call: Call, tile: Any, rows: int, num_splits: int) -> None:
+    """Raise where a launch of the backward would count beyond 32 bits.
+
+    Args:
+        tile: the main kernel's.
+        rows: queries of a block of threads of the preprocess.
+        num_splits: how many blocks of threads divide a sequence's key blocks.
+    """
+    batch, nheads, nheads_kv = call.batch, call.nheads, call.k.shape[-2]
+    blocks = -(-call.longest[0] // tile.tile_m) * (tile.tile_m // rows)
+    splits, spare = batch * num_splits, 0
+    if call.packed:
+        for name, x, size in (("q", call.q, tile.tile_m), ("k", call.k, tile.tile_n)):
+            what = f"{name} has {x.shape[0]} rows in {batch} sequences, each padded to blocks of {size} rows"
+            check_count(what, (x.shape[0] // size + batch) * size, MAX_ROWS)
+        check_count("q has heads", nheads, _MAX_PACKED_HEADS)
+        check_count(f"{call.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits)
+        if num_splits * tile.tile_n >= call.longest[1]:  # the grid follows the rows that there are
+            splits = min(splits, call.k.shape[0] // tile.tile_n + batch)
+        # Each block of the preprocess clears every so-many-th row that no sequence owns.
+        spare = max(call.q.shape[0], call.k.shape[0])
+    what = f"{call.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
+    check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
+    # Each multiprocessor asks for one more than there are.
+    what = f"{call.stated('k')}{nheads_kv} heads of {splits} splits of their key blocks"
+    check_count(what, splits * nheads_kv, MAX_ROWS)
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:

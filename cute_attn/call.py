@@ -21,6 +21,13 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNMENT_BYTES = 16
 _MAX_INT32 = 2**31 - 1
+# Kernels index with 32 bits. What they add to an index is less than a tile (none has 2**12 queries or keys) and under a
+# window its bound, of up to UNBOUNDED.
+_TILE = 2**12
+MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
+"""The longest sequence that the kernels compute."""
+MAX_ROWS = 2**31 - 2 * _TILE
+"""The most rows of packed sequences that the kernels compute, each sequence padded to whole blocks."""
 
 
 class Call(NamedTuple):
@@ -81,6 +88,24 @@ class Call(NamedTuple):
     def batch(self) -> int:
         """Number of sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """max_seqlen_q and max_seqlen_k as kernels take them: no packed sequence has more than all rows.
+
+        As they are stated where results depend on that: the mem-efficient mask numbers scores by them, and users'
+        epilogues may read them.
+        """
+        stated = self.max_seqlen_q, self.max_seqlen_k
+        if not self.packed or self.dropout == "mem_efficient" or self.epilogues:
+            return stated
+        return min(stated[0], self.q.shape[0]), min(stated[1], self.k.shape[0])
+
+    def stated(self, side: str) -> str:
+        """How a sentence about too many blocks of queries or keys, ``side``, begins: with what makes them so many."""
+        if self.packed:
+            return f"max_seqlen_{side} is {self.longest['qk'.index(side)]}, which makes "
+        return f"{side} has "
 
     @property
     def nheads(self) -> int:
@@ -248,13 +273,19 @@ def _check_shapes(call: Call) -> None:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
 
 
+# From here on float32 rounds to 1.
+_ONE_IN_FLOAT32 = 1 - 2**-25
+
+
 def _check_numbers(call: Call) -> None:
     if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
         raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
     if not (math.isfinite(call.softcap) and call.softcap >= 0):
         raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
-    if not 0 <= call.dropout_p < 1:
-        raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1")
+    if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
+        raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
+    if call.dropout_p and not call.dropout:
+        raise ValueError(f"dropout_p is {call.dropout_p} and dropout empty; accepted: a name of a mask, or 0")
     for name, value, accepted in (("mask", call.mask, MASKS), ("dropout", call.dropout, DROPOUTS)):
         if value and value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}, or empty")
@@ -265,10 +296,12 @@ def _check_numbers(call: Call) -> None:
 
 
 def _check_lengths(call: Call) -> None:
-    for name in ("max_seqlen_q", "max_seqlen_k"):
+    for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
         value = getattr(call, name)
-        if not 0 <= value <= _MAX_INT32:
+        if call.packed and not 0 <= value <= _MAX_INT32:
             raise ValueError(f"{name} is {value}; accepted: 0 to {_MAX_INT32}")
+        if not call.packed and value != x.shape[1]:
+            raise ValueError(f"{name} is {value}; accepted: {x.shape[1]}, {name[-1]}'s seqlen")
     if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
     rows = {"q": call.q.shape[0], "k": call.k.shape[0]}
@@ -344,7 +377,7 @@ def _list(items: Sequence[Any]) -> str:
 
 
 def check_for_kernels(call: Call) -> None:
-    """Raise for what only the kernels refuse: dtypes, head dims, strides. Assumes :func:`check`."""
+    """Raise for what only the kernels refuse: dtypes, head dims, strides, sizes. Assumes :func:`check`."""
     if call.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
@@ -356,8 +389,7 @@ def check_for_kernels(call: Call) -> None:
             which = "head_dim_v" if name == "v" else "head_dim"
             raise ValueError(f"{name} has {which} {dim}; accepted: multiples of 8 up to 256")
         _check_strides(name, tensor)
-        if not call.packed and tensor.shape[1] > _MAX_INT32:
-            raise ValueError(f"{name} has seqlen {tensor.shape[1]}; accepted: up to {_MAX_INT32}")
+    _check_sizes(call)
     if call.alibi_slopes is not None:
         if call.alibi_slopes.dtype != torch.float32:
             raise TypeError(f"alibi_slopes has dtype {call.alibi_slopes.dtype}; accepted: torch.float32")
@@ -366,6 +398,22 @@ def check_for_kernels(call: Call) -> None:
         if call.bias.dtype not in DTYPE_NAMES:
             raise TypeError(f"bias has dtype {call.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
         _check_last_stride("bias", call.bias)
+
+
+def _check_sizes(call: Call) -> None:
+    for side, tensor, longest in zip("qk", (call.q, call.k), call.longest, strict=True):
+        if call.packed and tensor.shape[0] > MAX_ROWS:
+            raise ValueError(f"{side} has {tensor.shape[0]} packed rows; accepted on CUDA: up to {MAX_ROWS}")
+        if longest > MAX_SEQLEN:
+            which = f"max_seqlen_{side} is" if call.packed else f"{side} has seqlen"
+            raise ValueError(f"{which} {longest}; accepted on CUDA: up to {MAX_SEQLEN}")
+    check_count(f"q has {call.batch} sequences of {call.nheads} heads", call.batch * call.nheads)
+
+
+def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
+    """Raise where kernels could not count that far; what: says what multiplies to ``count``."""
+    if count > most:
+        raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
 
 def _check_last_stride(name: str, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from cute_attn.call import (
     Call,
     check,
     check_alignment,
+    check_count,
     check_for_kernels,
     is_aligned,
     regular_strides,
@@ -127,6 +128,7 @@ class Plan:
         function: launches the kernel, or None where there is nothing to launch.
         kernel: the kernel object, which picks the epilogues' arguments.
         seqlens: the lengths as the kernel takes them, or where tensors are among them, what makes them of those.
+        longest: the longest sequences as the kernel takes them, see :attr:`cute_attn.call.Call.longest`.
         shapes, strides: of out and lse.
         softmax_shape: or None where it is not asked for.
         views: (place among the tensors, shape, strides) of those that a kernel has to see otherwise than they come.
@@ -139,6 +141,7 @@ class Plan:
     function: Callable[..., None] | None
     kernel: Any
     seqlens: Any
+    longest: tuple[int, int]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
     softmax_shape: tuple[int, ...] | None
@@ -181,7 +184,7 @@ class Plan:
             score_args = self.kernel.score_args(call.score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
-            seqlens = seqlens(*tensors[3:7], self.rest[0], self.rest[1])
+            seqlens = seqlens(*tensors[3:7], *self.longest)
         self.function(q, k, v, out, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
 
@@ -340,6 +343,7 @@ def _make_plan(call: Call) -> Plan:
         function=None,
         kernel=None,
         seqlens=None,
+        longest=call.longest,
         shapes=(out_shape, lse_shape),
         strides=(contiguous_strides(out_shape), contiguous_strides(lse_shape)),
         softmax_shape=softmax_shape if call.return_softmax else None,
@@ -349,7 +353,7 @@ def _make_plan(call: Call) -> Plan:
         softmax_scale=call.softmax_scale,
         rest=call[NUM_TENSORS + 1 :],
     )
-    if math.prod(out_shape) == 0 or 0 in (call.max_seqlen_q, call.max_seqlen_k, math.prod(call.k.shape)):
+    if math.prod(out_shape) == 0 or 0 in (*call.longest, math.prod(call.k.shape)):
         return plan
     from cute_attn import compiler
     from cute_attn.device.seqlen import Seqlens
@@ -357,19 +361,26 @@ def _make_plan(call: Call) -> Plan:
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
+        check_query_blocks(call, kernel.tile)
         function = compiler.compile(kernel.traits, kernel.tile, target).function
     lengths = call[3:7]
     return replace(
         plan,
         function=function,
         kernel=kernel,
-        seqlens=Seqlens
-        if any(x is not None for x in lengths)
-        else Seqlens(*lengths, call.max_seqlen_q, call.max_seqlen_k),
+        seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *call.longest),
         views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call),
         prefill=call.seqused_q is not None,
     )
+
+
+def check_query_blocks(call: Call, tile: Any) -> None:
+    """Raise where a kernel with a block of threads for each query block would need more than a grid has."""
+    if not getattr(tile, "persistent", False):
+        blocks, heads = -(-call.longest[0] // tile.tile_m), call.nheads
+        what = f"{call.stated('q')}{call.batch} sequences of {heads} heads of {blocks} blocks of {tile.tile_m} queries"
+        check_count(what, call.batch * heads * blocks)
 
 
 def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -410,7 +421,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
                 call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
             if op == "forward" and not tile:
-                kernel = kernel.for_lengths(call.max_seqlen_q, call.max_seqlen_k, call.group)
+                kernel = kernel.for_lengths(*call.longest, call.group)
             heads = getattr(kernel.tile, "pack_heads", 1)
             if heads > 1 and call.group % heads:
                 raise registry.Unsupported(

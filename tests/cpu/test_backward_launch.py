@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launch, ops, reference
-from cute_attn.backward import MAX_SPLITS, BiasGradient, Workspace, gradients, key_splits
+from cute_attn.backward import (
+    MAX_SPLITS,
+    BiasGradient,
+    Workspace,
+    check_blocks,
+    gradients,
+    key_splits,
+)
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.tiles import padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from tests.problem import Case
 
 BF16 = torch.bfloat16
@@ -347,7 +354,7 @@ def test_saved_tensors_may_come_back_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False)
-    forward = launch.Plan(*(None,) * 11)
+    forward = launch.Plan(*(None,) * 12)
     first = gradients(call, grad, None, out, lse, needed, forward)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
@@ -396,6 +403,79 @@ def test_variants(torch_kernels, monkeypatch):
     second = gradients(call, *arguments)
     assert [traits.variant for traits, _ in torch_kernels.built[3:]] == ["mine", "", ""]
     assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
+
+
+def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
+    """Packed sequences are as long as all rows at most, whatever is stated."""
+    call = the_call(CASES["varlen"].build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    rows = call.q.shape[0], call.k.shape[0]
+    for deterministic in (False, True):
+        stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
+        found = gradients(stated, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        honest = call._replace(deterministic=deterministic)
+        right = gradients(honest, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True))
+        preprocess, main, convert = (arguments for *_, arguments in torch_kernels.launched[-6:-3])
+        assert preprocess[9][4:6] == main[9][4:6] == convert[2][4:6] == rows
+        assert main[11][0] <= -(-rows[1] // torch_kernels.built[0][1].tile_n)
+
+
+def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
+    """A packed call of next to no memory, each sequence as long as all rows, as far as can be known."""
+    row, cu_seqlens = torch.zeros(8, dtype=BF16), torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
+    call = the_call(VARLEN.build("cpu"))
+    tensors = {"q": row.expand(rows_q, heads, 8)} | dict.fromkeys("kv", row.expand(rows_k, heads_kv, 8))
+    tensors |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+    return call._replace(**tensors, max_seqlen_q=rows_q, max_seqlen_k=rows_k)
+
+
+TILE = BackwardSm80Tile(tile_m=64, tile_n=128)
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "splits", "message"),
+    [
+        (many(2**19, 2**15 - 64), 32, 1, None),
+        (
+            many(2**19, 2**15),
+            32,
+            1,
+            f"max_seqlen_q is 32768, which makes {2**19} sequences of 4 heads of 1024 blocks of 32 queries, {2**31} ",
+        ),
+        (many(2**23, 5), 64, 1, None),
+        (
+            many(2**25, 5),
+            64,
+            1,
+            f"q has 5 rows in {2**25} sequences, each padded to blocks of 64 rows, {2**31} in all",
+        ),
+        (
+            many(2**24, 5),
+            64,
+            1,
+            f"k has 1 rows in {2**24} sequences, each padded to blocks of 128 rows, {2**31} in all",
+        ),
+        (many(2**22, 5, 2**16 - 128), 64, 511, None),
+        (
+            many(2**22, 5, 2**16),
+            64,
+            512,
+            f"max_seqlen_k is 65536, which makes {2**22} sequences of 512 splits of their key blocks, {2**31} in all",
+        ),
+        (many(2**20, 5, 2**16, heads=127, heads_kv=127), 64, 16, None),
+        (
+            many(2**20, 5, 2**16, heads=128, heads_kv=128),
+            64,
+            16,
+            f"max_seqlen_k is 65536, which makes 128 heads of {2**24} splits of their key blocks, {2**31} in all",
+        ),
+        (many(5, 5, heads=2**26), 64, 1, f"q has heads, {2**26} in all; accepted on CUDA: up to {2**25}"),
+    ],
+)
+def test_what_32_bits_count(call, rows, splits, message):
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_blocks(call, TILE, rows, splits)
 
 
 def test_what_does_not_fit_is_refused(torch_kernels):

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from cute_attn import ops, reference
-from cute_attn.call import Call, check, check_alignment, check_for_kernels, pack_epilogues, unpack_epilogues
+from cute_attn.call import (
+    MAX_ROWS,
+    MAX_SEQLEN,
+    Call,
+    check,
+    check_alignment,
+    check_for_kernels,
+    pack_epilogues,
+    unpack_epilogues,
+)
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.interface import (
     _packed_lse,
@@ -146,6 +155,11 @@ WRONG = {
     ),
     "softcap_inf": (dense(softcap=math.inf), ValueError, "softcap is inf"),
     "dropout_1": (dense(dropout_p=1.0), ValueError, "dropout_p is 1.0; accepted: 0 <= dropout_p < 1"),
+    "dropout_1_in_float32": (
+        dense(dropout_p=1 - 2**-25),
+        ValueError,
+        "dropout_p is 0.9999999.*; accepted: 0 <=",
+    ),
     "dropout_negative": (dense(dropout_p=-0.1), ValueError, "dropout_p is -0.1"),
     "dropout_mask": (
         dense(dropout_mask="cudnn"),
@@ -243,6 +257,11 @@ def wide(n):
     return {"q": randn(2, 16, 4, n, dtype=BF16), "k": randn(2, 24, 2, n, dtype=BF16)}
 
 
+def repeated(*shape):
+    """One row of zeros, as many times as it takes: (*shape, 64) of next to no memory."""
+    return torch.zeros(64, dtype=BF16).expand(*shape, 64)
+
+
 # Right on the CPU, and wrong for the kernels.
 WRONG_FOR_KERNELS = {
     "float32": (
@@ -292,6 +311,36 @@ WRONG_FOR_KERNELS = {
         dense(alibi_slopes=randn(8)[::2]),
         ValueError,
         r"alibi_slopes has strides \(2,\); accepted: a last stride of 1",
+    ),
+    "seqlen_k": (
+        dense(k=repeated(1, MAX_SEQLEN + 1, 4), q=GOOD["q"][:1], v=repeated(1, MAX_SEQLEN + 1, 4)),
+        ValueError,
+        f"k has seqlen {MAX_SEQLEN + 1}; accepted on CUDA: up to {MAX_SEQLEN}",
+    ),
+    "seqlen_beyond_32_bits": (
+        dense(k=repeated(1, 2**32 + 24, 4), q=GOOD["q"][:1], v=repeated(1, 2**32 + 24, 4)),
+        ValueError,
+        f"k has seqlen {2**32 + 24}; accepted on CUDA",
+    ),
+    "sequences_and_heads": (
+        dense(**{name: repeated(2**30, 1, 2) for name in "qkv"}),
+        ValueError,
+        f"q has {2**30} sequences of 2 heads, {2**31} in all; accepted on CUDA: up to {2**31 - 1}",
+    ),
+    "packed_rows": (
+        packed(k=repeated(2**31 - 8, 4), v=repeated(2**31 - 8, 4)),
+        ValueError,
+        f"k has {2**31 - 8} packed rows; accepted on CUDA: up to {MAX_ROWS}",
+    ),
+    "packed_longest": (
+        packed(q=repeated(2**30, 4), max_seqlen_q=2**31 - 1),
+        ValueError,
+        f"max_seqlen_q is {2**30}; accepted on CUDA: up to {MAX_SEQLEN}",
+    ),
+    "mem_efficient_longest": (
+        packed(max_seqlen_k=2**31 - 1, dropout_p=0.1, dropout_mask="mem_efficient"),
+        ValueError,
+        f"max_seqlen_k is {2**31 - 1}; accepted on CUDA: up to {MAX_SEQLEN}",
     ),
 }
 
@@ -351,6 +400,7 @@ FINE = {
     "no_heads": dense(q=GOOD["q"][:, :, :0], k=GOOD["k"][:, :, :0], v=GOOD["v"][:, :, :0]),
     "batch_0": dense(q=GOOD["q"][:0], k=GOOD["k"][:0], v=GOOD["v"][:0]),
     "no_sequences": packed(cu_seqlens_q=int32(0), cu_seqlens_k=int32(0)),
+    "longer_than_all_rows": packed(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1),
     "window_list": dense(window=[3, 0]),
     "window_minus_1": dense(window=(-1, -1)),
 }

@@ -340,6 +340,67 @@ def test_a_kernel_that_computes_its_arguments_is_asked_every_time(recorder, monk
             assert given[0] is state if isinstance(given, list) else torch.equal(given, state + 1)
 
 
+PACKED_BIAS = {"bias": torch.zeros(1, 1, 1, 2**16)}
+LONGEST = {
+    "plain": ({}, (9, 11)),
+    "flash": ({"dropout_p": 0.5}, (9, 11)),
+    "bias": (PACKED_BIAS, (9, 11)),
+    "honest": ({"max_seqlen_q": 5, "max_seqlen_k": 5}, (5, 5)),
+    "mem_efficient": ({"dropout_p": 0.5, "dropout_mask": "mem_efficient"}, (2**23, 2**16)),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_packed_sequences_are_no_longer_than_all_rows(recorder, name):
+    """Kernels are launched for so many queries; only the mem-efficient mask has a use for what was stated."""
+    options, expected = LONGEST[name]
+    q, k, v = (x[0] for x in kernel_inputs())
+    options = {"max_seqlen_q": 2**23, "max_seqlen_k": 2**16} | options
+    attention_varlen(q, k, v, CU_Q, CU_K, **options)
+    ((*_, seqlens, _, score_args),) = recorder.launched
+    assert seqlens[4:6] == expected
+    if name == "bias":
+        assert score_args[-1][0].shape == (3, 4, 2**23, 2**16)
+
+
+def test_an_epilogue_sees_the_lengths_that_were_stated(scale_keys, recorder):
+    q, k, v = (x[0] for x in kernel_inputs())
+    attention_varlen(q, k, v, CU_Q, CU_K, 2**23, 2**16, epilogues={"scale_keys": (randn(11), 0.5)})
+    assert recorder.launched[0][6][4:6] == (2**23, 2**16)
+
+
+def test_a_grid_ends_where_32_bits_do(recorder):
+    """The Ampere forward has a block of threads for each block of queries."""
+    row = torch.zeros(16, dtype=BF16)
+    cu_seqlens = torch.zeros(2**20 + 1, dtype=torch.int32)
+    q, k = row.expand(2**16, 4, 16), row.expand(8, 4, 16)
+
+    def call(longest):
+        attention_varlen(q, k, k, cu_seqlens, cu_seqlens, longest, longest, kernel="sm80", tile="tile_m=64")
+
+    call(511 * 64)
+    with pytest.raises(
+        ValueError,
+        match=f"max_seqlen_q is 32768, which makes {2**20} sequences of 4 heads of 512 blocks of 64 queries, "
+        f"{2**31} in all; accepted on CUDA: up to {2**31 - 1}",
+    ):
+        call(512 * 64)
+    assert len(recorder.launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seqlen_q": 8}, "max_seqlen_q is 8; accepted: 9, q's seqlen"),
+        ({"max_seqlen_k": 2**40}, f"max_seqlen_k is {2**40}; accepted: 11, k's seqlen"),
+        ({"dropout_p": 0.5}, "dropout_p is 0.5 and dropout empty; accepted: a name of a mask, or 0"),
+    ],
+)
+def test_what_only_the_operator_can_be_given(changes, message):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.cute_attn.forward.default(*call(*inputs(), **changes))
+
+
 def test_meaningless_strides_are_replaced(recorder):
     q, k, v = kernel_inputs()
     odd = q[:1, :1].as_strided((1, 1, 4, 16), (3, 5, 16, 1))

@@ -1,0 +1,85 @@
+"""The largest sizes that the checks let through, in the kernels' own 32-bit arithmetic, on the host."""
+
+import itertools
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_attn.call import MAX_ROWS, MAX_SEQLEN
+from cute_attn.device.score_tile import ScoreContext
+from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.epilogues.mask import Mask
+
+TILE = 2**12
+
+
+def on_cpu(x):
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+@cute.jit
+def window_bounds(cases: cute.Tensor, out: cute.Tensor, top_left: Constexpr):
+    """(first_key, end_key, first_query, end_query) of each (seqlen_q, seqlen_k, left, right, query, key)."""
+    for i in cutlass.range(cases.shape[0]):
+        seqlen_q, seqlen_k = cases[i, 0], cases[i, 1]
+        shift = Int32(0) if cutlass.const_expr(top_left) else seqlen_k - seqlen_q
+        zero, one = Int32(0), Float32(1.0)
+        context = ScoreContext(zero, zero, zero, seqlen_q, seqlen_k, seqlen_q, seqlen_k, shift, one, one, one)
+        band = Mask(False, True).begin((cases[i, 2], cases[i, 3]), context)
+        query, key = cases[i, 4], cases[i, 5]
+        out[i, 0] = band.first_key(query)
+        out[i, 1] = band.end_key(query)
+        out[i, 2] = band.first_query(key)
+        out[i, 3] = band.end_query(key, seqlen_q)
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+def test_windows_of_the_longest_sequences(top_left):
+    """Up to a tile beyond either sequence, where threads look too."""
+    lengths, bounds = (1, 1000, MAX_SEQLEN), (0, 1, UNBOUNDED - 1, UNBOUNDED)
+    cases = [
+        (seqlen_q, seqlen_k, left, right, query, key)
+        for seqlen_q, seqlen_k in itertools.product(lengths, repeat=2)
+        for left, right in itertools.product(bounds, repeat=2)
+        for query in (0, seqlen_q - 1, seqlen_q + TILE)
+        for key in (0, seqlen_k - 1, seqlen_k + TILE)
+    ]
+    given = torch.tensor(cases, dtype=torch.int32)
+    found = torch.zeros(len(cases), 4, dtype=torch.int32)
+    window_bounds(on_cpu(given), on_cpu(found), top_left)
+    for (seqlen_q, seqlen_k, left, right, query, key), row in zip(cases, found.tolist(), strict=True):
+        shift = 0 if top_left else seqlen_k - seqlen_q
+        assert row == [
+            max(query + shift - left, 0),
+            min(query + shift + right + 1, seqlen_k),
+            max(key - shift - right, 0),
+            min(key - shift + left + 1, seqlen_q),
+        ]
+
+
+@cute.jit
+def blocks_and_rounds(counts: cute.Tensor, out: cute.Tensor, tile: Constexpr):
+    """Blocks of a tile, rows that they have, quotient and remainder by the next number, and turns of a loop."""
+    for i in cutlass.range(counts.shape[0]):
+        count, step = counts[i, 0], counts[i, 1]
+        out[i, 0] = cute.ceil_div(count, tile)
+        out[i, 1] = cute.round_up(count, tile)
+        out[i, 2], out[i, 3] = divmod(count, cute.FastDivmodDivisorV2(step))
+        turns = Int32(0)
+        for _ in cutlass.range(count - 1, count, step, unroll=1):
+            turns += 1
+        out[i, 4] = turns
+
+
+@pytest.mark.parametrize("tile", [64, 80, 128])
+def test_as_many_rows_as_there_may_be(tile):
+    cases = [(count, step) for count in (MAX_SEQLEN, MAX_ROWS - TILE) for step in (1, 7, 2**12)]
+    cases += [(MAX_ROWS // 2, MAX_ROWS // 2), (2**31 - 1 - MAX_SEQLEN, MAX_SEQLEN)]
+    found = torch.zeros(len(cases), 5, dtype=torch.int32)
+    blocks_and_rounds(on_cpu(torch.tensor(cases, dtype=torch.int32)), on_cpu(found), tile)
+    for (count, step), row in zip(cases, found.tolist(), strict=True):
+        blocks = -(-count // tile)
+        assert row == [blocks, blocks * tile, count // step, count % step, 1]
