@@ -1,10 +1,16 @@
-"""Compiled kernels on disk: one folder a kernel, written whole or not at all, and a miss when anything is amiss."""
+"""Compiled kernels on disk: one folder a kernel, written whole or not at all, and a miss when anything is amiss.
+
+What is found is loaded as native code. So the cache is for its user alone (mode 0700), and what somebody else owns, or
+may write, is not taken.
+"""
 
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +21,9 @@ from cute_attn.fingerprint import digest
 
 OBJECT, CUBIN, PTX, META = "kernel.o", "kernel.cubin", "kernel.ptx", "meta.json"
 _FILES = (OBJECT, CUBIN, PTX)
+_NAMES = ("kernels", "locks")
 _FORMAT = 1
+_warned: set[Path] = set()
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,31 @@ class DiskCache:
     """Entries below one folder, shared by any number of processes.
 
     An entry is made beside its place and renamed into it, so a reader sees all of it or none. A digest over all of its
-    files is part of it; one that does not match counts as absent, and the next :meth:`put` replaces it.
+    files is part of it. One that does not match counts as absent, and the next :meth:`put` replaces it; so does one
+    that is not the user's own, with a warning.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._kernels = root / "kernels"
-        self._locks = root / "locks"
+        self._kernels, self._locks = (root / name for name in _NAMES)
+
+    def prepare(self) -> bool:
+        """Make the cache's folders, for this user alone; whether what lies in them can be trusted.
+
+        A folder that holds more than the cache, such as ``/tmp``, is left as it is.
+        """
+        for folder in (self.root, self._kernels):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            if status.st_uid == os.geteuid() and status.st_mode & 0o077 and self._holds_nothing_else():
+                with suppress(OSError):  # a cache that may only be read serves as well
+                    folder.chmod(0o700)
+            if not self._is_own(folder):
+                return False
+        return True
+
+    def _holds_nothing_else(self) -> bool:
+        return all(name in _NAMES or name.startswith("new-") for name in os.listdir(self.root))
 
     def get(self, key: str) -> Entry | None:
         """The entry of that key, checked, or None. Its time of last use becomes now."""
@@ -64,17 +90,17 @@ class DiskCache:
 
     def put(self, key: str, meta: dict[str, Any], files: dict[str, bytes]) -> Entry:
         """Store a kernel's ``OBJECT``, ``CUBIN`` and ``PTX`` with what is to be known about them."""
-        self._kernels.mkdir(parents=True, exist_ok=True)
+        self.prepare()
         scratch = Path(tempfile.mkdtemp(dir=self.root, prefix="new-"))
         try:
             for name in _FILES:
-                (scratch / name).write_bytes(files[name])
+                _write(scratch / name, files[name])
             record = {
                 "format": _FORMAT,
                 "digest": _digest(meta, [files[name] for name in _FILES]),
                 "meta": meta,
             }
-            (scratch / META).write_text(json.dumps(record, indent=1))
+            _write(scratch / META, json.dumps(record, indent=1).encode())
             place = self._kernels / key
             if place.exists():  # it was corrupt, or another process was as fast
                 os.rename(place, scratch / "old")
@@ -93,7 +119,7 @@ class DiskCache:
         """Held by the one process that builds a kernel; others wait, and find it built."""
         from filelock import FileLock
 
-        self._locks.mkdir(parents=True, exist_ok=True)
+        self._locks.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(self._locks / f"{key}.lock"):
             yield
 
@@ -124,8 +150,28 @@ class DiskCache:
                 shutil.rmtree(leftover, ignore_errors=True)
         return count, size
 
+    def _is_own(self, *paths: Path) -> bool:
+        """Whether this user owns these and nobody else may write them; a warning once where not."""
+        for path in paths:
+            status, user = path.stat(), os.geteuid()
+            if status.st_uid == user and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                continue
+            if paths[0] not in _warned:
+                _warned.add(paths[0])
+                owner = status.st_uid
+                why = "may be written by others" if owner == user else f"belongs to user {owner}"
+                warnings.warn(
+                    f"{path} {why}, so no kernel is loaded from there; accepted: what user {user} alone owns "
+                    "and may write (CUTE_ATTN_CACHE_DIR names another folder)",
+                    stacklevel=2,
+                )
+            return False
+        return True
+
     def _read(self, folder: Path) -> Entry | None:
         try:
+            if not self._is_own(folder, *(folder / name for name in (META, *_FILES))):
+                return None
             record = json.loads((folder / META).read_bytes())
             contents = [(folder / name).read_bytes() for name in _FILES]
             sound = record["format"] == _FORMAT and record["digest"] == _digest(record["meta"], contents)
@@ -135,6 +181,12 @@ class DiskCache:
         if not sound:
             return None
         return Entry(folder, record["meta"], sum(map(len, contents)), used)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """For this user alone, whatever the umask."""
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(content)
 
 
 def _digest(meta: dict[str, Any], contents: list[bytes]) -> str:

@@ -180,7 +180,7 @@ def _device_target(device: int) -> str:
 
 def _find_or_build(kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
     cache = default_cache()
-    if cache is None:
+    if cache is None or not cache.prepare():
         return CompiledKernel(
             kernel, target, _build_into(_process_cache(), kernel, target, key, options), False
         )
@@ -196,7 +196,7 @@ def _find_or_build(kernel: Any, target: str, key: str, options: str) -> Compiled
 
 @functools.cache
 def _process_cache() -> DiskCache:
-    """Where kernels lie while the disk cache is off; it goes when the process ends."""
+    """Where kernels lie while the disk cache is off, or not the user's own; it goes when the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="cute_attn-", ignore_cleanup_errors=True)
     cache = DiskCache(Path(folder.name))
     cache.owner = folder  # type: ignore[attr-defined]
