@@ -24,7 +24,7 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
         "--milliseconds", type=float, default=100, help="how long each rival is timed a workload"
     )
     options = parser.parse_args()
-    chosen = [w for w in workloads if any(fnmatch.fnmatch(w.name, p) for p in options.patterns)]
+    chosen = [w for w in workloads if matches(w.name, options.patterns)]
     if options.list:
         print("\n".join(w.name for w in chosen))
         return
@@ -39,17 +39,20 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
     from cute_attn.benchmark.results import default_path, time_workloads, write
 
     rivals = own_kernels(question) | PEERS
-    rivals = {
-        name: run for name, run in rivals.items() if any(fnmatch.fnmatch(name, p) for p in options.impl)
-    }
-    _build(chosen, rivals)
-    result = time_workloads(chosen, rivals, _print_row, options.milliseconds)
+    rivals = {name: run for name, run in rivals.items() if matches(name, options.impl)}
+    build(chosen, rivals)
+    result = time_workloads(chosen, rivals, print_row, options.milliseconds)
     path = write(result, options.output or default_path(RESULTS, question, result))
     print_table(result)
     print(f"{result['gpu']}, {result['clock_mhz']} MHz under load, dropout {DROPOUT_P}; wrote {path}")
 
 
-def _build(workloads: list[Workload], rivals: Iterable[str]) -> None:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether any of the shell patterns matches."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
     """This package's kernels, many at a time; what cannot be built says so when its row comes."""
     from cute_attn import registry
     from cute_attn.backward import kernels_of
@@ -62,20 +65,21 @@ def _build(workloads: list[Workload], rivals: Iterable[str]) -> None:
             continue
         arch = name.rpartition("-")[2]
         for workload in workloads:
-            forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-            lengths = (workload.longest, workload.longest, workload.nheads // workload.nheads_kv)
-            requests.append((forward.traits, forward.for_lengths(*lengths).tile, target))
-            if workload.op == "backward":
-                try:
+            lengths = (workload.longest, workload.longest_k, workload.nheads // workload.nheads_kv)
+            try:
+                forward = registry.lookup(workload.traits(arch, "forward"), None, target)
+                requests.append((forward.traits, forward.for_lengths(*lengths).tile, target))
+                if workload.op == "backward":
                     kernel = registry.lookup(workload.traits(arch), None, target)
-                except registry.Unsupported:
-                    continue
-                requests += [(*one, target) for one in kernels_of(kernel)]
+                    requests += [(*one, target) for one in kernels_of(kernel)]
+            except registry.Unsupported:
+                continue
     for _ in prebuild(requests):
         pass
 
 
-def _print_row(row: dict[str, Any]) -> None:
+def print_row(row: dict[str, Any]) -> None:
+    """A line of its own as soon as it is known."""
     numbers = row["error"] if "error" in row else f"{row['ms']:9.3f} ms {row['value']:7.1f} {row['unit']}"
     print(f"{row['workload']:44} {row['impl']:24} {numbers}", flush=True)
 

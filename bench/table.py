@@ -1,38 +1,44 @@
-"""Regenerate the README's tables of speeds from a file under bench/results.
+"""Regenerate the README's tables and picture of speeds from files under bench/results.
 
-python -m bench.table bench/results/FILE.json            print all of it
-python -m bench.table --write bench/results/FILE.json    put the README's rows into the README
+    python -m bench.table bench/results/FILE.json ...           print all of it
+    python -m bench.table --write bench/results/FILE.json ...   put the README's rows into the README, draw its picture
+
+The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward, whichever of them
+was written.
 """
 
 import argparse
 import fnmatch
 import json
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = {"forward": "<!-- speed table -->", "backward": "<!-- backward speed table -->"}
+PICTURE = Path("docs/speed.png")
 END = {"forward": "<!-- end of speed table -->", "backward": "<!-- end of backward speed table -->"}
-PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa4": "FA4"}
+PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
 README_ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
 """What the README has room for."""
 
 
 def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
-    """A Markdown table: TFLOP/s of our kernels and their peers, a row a workload; a dash where one failed."""
-    speeds: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        if not any(fnmatch.fnmatch(row["workload"], pattern) for pattern in patterns):
-            continue
-        speeds.setdefault(row["workload"], {})
-        if "value" in row:
-            speeds[row["workload"]][row["impl"]] = row["value"]
-    own = list(dict.fromkeys(r["impl"] for r in result["rows"] if r["impl"].startswith("cute_attn/")))
+    """A Markdown table: TFLOP/s of our kernels and the peers that were run, a row a workload; a dash for a failure."""
+    speeds = {
+        workload: values
+        for workload, values in _by_workload(result, "value").items()
+        if any(fnmatch.fnmatch(workload, pattern) for pattern in patterns)
+    }
+    impls = list(dict.fromkeys(row["impl"] for row in result["rows"]))
+    own = [name for name in impls if _is_own(name)]
+    peers = [name for name in PEERS if name in impls]
     header = [
         "workload",
         *(f"**{name.removeprefix('cute_attn/')}**" for name in own),
-        *PEERS.values(),
+        *(PEERS[name] for name in peers),
         "**sm80** / FA2",
         "best / best peer",
     ]
@@ -44,11 +50,25 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
         )
         ratio = f"{ampere / fa2:.2f}" if ampere and fa2 else "-"
         best = max((values[name] for name in own if name in values), default=None)
-        peer = max((values[name] for name in PEERS if name in values), default=None)
+        peer = max((values[name] for name in peers if name in values), default=None)
         to_peer = f"{best / peer:.2f}" if best and peer else "-"
-        cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *PEERS)]
+        cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *peers)]
         lines.append("| " + " | ".join([workload.partition("-")[2], *cells, ratio, to_peer]) + " |")
     return "\n".join(lines)
+
+
+def _by_workload(result: dict[str, Any], key: str) -> dict[str, dict[str, float]]:
+    """A number of each implementation that has it, for every workload."""
+    found: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        numbers = found.setdefault(row["workload"], {})
+        if key in row:
+            numbers[row["impl"]] = row[key]
+    return found
+
+
+def _is_own(impl: str) -> bool:
+    return impl.startswith("cute_attn/")
 
 
 def operation(result: dict[str, Any]) -> str:
@@ -59,29 +79,118 @@ def operation(result: dict[str, Any]) -> str:
 def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*",)) -> str:
     """The table with where it comes from."""
     machine = f"{result['gpu']}, {result['clock_mhz']} MHz under load, driver {result['driver']}"
-    versions = f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}, FA4 {result['peers']['fa4']}"
+    peers = {name: PEERS[name] for name in ("fa3", "fa4") if name in result["peers"]}
+    versions = ", ".join(
+        [
+            f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}",
+            *(f"{title} {result['peers'][name]}" for name, title in peers.items()),
+        ]
+    )
     caption = f"TFLOP/s, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
     op = operation(result)
     return f"{BEGIN[op]}\n{caption}\n\n{table(result, patterns)}\n{END[op]}"
 
 
+def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: Path) -> Path:
+    """Draw our best kernel's time against the fastest peer's, a dot a row that both computed.
+
+    Args:
+        forward, backward: results; None for those that there are none of.
+        path: the picture to write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    bounds: list[float] = []
+    for title, result, colour in (("forward", forward, "tab:blue"), ("backward", backward, "tab:orange")):
+        pairs = times(result) if result else []
+        if result and pairs:
+            theirs, ours = zip(*pairs, strict=True)
+            faster = sum(x > y for x, y in pairs)
+            label = (
+                f"{title}: {faster} of {len(pairs)} below the line ({result['gpu']}, {result['date'][:10]})"
+            )
+            axes.scatter(theirs, ours, s=22, color=colour, alpha=0.7, label=label)
+            bounds += [*theirs, *ours]
+    axes.set(xscale="log", yscale="log", xlabel="fastest peer, ms", ylabel="cute_attn, ms", aspect="equal")
+    if bounds:
+        ends = (min(bounds) / 1.2, max(bounds) * 1.2)
+        axes.plot(ends, ends, color="gray", linewidth=0.8)
+        axes.set(xlim=ends, ylim=ends)
+        axes.legend(loc="upper left", fontsize=8)
+    axes.set_title("Milliseconds of a call: cute_attn is faster below the line", fontsize=10)
+    _plain_ticks(axes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def times(result: dict[str, Any]) -> list[tuple[float, float]]:
+    """The fastest peer's milliseconds and our best, of each workload that has both."""
+    pairs = []
+    for times in _by_workload(result, "ms").values():
+        ours = [ms for name, ms in times.items() if _is_own(name)]
+        theirs = [ms for name, ms in times.items() if name in PEERS]
+        if ours and theirs:
+            pairs.append((min(theirs), min(ours)))
+    return pairs
+
+
+def _plain_ticks(axes: Any) -> None:
+    """Milliseconds as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
+
+
+def named_results(readme: str) -> Mapping[str, Path]:
+    """The result that each of the README's tables names and that is there, by operation."""
+    found = {}
+    for op in BEGIN:
+        table = readme.partition(BEGIN[op])[2].partition(END[op])[0]
+        named = re.search(r"\]\(([^)]+\.json)\)", table)
+        if named and (README.parent / named[1]).exists():
+            found[op] = README.parent / named[1]
+    return found
+
+
+def write(paths: list[Path]) -> None:
+    """Put the results' tables into the README, and draw the picture of all that it then names."""
+    readme = README.read_text()
+    for path in paths:
+        result = json.loads(path.read_text())
+        begin, end = BEGIN[operation(result)], END[operation(result)]
+        if begin not in readme or end not in readme:
+            sys.exit(f"{README} has no {begin} ... {end}")
+        before, rest = readme.split(begin, 1)
+        readme = before + section(result, _source(path), README_ROWS) + rest.split(end, 1)[1]
+    README.write_text(readme)
+    results = {op: json.loads(path.read_text()) for op, path in named_results(readme).items()}
+    plot(results.get("forward"), results.get("backward"), README.parent / PICTURE)
+
+
+def _source(path: Path) -> str:
+    """A result's path as the README names it."""
+    return path.resolve().relative_to(README.parent).as_posix()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--write", action="store_true", help="replace the table in the README")
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the tables in the README, and its picture"
+    )
     options = parser.parse_args()
-    source = options.result.resolve().relative_to(README.parent).as_posix()
-    result = json.loads(options.result.read_text())
-    text = section(result, source, README_ROWS if options.write else ("*",))
-    if not options.write:
-        print(text)
+    if options.write:
+        write(options.results)
         return
-    readme = README.read_text()
-    begin, end = BEGIN[operation(result)], END[operation(result)]
-    if begin not in readme or end not in readme:
-        sys.exit(f"{README} has no {begin} ... {end}")
-    before, rest = readme.split(begin, 1)
-    README.write_text(before + text + rest.split(end, 1)[1])
+    for path in options.results:
+        print(section(json.loads(path.read_text()), _source(path)))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ the workload raises :class:`Declined`, which says why. Under dropout each draws 
 """
 
 import importlib.metadata
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ class Declined(Exception):
 def _needs(peer: str, workload: Workload, *absent: str) -> None:
     """Decline if the workload has a feature that is among ``absent``."""
     present = {
-        "window": workload.window,
+        "window": workload.windowed,
         "bias": workload.bias,
         "alibi": workload.alibi,
         "softcap": workload.softcap,
@@ -55,7 +57,7 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
     """The operator's keyword arguments that a workload's features are."""
     return {
         "causal": workload.causal,
-        "window": (workload.window or None, None),
+        "window": (workload.band[0], None) if workload.causal else workload.band,
         "alibi_slopes": x.alibi_slopes,
         "bias": x.bias,
         "softcap": SOFTCAP if workload.softcap else 0.0,
@@ -74,9 +76,9 @@ def ours(kernel: str, tile: str | None = None) -> Implementation:
         options = call_options(workload, x) | {"kernel": kernel, which: tile}
 
         def forward(x: Inputs) -> Tensor:
-            if x.cu_seqlens is None:
+            if x.cu_seqlens is None or x.cu_seqlens_k is None:
                 return _first(interface.attention(x.q, x.k, x.v, **options))
-            lengths = (x.cu_seqlens, x.cu_seqlens, max(workload.lengths), max(workload.lengths))
+            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
             return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
 
         return _run(workload, x, forward)
@@ -89,17 +91,12 @@ def fa2(workload: Workload, x: Inputs) -> Run:
     _needs("FA2 in torch", workload, "bias", "softcap", "unequal head dims")
     if workload.op == "backward":
         _needs("FA2's backward in torch", workload, "alibi")
-    cu_seqlens = (x.cu_seqlens, x.cu_seqlens)
-    longest = max(workload.lengths, default=workload.seqlen)
-    options = {
-        "window_size_left": workload.window or None,
-        "window_size_right": 0 if workload.window else None,
-        "alibi_slopes": x.alibi_slopes,
-    }
+    lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+    left, right = workload.band if workload.windowed else (None, None)
+    options = {"window_size_left": left, "window_size_right": right, "alibi_slopes": x.alibi_slopes}
     dropout_p = DROPOUT_P if workload.dropout else 0.0
     # A window says by itself what causal would; FA2 takes one or the other.
-    causal = workload.causal and not workload.window
-    arguments = (*cu_seqlens, longest, longest, dropout_p, causal, False)
+    arguments = (*lengths, dropout_p, workload.causal and not workload.windowed, False)
     op = torch.ops.aten._flash_attention_forward.default
     return _run(workload, x, lambda x: op(x.q, x.k, x.v, *arguments, **options)[0])
 
@@ -109,12 +106,16 @@ def mem_efficient(workload: Workload, x: Inputs) -> Run:
     _needs("mem_efficient in torch", workload, "alibi", "softcap", "grouped heads")
     if workload.bias and x.bias is not None and x.bias.dtype != x.q.dtype:
         raise Declined("mem_efficient wants a bias of q's dtype")
-    longest = max(workload.lengths) if workload.lengths else None
+    left, right = workload.band
+    if right:
+        raise Declined("mem_efficient has no window beyond a query's own key")
+    longest = (workload.longest, workload.longest_k) if workload.lengths else (None, None)
     dropout_p = DROPOUT_P if workload.dropout else 0.0
-    mask = 1 if workload.causal else 0
+    # 1 is aligned to the first query and key, 2 to the last.
+    mask = 0 if right is None else 1 if workload.equal_lengths else 2
     # Its window counts the query's own key.
-    window = workload.window + 1 if workload.window else None
-    arguments = (x.cu_seqlens, x.cu_seqlens, longest, longest, dropout_p, mask, workload.op == "backward")
+    window = left + 1 if left is not None else None
+    arguments = (x.cu_seqlens, x.cu_seqlens_k, *longest, dropout_p, mask, workload.op == "backward")
     op = torch.ops.aten._efficient_attention_forward.default
 
     def forward(x: Inputs) -> Tensor:
@@ -130,6 +131,10 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "varlen")
+    if workload.causal and not workload.equal_lengths:
+        raise Declined(
+            "scaled_dot_product_attention aligns causal to the first query and key, not to the last"
+        )
     if workload.bias and workload.causal:
         raise Declined("scaled_dot_product_attention has no bias beside causal")
     if workload.bias_grad:
@@ -158,24 +163,96 @@ def fa4(workload: Workload, x: Inputs) -> Run:
     except ImportError as error:
         raise Declined(f"flash-attn-4 is not installed ({error})") from error
     options: dict[str, Any] = {
-        "causal": workload.causal and not workload.window,
-        "window_size": (workload.window, 0) if workload.window else (None, None),
+        "causal": workload.causal and not workload.windowed,
+        "window_size": workload.band if workload.windowed else (None, None),
         "softcap": SOFTCAP if workload.softcap else 0.0,
     }
     function = flash_attn_func
     if x.cu_seqlens is not None:
-        longest = max(workload.lengths)
-        options |= {"cu_seqlens_q": x.cu_seqlens, "cu_seqlens_k": x.cu_seqlens}
-        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        options |= _packed(workload, x)
         function = flash_attn_varlen_func
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+
+
+def _packed(workload: Workload, x: Inputs) -> dict[str, Any]:
+    """What FlashAttention's functions for packed sequences take beside the tensors."""
+    return {
+        "cu_seqlens_q": x.cu_seqlens,
+        "cu_seqlens_k": x.cu_seqlens_k,
+        "max_seqlen_q": workload.longest,
+        "max_seqlen_k": workload.longest_k,
+    }
+
+
+def fa3(workload: Workload, x: Inputs) -> Run:
+    """FlashAttention-3, in C++ for Hopper, with the kernels that the build at hand has."""
+    _needs("FA3", workload, "bias", "alibi", "dropout")
+    if workload.op == "backward" and workload.lengths:
+        raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
+    try:
+        from flash_attn_config import CONFIG  # type: ignore[import-not-found]
+        from flash_attn_interface import (  # type: ignore[import-not-found]
+            flash_attn_func,
+            flash_attn_varlen_func,
+        )
+    except ImportError as error:
+        raise Declined(f"FA3 is not installed ({error})") from error
+    sm8x = x.q.is_cuda and torch.cuda.get_device_capability(x.q.device)[0] == 8
+    absent = _fa3_lacks(workload, sm8x, CONFIG["build_flags"])
+    if absent:
+        raise Declined(f"FA3 was built without {absent}")
+    window = tuple(-1 if side is None else side for side in workload.band)
+    options: dict[str, Any] = {
+        "causal": workload.causal and not workload.windowed,
+        "window_size": window if workload.windowed else (-1, -1),
+        "softcap": SOFTCAP if workload.softcap else 0.0,
+        "num_splits": 0 if workload.op == "forward" else 1,  # 0 leaves the number of splits to FA3
+    }
+    function = flash_attn_func
+    if x.cu_seqlens is not None:
+        options |= _packed(workload, x)
+        function = flash_attn_varlen_func
+    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+
+
+def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
+    """What a workload needs of FA3 that a build switched off, or None.
+
+    A head dim has the kernel of the next of 64, 96, 128, 192 and 256. A build without that kernel takes a larger one,
+    which is not FA3's speed.
+    """
+    widest = max(workload.head_dim, workload.head_dim_v)
+    kernel = next((dim for dim in (64, 96, 128, 192, 256) if widest <= dim), widest)
+    needed = {
+        "SM8x": (sm8x, "its kernels for sm80, sm86 and sm89"),
+        "LOCAL": (workload.windowed, "windows"),
+        "SOFTCAP": (workload.softcap, "softcap"),
+        "FP16": (workload.dtype == "fp16", "fp16"),
+        "VARLEN": (bool(workload.lengths), "varlen"),
+        "BACKWARD": (workload.op == "backward", "its backward"),
+        f"HDIM{kernel}": (True, f"its kernel for head dims up to {kernel}"),
+    }
+    for name, (needs, words) in needed.items():
+        if needs and flags.get(f"FLASHATTENTION_DISABLE_{name}", False):
+            return words
+    if workload.head_dim != workload.head_dim_v and widest > 64:
+        larger = 64 if workload.head_dim <= 64 else 192
+        if flags.get(f"FLASH_ATTENTION_DISABLE_HDIMDIFF{larger}", False):
+            return f"its kernels for unequal head dims, q's up to {larger}"
+    return None
 
 
 def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-PEERS: dict[str, Implementation] = {"fa2": fa2, "mem_efficient": mem_efficient, "cudnn": cudnn, "fa4": fa4}
+PEERS: dict[str, Implementation] = {
+    "fa2": fa2,
+    "mem_efficient": mem_efficient,
+    "cudnn": cudnn,
+    "fa3": fa3,
+    "fa4": fa4,
+}
 
 
 def own_kernels(op: str = "forward") -> dict[str, Implementation]:
@@ -192,14 +269,29 @@ def own_kernels(op: str = "forward") -> dict[str, Implementation]:
 
 def versions() -> dict[str, str]:
     """The peers' versions."""
-    try:
-        fa4_version = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        fa4_version = "not installed"
     in_torch = f"torch {torch.__version__}"
     return {
         "fa2": in_torch,
         "mem_efficient": in_torch,
         "cudnn": str(torch.backends.cudnn.version()),
-        "fa4": fa4_version,
+        "fa3": _installed("flash-attn-3") or _fa3_commit() or "not installed",
+        "fa4": _installed("flash-attn-4") or "not installed",
     }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _fa3_commit() -> str | None:
+    """The commit that FA3 was built from, in a file COMMIT beside its interface where it lies in a folder."""
+    found = importlib.util.find_spec("flash_attn_interface")
+    if found is None or found.origin is None:
+        return None
+    try:
+        return "commit " + Path(found.origin).with_name("COMMIT").read_text().strip()[:12]
+    except OSError:
+        return None

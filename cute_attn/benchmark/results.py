@@ -35,40 +35,87 @@ def time_workloads(
 
     Args:
         report: is called with every row as it comes.
+
+    Raises:
+        RuntimeError: a rival left the GPU in a state in which nothing more can run.
     """
     clock, clocks = Clock(), []
     rows: list[dict[str, Any]] = []
     for workload in workloads:
-        torch.manual_seed(0)
-        runs, errors = _ready(workload, implementations)
-        times = clock.medians(runs, milliseconds)
-        for name in implementations:
-            row: dict[str, Any] = {"workload": workload.name, "impl": name}
-            if name in times:
-                value = workload.flops / times[name] / 1e9
-                row |= {"ms": round(times[name], 4), "value": round(value, 1), "unit": "TFLOP/s"}
-            else:
-                row["error"] = errors[name]
+        new, mhz = time_workload(workload, implementations, clock, milliseconds)
+        for row in new:
             rows.append(row)
             report(row)
-        if runs:
-            first = next(iter(runs))
-            clocks.append(clock_under_load(runs[first], times[first]))
-        del runs
-        torch.cuda.empty_cache()
+        clocks.append(mhz)
+    return machine() | {"clock_mhz": median_clock(clocks), "rows": rows}
+
+
+def time_workload(
+    workload: Workload,
+    implementations: Mapping[str, Implementation],
+    clock: Clock,
+    milliseconds: float,
+    most: int = 1000,
+    *,
+    read_clock: bool = True,
+    stage: Callable[[tuple[str, ...]], None] = lambda names: None,
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Time one workload: a row for every implementation, and the SM clock in MHz under load if it is to be read.
+
+    Args:
+        milliseconds, most: as of :meth:`Clock.medians`.
+        read_clock: whether to load the GPU for half a second and read its clock.
+        stage: is called before each step that may fail, with the names of the implementations it runs.
+
+    Raises:
+        RuntimeError: as :func:`time_workloads`.
+    """
+    torch.manual_seed(0)
+    runs, errors = _ready(workload, implementations, stage)
+    stage(tuple(runs))
+    times = clock.medians(runs, milliseconds, most=most)
+    rows = []
+    for name in implementations:
+        row: dict[str, Any] = {"workload": workload.name, "impl": name}
+        if name in times:
+            value = workload.flops / times[name] / 1e9
+            row |= {"ms": round(times[name], 4), "value": _rounded(value), "unit": "TFLOP/s"}
+        else:
+            row["error"] = errors[name]
+        rows.append(row)
+    mhz = None
+    if runs and read_clock:
+        first = next(iter(runs))
+        mhz = clock_under_load(runs[first], times[first])
+    del runs
+    torch.cuda.empty_cache()
+    return rows, mhz
+
+
+def median_clock(clocks: Iterable[int | None]) -> int | None:
+    """Of the clocks in MHz that could be read."""
     known = [mhz for mhz in clocks if mhz is not None]
-    return machine() | {"clock_mhz": round(statistics.median(known)) if known else None, "rows": rows}
+    return round(statistics.median(known)) if known else None
+
+
+def _rounded(value: float) -> float:
+    """To a tenth, or to four digits where that is less: one query a sequence is a few TFLOP/s."""
+    return round(value, 1) if value >= 100 else float(f"{value:.4g}")
 
 
 def _ready(
-    workload: Workload, implementations: Mapping[str, Implementation]
+    workload: Workload,
+    implementations: Mapping[str, Implementation],
+    stage: Callable[[tuple[str, ...]], None],
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Calls that work and agree, and for the others why they do not."""
+    stage(tuple(implementations))
     inputs = workload.inputs()
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
     expected: tuple[str, tuple[Tensor, ...]] | None = None
     for name, implementation in implementations.items():
+        stage((name,))
         try:
             run = implementation(workload, inputs)
             result = run()
@@ -77,7 +124,8 @@ def _ready(
             errors[name] = str(reason)
             continue
         except Exception as error:  # a rival that breaks is a row of the table
-            errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            errors[name] = first_line(error)
+            torch.cuda.synchronize()  # raises again if the GPU's context is lost
             continue
         results = result if isinstance(result, tuple) else (result,)
         if expected is None:
@@ -90,6 +138,11 @@ def _ready(
             continue
         runs[name] = run
     return runs, errors
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, for a row of a table."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
 def _difference(out: Tensor, expected: Tensor) -> float:

@@ -1,5 +1,6 @@
 """What is timed: a shape and its features, under one name."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,16 +22,23 @@ class Workload:
     """One forward or backward to time.
 
     Attributes:
-        batch, seqlen, nheads, nheads_kv, head_dim, head_dim_v: sizes; queries and keys are equally many.
+        batch, seqlen, nheads, nheads_kv, head_dim, head_dim_v: sizes; seqlen is of the queries.
         dtype: of q, k and v.
-        causal: whether no query sees a key after its own.
+        causal: whether no query sees a key after its own, where the last query's own is the last key.
         window: how many keys before its own a query sees, 0 for all of them.
-        bias: dtype of a full (batch, nheads, seqlen, seqlen) bias, or "".
+        bias: dtype of a full (batch, nheads, seqlen, seqlen_k) bias, or "".
         alibi, softcap: whether scores pass through them.
         dropout: which of PyTorch's masks is drawn, or "".
-        lengths: of packed sequences, in place of batch and seqlen.
+        lengths: of packed sequences' queries, in place of batch and seqlen.
         op: "forward", or "backward" for the gradients of q, k and v alone.
         bias_grad: whether a backward gives the bias's gradient too.
+        seqlen_k: how many keys, 0 for as many as queries.
+        lengths_k: of packed sequences' keys, empty for those of the queries.
+        window_right: how many keys after its own a query sees if there is a window; with 0 for ``window``, all keys
+            before it.
+
+    Raises:
+        ValueError: fields that contradict each other; the message names the field, its value and what is accepted.
     """
 
     batch: int
@@ -49,29 +57,72 @@ class Workload:
     lengths: tuple[int, ...] = ()
     op: str = "forward"
     bias_grad: bool = False
+    seqlen_k: int = 0
+    lengths_k: tuple[int, ...] = ()
+    window_right: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        if self.seqlen_k == self.seqlen:
+            object.__setattr__(self, "seqlen_k", 0)
+        if self.lengths_k == self.lengths:
+            object.__setattr__(self, "lengths_k", ())
+        if self.lengths_k and len(self.lengths_k) != len(self.lengths):
+            raise ValueError(
+                f"lengths_k is {self.lengths_k}; accepted: as many as there are lengths, {len(self.lengths)}"
+            )
+        if self.causal and self.window_right:
+            raise ValueError(f"window_right is {self.window_right} with causal; accepted: 0")
 
     @property
     def longest(self) -> int:
-        """The longest sequence."""
+        """The most queries of a sequence."""
         return max(self.lengths, default=self.seqlen)
 
     @property
+    def longest_k(self) -> int:
+        """The most keys of a sequence."""
+        return max(self.lengths_k or self.lengths, default=self.seqlen_k or self.seqlen)
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys of each sequence."""
+        if self.lengths:
+            return tuple(zip(self.lengths, self.lengths_k or self.lengths, strict=True))
+        return ((self.seqlen, self.longest_k),) * self.batch
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Whether every sequence has as many keys as queries."""
+        return not (self.lengths_k if self.lengths else self.seqlen_k)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a query's keys have bounds beside causal's."""
+        return bool(self.window or self.window_right)
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own a query sees, None for all of them."""
+        right = self.window_right if self.windowed else None
+        return self.window or None, 0 if self.causal else right
+
+    @property
     def name(self) -> str:
-        """Such as ``fwd-bf16-d128-b2-s8192-h16-causal``."""
+        """Such as ``fwd-bf16-d128-b2-s8192-h16-causal``, or ``b2-s512x8192-h16x2`` of 8192 keys and 2 key heads."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         heads = f"h{self.nheads}" + (f"x{self.nheads_kv}" if self.nheads_kv != self.nheads else "")
+        keys = "" if self.equal_lengths else f"x{self.longest_k}"
         sizes = (
-            [f"varlen{len(self.lengths)}x{max(self.lengths)}"]
+            [f"varlen{len(self.lengths)}x{self.longest}{keys}"]
             if self.lengths
-            else [f"b{self.batch}", f"s{self.seqlen}"]
+            else [f"b{self.batch}", f"s{self.seqlen}{keys}"]
         )
+        right = f"_{self.window_right}" if self.window_right else ""
         features = [
             "causal" if self.causal else "",
-            f"window{self.window}" if self.window else "",
+            f"window{self.window or ''}{right}" if self.windowed else "",
             "softcap" if self.softcap else "",
             "alibi" if self.alibi else "",
             f"bias_{self.bias}" if self.bias else "",
@@ -90,7 +141,7 @@ class Workload:
             self.dtype,
             self.head_dim,
             self.head_dim_v,
-            mask="window" if self.window else "causal" if self.causal else "",
+            mask="window" if self.windowed else "causal" if self.causal else "",
             softcap=self.softcap,
             alibi=self.alibi,
             bias=self.bias,
@@ -106,46 +157,47 @@ class Workload:
         A forward has two products, a backward five: the scores and dQ and dK along head_dim, dP and dV along
         head_dim_v.
         """
-        lengths = self.lengths or (self.seqlen,) * self.batch
-        pairs = sum(self._pairs(length) for length in lengths)
+        left, right = self.band
+        pairs = sum(
+            visible_pairs(*lengths, left, right) * count for lengths, count in Counter(self.sequences).items()
+        )
         dims = {
             "forward": self.head_dim + self.head_dim_v,
             "backward": 3 * self.head_dim + 2 * self.head_dim_v,
         }
         return 2 * self.nheads * pairs * dims[self.op]
 
-    def _pairs(self, length: int) -> int:
-        """Pairs of one sequence and head, where a causal half counts as half."""
-        if self.window:
-            seen = min(self.window + 1, length)
-            return seen * (seen + 1) // 2 + (length - seen) * seen
-        return length * length // 2 if self.causal else length * length
-
     def inputs(self, device: str = "cuda") -> "Inputs":
         """Random tensors of these sizes, anew for each call."""
         dtype = TORCH_DTYPES[self.dtype]
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seqlen)
+        keys = (sum(self.lengths_k or self.lengths),) if self.lengths else (self.batch, self.longest_k)
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(shape, device=device, dtype=dtype)
 
         q = normal(*rows, self.nheads, self.head_dim)
-        k = normal(*rows, self.nheads_kv, self.head_dim)
-        v = normal(*rows, self.nheads_kv, self.head_dim_v)
-        bias = slopes = cu_seqlens = None
+        k = normal(*keys, self.nheads_kv, self.head_dim)
+        v = normal(*keys, self.nheads_kv, self.head_dim_v)
+        bias = slopes = cu_seqlens = cu_seqlens_k = None
         if self.bias:
-            bias = normal(self.batch, self.nheads, self.seqlen, self.seqlen, dtype=TORCH_DTYPES[self.bias])
+            bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=TORCH_DTYPES[self.bias])
         if self.alibi:
             slopes = torch.rand(self.nheads, device=device)
         if self.lengths:
-            ends = torch.tensor((0, *self.lengths)).cumsum(0)
-            cu_seqlens = ends.to(device=device, dtype=torch.int32)
-        return Inputs(q, k, v, bias, slopes, cu_seqlens)
+            cu_seqlens, cu_seqlens_k = (
+                torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+                for lengths in (self.lengths, self.lengths_k or self.lengths)
+            )
+        return Inputs(q, k, v, bias, slopes, cu_seqlens, cu_seqlens_k)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one workload: q, k and v as (batch, seqlen, nheads, dim) or packed (tokens, nheads, dim)."""
+    """Tensors of one workload: q, k and v as (batch, seqlen, nheads, dim) or packed (tokens, nheads, dim).
+
+    ``cu_seqlens`` is where packed sequences' queries start, ``cu_seqlens_k`` where their keys do.
+    """
 
     q: Tensor
     k: Tensor
@@ -153,6 +205,7 @@ class Inputs:
     bias: Tensor | None
     alibi_slopes: Tensor | None
     cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None = None
 
     def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
         """What a backward gives gradients of; from now on autograd records what is done with it."""
@@ -160,6 +213,27 @@ class Inputs:
         for x in tensors:
             x.requires_grad_()
         return tensors
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> int:
+    """How many (query, key) pairs see each other in a sequence and head.
+
+    The last query's own key is the last one, and a query sees ``left`` keys before and ``right`` after its own.
+    """
+
+    def up_to(after: int) -> int:
+        """Pairs whose key is at most so many after the query's own: the sum of clamp(own + after + 1, 0, seqlen_k)."""
+        first = seqlen_k - seqlen_q + after + 1
+        return _clamped_sum(first + seqlen_q, seqlen_k) - _clamped_sum(first, seqlen_k)
+
+    below = 0 if left is None else up_to(-left - 1)
+    return (seqlen_q * seqlen_k if right is None else up_to(right)) - below
+
+
+def _clamped_sum(end: int, most: int) -> int:
+    """The sum of min(i, most) for i from 0 to end - 1; 0 for a negative end."""
+    small = min(max(end, 0), most)
+    return small * (small - 1) // 2 + max(0, end - most) * most
 
 
 def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:

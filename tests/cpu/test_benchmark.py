@@ -1,7 +1,11 @@
 """What can be known of a benchmark without a GPU: its arithmetic, its files, the peers' signatures."""
 
+import importlib.machinery
+import importlib.metadata
 import json
 import math
+import sys
+import types
 from dataclasses import replace
 from functools import partialmethod
 
@@ -9,7 +13,7 @@ import pytest
 import torch
 
 from bench import backward, forward, run, table
-from cute_attn import emulate, registry
+from cute_attn import emulate, interface, registry
 from cute_attn.benchmark import peers, results
 from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits, standard
 from cute_attn.check import Accuracy, check_workloads, small_workloads
@@ -28,18 +32,38 @@ def test_names_are_distinct_and_say_what_is_timed():
     assert both.traits("sm90", "forward").name == "forward-sm90-bf16-d128-bias_bf16"
 
 
-@pytest.mark.parametrize("seqlen, window", [(64, 0), (64, 1), (64, 10), (64, 63), (64, 200)])
-def test_useful_flops_count_the_pairs(seqlen, window):
-    i, j = torch.arange(seqlen)[:, None], torch.arange(seqlen)
-    full = Workload(2, seqlen, 3, 8, head_dim_v=16)
-    assert full.flops == 2 * 2 * 3 * seqlen * seqlen * (8 + 16)
-    assert replace(full, op="backward").flops == 2 * 2 * 3 * seqlen * seqlen * (3 * 8 + 2 * 16)
-    if window:
-        seen = int(((j <= i) & (j >= i - window)).sum())
-        banded = Workload(2, seqlen, 3, 8, causal=True, window=window)
-        assert banded.flops == 2 * 2 * 3 * seen * (8 + 8)
-    else:
-        assert Workload(2, seqlen, 3, 8, head_dim_v=16, causal=True).flops == full.flops // 2
+def test_names_of_stored_results_are_still_those_of_workloads():
+    stored = {
+        row["workload"]
+        for path in run.RESULTS.glob("*ward.json")
+        for row in json.loads(path.read_text())["rows"]
+    }
+    assert stored and stored <= {w.name for w in [*forward.workloads(), *backward.workloads()]}
+
+
+def test_lengths_of_keys_and_windows_are_named():
+    few = Workload(2, 512, 16, 128, nheads_kv=2, seqlen_k=8192, causal=True)
+    assert few.name == "fwd-bf16-d128-b2-s512x8192-h16x2-causal"
+    assert (few.longest, few.longest_k, few.equal_lengths) == (512, 8192, False)
+    banded = Workload(1, 64, 2, 64, window=8, window_right=3)
+    assert banded.name == "fwd-bf16-d64-b1-s64-h2-window8_3" and banded.traits("sm80").mask == "window"
+    assert replace(banded, window=0).name == "fwd-bf16-d64-b1-s64-h2-window_3"
+    assert replace(banded, window=0).band == (None, 3) and replace(banded, window_right=0).band == (8, 0)
+    packed = Workload(1, 1, 2, 64, lengths=(3, 5), lengths_k=(5, 3))
+    assert packed.name == "fwd-bf16-d64-varlen2x5x5-h2" and packed.sequences == ((3, 5), (5, 3))
+    x = replace(packed, lengths_k=(7, 4)).inputs("cpu")
+    assert x.cu_seqlens.tolist() == [0, 3, 8] and x.cu_seqlens_k.tolist() == [0, 7, 11]
+    assert x.q.shape[0] == 8 and x.k.shape[0] == x.v.shape[0] == 11
+    assert Workload(1, 64, 2, 64, seqlen_k=64) == Workload(1, 64, 2, 64)
+    for wrong in ({"lengths_k": (1,)}, {"causal": True, "window_right": 1}):
+        with pytest.raises(ValueError, match=r"is .*; accepted: "):
+            replace(packed, **wrong)
+
+
+def test_useful_flops_are_of_two_or_five_products():
+    forward_ = Workload(2, 64, 3, 8, head_dim_v=16, seqlen_k=96)
+    assert forward_.flops == 2 * 2 * 3 * 64 * 96 * (8 + 16)
+    assert replace(forward_, op="backward").flops == 2 * 2 * 3 * 64 * 96 * (3 * 8 + 2 * 16)
 
 
 def test_mixed_lengths_use_all_tokens():
@@ -106,10 +130,144 @@ def test_peers_decline_what_they_lack():
         (peers.mem_efficient, {"nheads_kv": 1}),
         (peers.cudnn, {"bias": "bf16", "op": "backward", "bias_grad": True}),
         (peers.fa2, {"alibi": True, "op": "backward"}),
+        (peers.mem_efficient, {"window": 8, "window_right": 8}),
+        (peers.fa3, {"alibi": True}),
+        (peers.fa3, {"dropout": "flash"}),
     ):
         workload = Workload(1, 16, 2, 64, **features)
         with pytest.raises(peers.Declined, match="has no"):
             peer(workload, workload.inputs("meta"))
+    fewer = Workload(1, 16, 2, 64, seqlen_k=32, causal=True)
+    with pytest.raises(peers.Declined, match="aligns causal to the first"):
+        peers.cudnn(fewer, fewer.inputs("meta"))
+
+
+_DISABLED = ("LOCAL", "SOFTCAP", "FP16", "HDIM96", "HDIM192", "SM8x")
+
+
+@pytest.fixture
+def flash_attention_3(monkeypatch, tmp_path):
+    """An FA3 whose functions are the definition on the CPU; gives the folder that it lies in."""
+
+    def bounds(window_size):
+        return tuple(None if side == -1 else side for side in window_size)
+
+    def dense(q, k, v, *, causal, window_size, softcap, num_splits):
+        assert num_splits == (1 if q.requires_grad else 0)
+        return interface.attention(q, k, v, causal=causal, window=bounds(window_size), softcap=softcap)
+
+    def varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *,
+        causal,
+        window_size,
+        softcap,
+        num_splits,
+    ):
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = {"causal": causal, "window": bounds(window_size), "softcap": softcap}
+        return interface.attention_varlen(q, k, v, *lengths, **options)
+
+    flags = {f"FLASHATTENTION_DISABLE_{name}": True for name in _DISABLED}
+    flags |= {f"FLASH_ATTENTION_DISABLE_HDIMDIFF{dim}": True for dim in (64, 192)}
+    names = ("flash_attn_interface", "flash_attn_config")
+    modules = [types.ModuleType(name) for name in names]
+    modules[0].flash_attn_func, modules[0].flash_attn_varlen_func = dense, varlen
+    modules[1].CONFIG = {"build_flags": flags}
+    for name, module in zip(names, modules, strict=True):
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=str(tmp_path / f"{name}.py"))
+        monkeypatch.setitem(sys.modules, name, module)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"causal": True, "seqlen_k": 24},
+        {"nheads_kv": 1, "head_dim": 128},
+        {"lengths": (5, 11), "lengths_k": (9, 3), "causal": True},
+        {"op": "backward", "causal": True, "nheads_kv": 1},
+    ],
+)
+def test_fa3_is_called_for_what_it_has(features, flash_attention_3):
+    workload = Workload(**{"batch": 1, "seqlen": 16, "nheads": 2, "head_dim": 64, "dtype": "fp32"} | features)
+    x = workload.inputs("cpu")
+    given, expected = (peer(workload, x)() for peer in (peers.fa3, peers.ours("sm80")))
+    if workload.op == "forward":
+        given, expected = (given,), (expected,)
+    assert len(given) == len(expected)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "features, words",
+    [
+        ({"window": 8}, "without windows"),
+        ({"softcap": True}, "without softcap"),
+        ({"dtype": "fp16"}, "without fp16"),
+        ({"head_dim": 96}, "up to 96"),
+        ({"head_dim": 160}, "up to 192"),
+        ({"head_dim": 64, "head_dim_v": 128}, "for unequal head dims"),
+        ({"lengths": (3, 4), "op": "backward"}, "end the process"),
+    ],
+)
+def test_fa3_declines_what_was_not_built(features, words, flash_attention_3):
+    workload = Workload(**{"batch": 1, "seqlen": 16, "nheads": 2, "head_dim": 64} | features)
+    with pytest.raises(peers.Declined, match=words):
+        peers.fa3(workload, workload.inputs("meta"))
+
+
+def test_fa3_has_a_version(flash_attention_3, monkeypatch):
+    assert peers.versions()["fa3"] == "not installed"
+    (flash_attention_3 / "COMMIT").write_text("0123456789abcdef\n")
+    assert peers.versions()["fa3"] == "commit 0123456789ab"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 3.0")
+    assert peers.versions()["fa3"] == "flash-attn-3 3.0"
+
+
+class _CountingClock:
+    """Gives every call a millisecond, and runs it."""
+
+    def medians(self, runs, milliseconds, most):
+        for call in runs.values():
+            call()
+        return dict.fromkeys(runs, 1.0)
+
+
+def test_what_fails_is_a_row_and_what_differs_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
+
+    def breaks(workload, x):
+        raise IndexError("out of bounds\nand more")
+
+    rivals = {
+        "fa4": breaks,
+        "fa3": peers.ours("sm80"),
+        "cudnn": lambda workload, x: lambda: 1.2 * x.q,
+        "mem_efficient": peers.mem_efficient,
+        "cute_attn/forward-sm80": peers.ours("sm80"),
+    }
+    workload = Workload(1, 16, 2, 64, dtype="fp32", softcap=True, causal=True)
+    stages = []
+    rows, clock = results.time_workload(
+        workload, rivals, _CountingClock(), 1.0, read_clock=False, stage=stages.append
+    )
+    assert clock is None and [row["impl"] for row in rows] == list(rivals)
+    found = {row["impl"]: row.get("error") for row in rows}
+    assert found["fa4"] == "IndexError: out of bounds" and "has no softcap" in found["mem_efficient"]
+    assert "differs from fa3's by" in found["cudnn"]
+    assert found["fa3"] is None and found["cute_attn/forward-sm80"] is None
+    assert rows[1]["ms"] == 1.0 and rows[1]["value"] == pytest.approx(workload.flops / 1e9, rel=1e-3)
+    timed = ("fa3", "cute_attn/forward-sm80")
+    assert stages == [tuple(rivals), *((name,) for name in rivals), timed]
 
 
 @pytest.fixture
@@ -143,9 +301,8 @@ def test_a_result_reads_back(result, tmp_path):
 
 def test_the_table(result, tmp_path, monkeypatch, capsys):
     lines = table.table(result).splitlines()
-    peers = "FA2 | mem-eff. | cuDNN | FA4"
-    assert lines[0] == f"| workload | **forward-sm80** | {peers} | **sm80** / FA2 | best / best peer |"
-    assert lines[2:] == ["| a | 300 | 250 | - | - | - | 1.20 | 1.20 |", "| b | - | 200 | - | - | - | - | - |"]
+    assert lines[0] == "| workload | **forward-sm80** | FA2 | cuDNN | **sm80** / FA2 | best / best peer |"
+    assert lines[2:] == ["| a | 300 | 250 | - | 1.20 | 1.20 |", "| b | - | 200 | - | - | - |"]
     assert len(table.table(result, ("*a",)).splitlines()) == 3
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN['forward']}\nold\n{table.END['forward']}\nafter\n")
@@ -157,9 +314,49 @@ def test_the_table(result, tmp_path, monkeypatch, capsys):
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert table.table(result) in text and "bench/results/x.json" in text
+    assert (tmp_path / "docs" / "speed.png").read_bytes().startswith(b"\x89PNG")
     run.print_table(result)
     printed = capsys.readouterr().out
     assert "1.20x" in printed and "geometric mean 1.200, least 1.200" in printed
+
+
+def test_fa3_has_a_column_and_a_caption(result):
+    fa3 = {"workload": "fwd-a", "impl": "fa3", "ms": 0.5, "value": 600.0, "unit": "TFLOP/s"}
+    result["rows"].insert(2, fa3)
+    result["peers"]["fa3"] = "commit abc"
+    text = table.section(result, "x.json")
+    assert "FA2 | cuDNN | FA3 |" in text and "FA3 commit abc, FA4 4.0 (" in text
+    assert "| a | 300 | 250 | - | 600 | 1.20 | 0.50 |" in text
+
+
+def test_the_picture_is_of_both_results_that_the_readme_names(result, tmp_path, monkeypatch):
+    """Of the one that was not written again as well; and a result that is gone is left out."""
+    backward_ = result | {
+        "rows": [row | {"workload": row["workload"].replace("fwd", "bwd")} for row in result["rows"]]
+    }
+    readme = tmp_path / "README.md"
+    readme.write_text("".join(f"{table.BEGIN[op]}\n{table.END[op]}\n" for op in table.BEGIN))
+    monkeypatch.setattr(table, "README", readme)
+    monkeypatch.setattr(table, "README_ROWS", ("*",))
+    first, second = (
+        results.write(x, tmp_path / name) for x, name in ((result, "f.json"), (backward_, "b.json"))
+    )
+    drawn = []
+    monkeypatch.setattr(table, "plot", lambda *given: drawn.append(given))
+    table.write([first, second])
+    table.write([first])
+    second.unlink()
+    table.write([first])
+    picture = tmp_path / "docs" / "speed.png"
+    assert drawn == [(result, backward_, picture)] * 2 + [(result, None, picture)]
+
+
+def test_the_picture_has_a_dot_a_row_that_both_computed(result, tmp_path):
+    more = {"workload": "fwd-a", "impl": "cute_attn/forward-sm90", "ms": 0.8, "value": 375.0}
+    result["rows"] += [more, {"workload": "fwd-c", "impl": "fa4", "ms": 2.0, "value": 1.0}]
+    assert table.times(result) == [(1.2, 0.8)]
+    for path, results_ in (("one", (result, None)), ("none", (None, None))):
+        assert table.plot(*results_, tmp_path / f"{path}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_accuracy_allows_twice_plain_torchs_error():

@@ -1,0 +1,149 @@
+"""Time workloads in a process of their own: a rival that ends it, hangs or loses the GPU costs its own rows alone.
+
+The process sends what it is about to run before it runs it. When nothing more comes, that gets an error for its row,
+and a new process goes on without it.
+"""
+
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from cute_attn.benchmark.results import first_line, time_workload
+from cute_attn.benchmark.workload import Workload
+
+Rows = list[dict[str, Any]]
+Message = tuple[str, Any]
+Work = Callable[[Sequence["Task"], Callable[[Message], None]], None]
+"""Sends ``("stage", names)`` before each step, ``("rows", (rows, clock))`` after each task, in order."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One workload, the names of the implementations that run it, and whether the GPU's clock is read after it."""
+
+    workload: Workload
+    names: tuple[str, ...]
+    read_clock: bool = False
+
+
+def time_tasks(
+    tasks: Sequence[Task], send: Callable[[Message], None], *, milliseconds: float, most: int
+) -> None:
+    """The work on a GPU: :func:`time_workload` for every task."""
+    from cute_attn.benchmark.peers import PEERS, own_kernels
+    from cute_attn.benchmark.timing import Clock
+
+    clock = Clock()
+    for task in tasks:
+        known = own_kernels(task.workload.op) | PEERS
+        send(
+            (
+                "rows",
+                time_workload(
+                    task.workload,
+                    {name: known[name] for name in task.names},
+                    clock,
+                    milliseconds,
+                    most,
+                    read_clock=task.read_clock,
+                    stage=lambda names: send(("stage", names)),
+                ),
+            )
+        )
+
+
+def run_tasks(
+    work: Work, tasks: Sequence[Task], patience: float = 120.0, context: str = "spawn"
+) -> Iterator[tuple[Rows, int | None]]:
+    """What ``work`` sends of each task, its rows and the clock in MHz, in the tasks' order.
+
+    Args:
+        work: runs in the other process.
+        patience: seconds without a message after which the process counts as hung and is killed.
+        context: how processes are started, as of :mod:`multiprocessing`.
+
+    Raises:
+        RuntimeError: a process ended before its first step.
+    """
+    position, lost = 0, dict[str, str]()
+    while position < len(tasks):
+        task = tasks[position]
+        left = tuple(name for name in task.names if name not in lost)
+        if not left:
+            yield _all_rows(task, [], lost), None
+            position, lost = position + 1, {}
+            continue
+        stage: tuple[str, ...] = ()
+        started = False
+        remaining = [replace(task, names=left), *tasks[position + 1 :]]
+        for kind, value in _messages(work, remaining, patience, context):
+            if kind == "stage":
+                stage, started = value, True
+            elif kind == "rows":
+                rows, clock = value
+                yield _all_rows(tasks[position], rows, lost), clock
+                position, lost, stage = position + 1, {}, ()
+            elif not started:
+                raise RuntimeError(f"the process that times ended before its first step: {value}")
+            else:
+                lost |= {name: str(value) for name in stage}
+
+
+def _all_rows(task: Task, rows: Rows, lost: Mapping[str, str]) -> Rows:
+    """A row for every implementation of a task, those that were lost among them."""
+    given = {row["impl"]: row for row in rows}
+    return [
+        given.get(name) or {"workload": task.workload.name, "impl": name, "error": lost[name]}
+        for name in task.names
+    ]
+
+
+def _messages(work: Work, tasks: Sequence[Task], patience: float, context: str) -> Iterator[Message]:
+    """What a new process sends, until it is done or, with ``("lost", why)`` as the last, lost."""
+    start = multiprocessing.get_context(context)
+    receiver, sender = start.Pipe(duplex=False)
+    process: BaseProcess = start.Process(target=_main, args=(work, tasks, sender), daemon=True)  # type: ignore[attr-defined]
+    process.start()
+    sender.close()  # so that the end of the process is the end of the pipe
+    try:
+        yield from _until_lost(receiver, process, patience)
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _until_lost(receiver: Connection, process: BaseProcess, patience: float) -> Iterator[Message]:
+    while True:
+        try:
+            message = receiver.recv() if receiver.poll(patience) else None
+        except EOFError:
+            process.join()
+            yield "lost", f"it ended the process (exit code {process.exitcode})"
+            return
+        if message is None:
+            yield "lost", f"it did not return within {patience:g} s"
+            return
+        if message[0] == "done":
+            return
+        yield message
+        if message[0] == "lost":
+            return
+
+
+def _main(work: Work, tasks: Sequence[Task], sender: Connection) -> None:
+    try:
+        work(tasks, sender.send)
+    except Exception as error:  # the parent gives it to the rows of the step that raised it
+        sender.send(("lost", first_line(error)))
+    else:
+        sender.send(("done", None))
+
+
+def timing(milliseconds: float, most: int) -> Work:
+    """:func:`time_tasks` for so many milliseconds, and at most so many calls a round, of each implementation."""
+    return functools.partial(time_tasks, milliseconds=milliseconds, most=most)

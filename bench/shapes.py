@@ -1,0 +1,330 @@
+"""Where are the cliffs? A seeded sweep of random shapes, against everyone else's, in one run.
+
+    python -m bench.shapes                    80 shapes, both ways; writes bench/results/DATE-GPU-shapes.json
+    python -m bench.shapes '*-varlen*'        the shapes whose name matches
+    python -m bench.shapes --seed 3 --count 200 --op backward --impl '*sm90' fa4
+    python -m bench.shapes --list             their names
+    python -m bench.shapes --result FILE      table and picture of a result that is there already; needs no GPU
+
+Needs a GPU. Prints a row as it comes, and last the ratios of our speed to the fastest peer's, worst first; draws them
+beside the result. A forward and a backward are timed of the same shapes. Everyone's output is compared with that of the
+first peer that computes the shape. A rival that hangs or ends the process costs its row: see :mod:`bench.isolated`.
+
+FlashAttention-4 compiles a kernel for each configuration of head dims, query heads a key head, mask and features, some
+seconds each, so the shapes of a run share a few configurations; another seed has others.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import cliffs, run
+from bench.isolated import Task, run_tasks, timing
+from cute_attn.benchmark.workload import Workload
+
+PEERS = ("fa2", "fa3", "fa4", "cudnn")
+"""What is run unless ``--impl`` says otherwise, beside our newest kernel."""
+
+MILLISECONDS = (0.02, 5.0)
+"""What a call may take, forward or backward, by :func:`estimate`."""
+MAX_BYTES = 4 * 2**30
+"""Of q, k, v and out."""
+MAX_SEQLEN_Q, MAX_SEQLEN_K = 2**15, 2**17
+MAX_BATCH, MAX_NHEADS, MAX_SEQUENCES = 512, 128, 64
+HEAD_DIMS = range(32, 257, 8)
+
+_FLOPS_PER_MS, _BYTES_PER_MS = 500e9, 4e9
+_MOST_CALLS = 50  # of a rival in a round: a flush of the L2 goes with each
+_CLOCK_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a peer compiles a kernel for.
+
+    Attributes:
+        head_dim, head_dim_v: sizes.
+        group: query heads of a key head.
+        mask: "", "causal", "window" with bounds on both sides, or "causal_window".
+        softcap, varlen: as of a workload.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    group: int
+    mask: str = ""
+    softcap: bool = False
+    varlen: bool = False
+
+
+# mask, softcap, varlen, and whether head dims are common ones, any, or unequal.
+_KINDS = (
+    ("causal", False, False, "common"),
+    ("", False, False, "common"),
+    ("causal", False, True, "common"),
+    ("window", False, False, "any"),
+    ("causal", False, False, "any"),
+    ("causal_window", False, False, "common"),
+    ("", False, True, "any"),
+    ("causal", True, False, "any"),
+    ("causal", False, False, "unequal"),
+    ("window", True, True, "any"),
+)
+MASKS = ("", "causal", "window", "causal_window")
+RELATIONS = ("equal", "independent", "shifted", "round")
+"""How keys and queries are many. "shifted": more keys, by 63 or 127 modulo 128; "round": both multiples of 128."""
+
+
+def configurations(rng: random.Random, count: int) -> list[Configuration]:
+    """So many: one of each kind first, then any."""
+    common = _cycle(rng, (64, 128, 256))
+    groups = _cycle(rng, (1, 1, 1, 1, 2, 4, 8, 16, rng.randint(3, 15), rng.randint(2, 16)))
+    found = []
+    for i in range(count):
+        kind = _KINDS[i] if i < len(_KINDS) else _any_kind(rng)
+        mask, softcap, varlen, dims = kind
+        head_dim = next(common) if dims == "common" else rng.choice(HEAD_DIMS)
+        head_dim_v = head_dim
+        if dims == "unequal":
+            head_dim, head_dim_v = rng.choice([(192, 128), (192, 128), *_unequal(rng)])
+        found.append(Configuration(head_dim, head_dim_v, next(groups), mask, softcap, varlen))
+    return found
+
+
+def _cycle(rng: random.Random, values: Sequence[int]) -> Iterator[int]:
+    """All of them over and over, in an order that is drawn once."""
+    order = rng.sample(values, len(values))
+    while True:
+        yield from order
+
+
+def _any_kind(rng: random.Random) -> tuple[str, bool, bool, str]:
+    dims = rng.choice(("common", "common", "any", "unequal"))
+    return rng.choice(MASKS), rng.random() < 0.25, rng.random() < 0.3, dims
+
+
+def _unequal(rng: random.Random) -> Iterator[tuple[int, int]]:
+    """Two pairs of head dims that differ."""
+    for _ in range(2):
+        first, second = rng.sample(HEAD_DIMS, 2)
+        yield first, second
+
+
+def sweep(count: int, seed: int, num_configurations: int = len(_KINDS)) -> list[Workload]:
+    """Forwards of ``count`` different shapes, the same for a seed.
+
+    Every configuration meets every relation of lengths in turn.
+    """
+    rng = random.Random(seed)
+    palette = configurations(rng, num_configurations)
+    found: dict[str, Workload] = {}
+    while len(found) < count:
+        turn = len(found)
+        relation = RELATIONS[turn // len(palette) % len(RELATIONS)]
+        workload = _shape(rng, palette[turn % len(palette)], relation)
+        if _bounded(workload):
+            found.setdefault(workload.name, workload)
+    return list(found.values())
+
+
+def _bounded(workload: Workload) -> bool:
+    times = [estimate(replace(workload, op=op)) for op in ("forward", "backward")]
+    return MILLISECONDS[0] <= min(times) and max(times) <= MILLISECONDS[1] and nbytes(workload) <= MAX_BYTES
+
+
+def estimate(workload: Workload) -> float:
+    """About the least milliseconds a call takes on a Hopper GPU: at 500 TFLOP/s, or at 4 TB/s if that is more."""
+    return max(workload.flops / _FLOPS_PER_MS, nbytes(workload) / _BYTES_PER_MS)
+
+
+def nbytes(workload: Workload) -> int:
+    """Of q, k, v and out, in 16 bits."""
+    queries, keys = (sum(lengths) for lengths in zip(*workload.sequences, strict=True))
+    dims = workload.head_dim + workload.head_dim_v
+    return 2 * dims * (queries * workload.nheads + keys * workload.nheads_kv)
+
+
+def _shape(rng: random.Random, configuration: Configuration, relation: str) -> Workload:
+    """A shape of that configuration, with batch and heads for a time that is drawn; it may miss the bounds."""
+    unit = _unit(rng, configuration, relation)
+    wanted = math.exp(rng.uniform(*map(math.log, MILLISECONDS)))
+    units = max(1, round(wanted / estimate(unit)))
+    nheads_kv = min(units, _log_uniform(rng, 1, MAX_NHEADS // configuration.group))
+    return replace(
+        unit,
+        batch=1 if unit.lengths else min(max(1, units // nheads_kv), MAX_BATCH),
+        nheads=nheads_kv * configuration.group,
+        nheads_kv=nheads_kv,
+    )
+
+
+def _unit(rng: random.Random, configuration: Configuration, relation: str) -> Workload:
+    """One batch and key head of a shape, or its packed sequences with one key head."""
+    seqlen_q, seqlen_k = _seqlens(rng, relation)
+    if configuration.mask and seqlen_k < seqlen_q and rng.random() < 0.8:
+        seqlen_q, seqlen_k = seqlen_k, seqlen_q  # queries that see no key are rare in use
+    windowed = configuration.mask.endswith("window")
+    unit = Workload(
+        1,
+        seqlen_q,
+        configuration.group,
+        configuration.head_dim,
+        nheads_kv=1,
+        head_dim_v=configuration.head_dim_v,
+        causal=configuration.mask.startswith("causal"),
+        window=_window_side(rng) if windowed else 0,
+        window_right=_window_side(rng) if configuration.mask == "window" else 0,
+        softcap=configuration.softcap,
+        seqlen_k=seqlen_k,
+    )
+    if not configuration.varlen:
+        return unit
+    lengths = _ragged(rng, _log_uniform(rng, 2, MAX_SEQUENCES), seqlen_q)
+    lengths_k = (
+        tuple(length + seqlen_k - seqlen_q for length in lengths)
+        if relation in ("equal", "shifted")
+        else _ragged(rng, len(lengths), seqlen_k)
+    )
+    return replace(unit, seqlen=1, seqlen_k=0, lengths=lengths, lengths_k=lengths_k)
+
+
+def _seqlens(rng: random.Random, relation: str) -> tuple[int, int]:
+    """Queries and keys."""
+    if relation == "round":
+        return 128 * _log_uniform(rng, 1, MAX_SEQLEN_Q // 128), 128 * _log_uniform(
+            rng, 1, MAX_SEQLEN_K // 128
+        )
+    seqlen_q = _log_uniform(rng, 1, MAX_SEQLEN_Q)
+    if relation == "equal":
+        return seqlen_q, seqlen_q
+    if relation == "independent":
+        return seqlen_q, _log_uniform(rng, 1, MAX_SEQLEN_K)
+    blocks = _log_uniform(rng, 1, (MAX_SEQLEN_K - MAX_SEQLEN_Q) // 128) - 1
+    return seqlen_q, seqlen_q + 128 * blocks + rng.choice((63, 127))
+
+
+def _window_side(rng: random.Random) -> int:
+    """Keys on one side: any number, or one at or just below a multiple of 64."""
+    side = _log_uniform(rng, 16, 8192)
+    return rng.choice((side, side // 128 * 128 + rng.choice((63, 64, 127, 128))))
+
+
+def _ragged(rng: random.Random, count: int, longest: int) -> tuple[int, ...]:
+    """So many lengths down to a sixteenth of the longest."""
+    lengths = [longest, *(_log_uniform(rng, max(1, longest // 16), longest) for _ in range(count - 1))]
+    rng.shuffle(lengths)
+    return tuple(lengths)
+
+
+def _log_uniform(rng: random.Random, low: int, high: int) -> int:
+    """Both ends included."""
+    return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
+
+
+def workloads(shapes: Sequence[Workload], op: str) -> list[Workload]:
+    """The shapes for an operation, "forward" or "backward", or for "both" in turn."""
+    ops = ("forward", "backward") if op == "both" else (op,)
+    return [replace(shape, op=op) for shape in shapes for op in ops]
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if options.result:
+        _show(json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png"))
+        return
+    shapes = sweep(options.count, options.seed, options.configurations)
+    chosen = [w for w in workloads(shapes, options.op) if run.matches(w.name, options.patterns)]
+    if options.list:
+        print("\n".join(w.name for w in chosen))
+        return
+    if not chosen:
+        sys.exit(f"no shape matches {options.patterns}; --list names them")
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: a benchmark needs one")
+    _measure(chosen, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("patterns", nargs="*", default=["*"], help="which shapes, by shell patterns")
+    parser.add_argument("--count", type=int, default=80, help="how many shapes")
+    parser.add_argument("--seed", type=int, default=0, help="which shapes")
+    parser.add_argument(
+        "--configurations",
+        type=int,
+        default=len(_KINDS),
+        help="how many configurations they share; each takes FA4 some seconds to compile for",
+    )
+    parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
+    parser.add_argument("--list", action="store_true", help="print the shapes' names and stop")
+    parser.add_argument(
+        "--impl",
+        nargs="*",
+        help=f"which rivals, by shell patterns; default: our newest kernel, {', '.join(PEERS)}",
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, default=20, help="how long each rival is timed a shape, at the most"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=120, help="after how many seconds a rival counts as hung"
+    )
+    parser.add_argument("--output", type=Path, help="the file to write")
+    parser.add_argument("--picture", type=Path, help="the picture to write; default: beside the file")
+    parser.add_argument("--result", type=Path, help="show this result instead of measuring one")
+    return parser
+
+
+def _measure(chosen: list[Workload], options: argparse.Namespace) -> None:
+    """Time what was chosen, and write the result after every workload, so that little is lost where a run is cut."""
+    from cute_attn.benchmark.results import default_path, machine, median_clock, write
+
+    names = {op: rivals(op, options.impl) for op in {w.op for w in chosen}}
+    for op, found in names.items():
+        run.build([w for w in chosen if w.op == op], found)
+    tasks = [Task(w, names[w.op], read_clock=i % _CLOCK_EVERY == 0) for i, w in enumerate(chosen)]
+    swept = {"seed": options.seed, "count": options.count, "configurations": options.configurations}
+    result: dict[str, Any] = machine() | {"sweep": swept, "rows": []}
+    path = options.output or default_path(run.RESULTS, "shapes", result)
+    clocks: list[int | None] = []
+    for rows, clock in run_tasks(timing(options.milliseconds, _MOST_CALLS), tasks, options.patience):
+        for row in rows:
+            run.print_row(row)
+        clocks.append(clock)
+        result["rows"] += rows
+        write(result | {"clock_mhz": median_clock(clocks)}, path)
+    result = cliffs.worst_first(result | {"clock_mhz": median_clock(clocks)})
+    write(result, path)
+    _show(result, options.picture or path.with_suffix(".png"))
+    print(f"wrote {path}")
+
+
+def _show(result: dict[str, Any], picture: Path) -> None:
+    print("\n" + cliffs.table(result))
+    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load; wrote {cliffs.plot(result, picture)}")
+
+
+def rivals(op: str, patterns: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of what runs an operation: peers first, so that the first of them says what is correct."""
+    from cute_attn.benchmark import peers
+
+    own = peers.own_kernels(op)
+    if patterns is None:
+        return (*PEERS, cliffs.newest(own))
+    chosen = tuple(name for name in (*peers.PEERS, *own) if run.matches(name, patterns))
+    if not set(own) & set(chosen):
+        sys.exit(
+            f"--impl {' '.join(patterns)} matches none of {', '.join(own)}; accepted: patterns that match one"
+        )
+    return chosen
+
+
+if __name__ == "__main__":
+    main()

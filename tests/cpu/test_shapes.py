@@ -1,0 +1,398 @@
+"""The sweep of random shapes without a GPU: what it draws, how it survives rivals that break, how it reports ratios."""
+
+import json
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench import cliffs, isolated, run, shapes
+from cute_attn.benchmark import peers, results
+from cute_attn.benchmark.workload import Workload, visible_pairs
+
+SEEDS = range(12)
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
+def swept(request):
+    return shapes.sweep(80, request.param)
+
+
+# ---- what is drawn ----
+
+
+def test_a_seed_says_which_shapes():
+    first = shapes.sweep(40, 3)
+    assert shapes.sweep(40, 3) == first and shapes.sweep(80, 3)[:40] == first
+    assert not set(first) & set(shapes.sweep(40, 4))
+    assert {w.op for w in shapes.workloads(first, "both")} == {"forward", "backward"}
+    assert shapes.workloads(first, "forward") == first
+
+
+def test_shapes_are_distinct_and_bounded(swept):
+    names = {w.name for w in shapes.workloads(swept, "both")}
+    assert len(swept) == 80 and len(names) == 160
+    least, most = shapes.MILLISECONDS
+    for w in swept:
+        assert all(least <= shapes.estimate(both) <= most for both in (w, replace(w, op="backward")))
+        assert shapes.nbytes(w) <= shapes.MAX_BYTES
+        assert 1 <= w.longest <= shapes.MAX_SEQLEN_Q and 1 <= w.longest_k <= shapes.MAX_SEQLEN_K
+        assert min(min(lengths) for lengths in w.sequences) >= 1
+        assert w.nheads % w.nheads_kv == 0 and 1 <= w.nheads // w.nheads_kv <= 16
+        assert w.nheads <= shapes.MAX_NHEADS and len(w.sequences) <= shapes.MAX_BATCH
+        assert all(dim in range(32, 257, 8) for dim in (w.head_dim, w.head_dim_v))
+        w.traits("sm80"), replace(w, op="backward").traits("sm90")
+
+
+def test_every_run_has_every_feature(swept):
+    """And each relation of queries to keys under each mask, since cliffs are where they meet."""
+    for wanted in (
+        lambda w: w.causal and not w.windowed,
+        lambda w: w.causal and w.windowed,
+        lambda w: w.window and w.window_right,
+        lambda w: not w.causal and not w.windowed,
+        lambda w: w.softcap,
+        lambda w: w.lengths and not w.equal_lengths,
+        lambda w: w.lengths and w.equal_lengths and len(set(w.lengths)) > 1,
+        lambda w: w.head_dim != w.head_dim_v,
+        lambda w: w.head_dim % 64,
+        lambda w: w.nheads == w.nheads_kv,
+        lambda w: w.nheads == 16 * w.nheads_kv,
+        lambda w: w.longest < w.longest_k,
+        lambda w: w.longest > w.longest_k,
+        lambda w: not w.equal_lengths and w.longest % 128 == w.longest_k % 128 == 0,
+    ):
+        assert any(map(wanted, swept))
+    for rest in (63, 127):
+        assert any(all((k - q) % 128 == rest for q, k in w.sequences) for w in swept)
+    assert sum(w.equal_lengths for w in swept) >= 15
+    assert {64, 128, 256} <= {w.head_dim for w in swept}
+
+
+def test_few_configurations_are_compiled_for(swept):
+    fields = ("head_dim", "head_dim_v", "causal", "softcap")
+    found = {
+        (*(getattr(w, f) for f in fields), w.windowed, bool(w.lengths), w.nheads // w.nheads_kv)
+        for w in swept
+    }
+    assert len(found) <= 10
+    more = shapes.configurations(random.Random(0), 60)
+    assert len(set(more)) > 50 and {c.mask for c in more[10:]} == set(shapes.MASKS)
+
+
+# ---- useful operations ----
+
+_SIZES = st.integers(1, 40)
+_BOUND = st.none() | st.integers(0, 45)
+
+
+def _count(seqlen_q, seqlen_k, left, right):
+    """Pairs that see each other, one by one."""
+    own = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left is not None:
+        seen &= key >= own - left
+    if right is not None:
+        seen &= key <= own + right
+    return int(seen.sum())
+
+
+@given(_SIZES, _SIZES, _BOUND, _BOUND)
+def test_pairs_are_counted(seqlen_q, seqlen_k, left, right):
+    assert visible_pairs(seqlen_q, seqlen_k, left, right) == _count(seqlen_q, seqlen_k, left, right)
+
+
+@given(
+    st.lists(st.tuples(_SIZES, _SIZES), min_size=1, max_size=4),
+    st.sampled_from(["", "causal", "window", "causal_window"]),
+    st.integers(1, 30),
+    st.integers(0, 30),
+    st.booleans(),
+    st.sampled_from([("forward", 8 + 24), ("backward", 3 * 8 + 2 * 24)]),
+)
+def test_flops_are_of_the_pairs_of_every_sequence(lengths, mask, window, right, packed, op):
+    causal, windowed = mask.startswith("causal"), mask.endswith("window")
+    options = {
+        "causal": causal,
+        "window": window if windowed else 0,
+        "window_right": right if mask == "window" else 0,
+        "op": op[0],
+    }
+    if packed:
+        queries, keys = zip(*lengths, strict=True)
+        workload = Workload(1, 1, 6, 8, 2, 24, lengths=queries, lengths_k=keys, **options)
+    else:
+        lengths = lengths[:1] * 3
+        workload = Workload(3, lengths[0][0], 6, 8, 2, 24, seqlen_k=lengths[0][1], **options)
+    band = (window if windowed else None, 0 if causal else right if windowed else None)
+    pairs = sum(_count(*pair, *band) for pair in lengths)
+    assert workload.flops == 2 * 6 * pairs * op[1]
+
+
+# ---- the peers take what is drawn ----
+
+
+def test_torchs_operators_take_the_shapes():
+    """On tensors without data: an output of the right shape, and gradients, or the peer declines."""
+    taken = 0
+    for workload in shapes.workloads(shapes.sweep(40, 0), "both"):
+        for peer in (peers.fa2, peers.mem_efficient):
+            x = workload.inputs("meta")
+            try:
+                result = peer(workload, x)()
+            except peers.Declined:
+                continue
+            taken += 1
+            if workload.op == "forward":
+                assert result.shape == (*x.q.shape[:-1], workload.head_dim_v)
+            else:
+                assert [grad.shape for grad in result] == [x.q.shape, x.k.shape, x.v.shape]
+    assert taken > 40
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"seqlen_k": 40, "causal": True},
+        {"seqlen_k": 9, "window": 5, "window_right": 2},
+        {"lengths": (3, 17), "lengths_k": (20, 4), "window": 6, "causal": True},
+        {"lengths": (3, 17), "lengths_k": (20, 4), "softcap": True},
+    ],
+)
+def test_we_compute_what_the_workload_says(features):
+    """Against torch's softmax under a mask that is written out."""
+    workload = Workload(2, 24, 4, 64, 2, 32, dtype="fp32", **features)
+    x = workload.inputs("cpu")
+    out = peers.ours("sm80")(workload, x)()
+    assert out.shape == (*x.q.shape[:-1], 32)
+    if workload.lengths:
+        tensors = zip(
+            x.q.split(workload.lengths),
+            *(tensor.split(workload.lengths_k) for tensor in (x.k, x.v)),
+            out.split(workload.lengths),
+            strict=True,
+        )
+    else:
+        tensors = zip(x.q, x.k, x.v, out, strict=True)
+    left, right = workload.band
+    for q, k, v, mine in tensors:
+        own = torch.arange(len(q))[:, None] + len(k) - len(q)
+        distance = torch.arange(len(k)) - own
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        hidden |= distance < -left if left is not None else hidden
+        hidden |= distance > right if right is not None else hidden
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 8
+        if workload.softcap:
+            scores = 30 * (scores / 30).tanh()
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
+        torch.testing.assert_close(mine, torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
+
+
+# ---- a process of its own ----
+
+_TASKS = [isolated.Task(Workload(1, seqlen, 1, 64), ("good", "bad", "own")) for seqlen in (1, 2, 3)]
+
+
+def _rows(task):
+    return [{"workload": task.workload.name, "impl": name, "ms": 1.0} for name in task.names]
+
+
+def _work(tasks, send, trouble):
+    """Times nothing; "bad" makes trouble with the second workload."""
+    for task in tasks:
+        send(("stage", task.names))
+        for name in task.names:
+            send(("stage", (name,)))
+            if name == "bad" and task.workload.seqlen == 2:
+                trouble()
+        send(("rows", (_rows(task), 1500)))
+
+
+def _raises():
+    raise RuntimeError("illegal access\nand where")
+
+
+def _ends():
+    os._exit(3)
+
+
+def _hangs():
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    "trouble, error",
+    [
+        (_raises, "RuntimeError: illegal access"),
+        (_ends, "it ended the process (exit code 3)"),
+        (_hangs, "it did not return within 4 s"),
+    ],
+)
+def test_a_rival_that_ends_the_process_costs_its_row(trouble, error):
+    def work(tasks, send):
+        _work(tasks, send, trouble)
+
+    found = list(isolated.run_tasks(work, _TASKS, patience=4, context="fork"))
+    for task, (rows, clock) in zip(_TASKS, found, strict=True):
+        expected = _rows(task)
+        if task.workload.seqlen == 2:
+            expected[1] = {"workload": task.workload.name, "impl": "bad", "error": error}
+        assert rows == expected and clock == 1500
+
+
+def test_a_workload_whose_timing_ends_the_process_is_left_behind():
+    def work(tasks, send):
+        for task in tasks:
+            send(("stage", task.names))
+            if task.workload.seqlen == 2:
+                os._exit(1)
+            send(("rows", (_rows(task), None)))
+
+    found = [rows for rows, _ in isolated.run_tasks(work, _TASKS, context="fork")]
+    assert found[0] == _rows(_TASKS[0]) and found[2] == _rows(_TASKS[2])
+    assert [row["error"] for row in found[1]] == ["it ended the process (exit code 1)"] * 3
+
+
+def test_a_process_that_cannot_start_ends_the_run():
+    def work(tasks, send):
+        raise ImportError("no such module")
+
+    with pytest.raises(RuntimeError, match="before its first step: ImportError: no such module"):
+        list(isolated.run_tasks(work, _TASKS, context="fork"))
+
+
+# ---- ratios ----
+
+OWN = "cute_attn/forward-sm90"
+
+
+@pytest.fixture
+def result():
+    def row(workload, impl, ms=None, error="it has no such thing"):
+        numbers = {"ms": ms, "value": 2.0 / ms, "unit": "TFLOP/s"} if ms else {"error": error}
+        return {"workload": workload, "impl": impl} | numbers
+
+    rows = []
+    for workload, fa4, cudnn, ours in (
+        ("fwd-fast", 2.0, None, 1.0),
+        ("fwd-slow", 1.0, 0.4, 1.0),
+        ("fwd-alone", None, None, 1.0),
+        ("fwd-broken", 1.0, None, None),
+        ("fwd-even", 1.0, 3.0, 1.0),
+    ):
+        rows += [
+            row(workload, "fa4", fa4),
+            row(workload, "cudnn", cudnn),
+            row(workload, OWN, ours, "it broke"),
+        ]
+        rows.append(row(workload, "cute_attn/forward-sm80", 0.1))
+    rows += [row("bwd-slow", "fa4", 1.0), row("bwd-slow", "cute_attn/backward-sm90", 2.0)]
+    machine = {"gpu": "NVIDIA H200", "clock_mhz": 1500, "commit": "abc", "date": "2026-11-22T08:00:00+00:00"}
+    return machine | {"rows": rows}
+
+
+WORST_FIRST = ["fwd-broken", "fwd-slow", "bwd-slow", "fwd-even", "fwd-fast", "fwd-alone"]
+
+
+def test_ratios_are_of_what_a_call_gets_to_the_fastest_peer(result):
+    found = {c.workload: c for c in cliffs.compare(result)}
+    assert list(found) == WORST_FIRST
+    ratios = {name: c.ratio for name, c in found.items()}
+    assert ratios == {
+        "fwd-broken": None,
+        "fwd-slow": 0.4,
+        "bwd-slow": 0.5,
+        "fwd-even": 1.0,
+        "fwd-fast": 2.0,
+        "fwd-alone": None,
+    }
+    assert found["fwd-slow"].peer == "cudnn" and found["fwd-broken"].error == "it broke"
+    assert found["fwd-slow"].flops == pytest.approx(2e9) and found["bwd-slow"].op == "backward"
+
+
+def test_the_table_and_the_rows_are_worst_first(result):
+    lines = cliffs.table(result).splitlines()
+    order = [
+        next(word for word in line.split() if word[:4] in ("fwd-", "bwd-")) for line in lines if "wd-" in line
+    ]
+    assert order == WORST_FIRST
+    assert lines[2].strip() == "ours: it broke"
+    assert (
+        "forward: 5 shapes, 1 failed, 3 with a peer; geometric mean 0.928, least 0.400, 1 below 0.8" in lines
+    )
+    assert (
+        "backward: 1 shapes, 0 failed, 1 with a peer; geometric mean 0.500, least 0.500, 1 below 0.8" in lines
+    )
+    rows = cliffs.worst_first(result)["rows"]
+    assert list(dict.fromkeys(row["workload"] for row in rows)) == WORST_FIRST and len(rows) == len(
+        result["rows"]
+    )
+
+
+def test_the_picture_is_drawn(result, tmp_path):
+    for name, rows in (("all", result["rows"]), ("no peer", result["rows"][8:12])):
+        path = cliffs.plot(result | {"rows": rows}, tmp_path / "new" / f"{name}.png")
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# ---- the command ----
+
+
+def _main(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["shapes", *map(str, arguments)])
+    shapes.main()
+
+
+def test_the_command_lists_and_shows(result, tmp_path, monkeypatch, capsys):
+    _main(monkeypatch, "*causal*", "--list", "--op", "backward", "--seed", "5")
+    names = capsys.readouterr().out.split()
+    assert names == [w.name for w in shapes.workloads(shapes.sweep(80, 5), "backward") if w.causal]
+    stored = results.write(result, tmp_path / "x.json")
+    _main(monkeypatch, "--result", stored)
+    assert cliffs.table(result) in capsys.readouterr().out and (tmp_path / "x.png").exists()
+    with pytest.raises(SystemExit, match="--list names them"):
+        _main(monkeypatch, "no such shape")
+
+
+def test_the_command_measures(tmp_path, monkeypatch, capsys):
+    """All but the GPU: what is built, in which order rivals run, what is written."""
+    built, asked = [], []
+
+    def run_tasks(work, tasks, patience):
+        asked.extend(tasks)
+        for i, task in enumerate(tasks):
+            yield [row | {"ms": 1.0 + i, "value": 5.0, "unit": "TFLOP/s"} for row in _rows(task)], 1500 + i
+
+    own = {"cute_attn/{op}-sm80": None, "cute_attn/{op}-sm90": None}
+    monkeypatch.setattr(
+        peers, "own_kernels", lambda op: {name.format(op=op): run for name, run in own.items()}
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "build", lambda workloads, rivals: built.append((workloads, rivals)))
+    monkeypatch.setattr(shapes, "run_tasks", run_tasks)
+    machine = {"gpu": "NVIDIA H200", "clock_mhz": None, "commit": "abc", "date": "2026-11-22T08:00:00+00:00"}
+    monkeypatch.setattr(results, "machine", lambda: dict(machine))
+    path = tmp_path / "out.json"
+    _main(monkeypatch, "--count", 12, "--output", path)
+    assert [task.workload for task in asked] == shapes.workloads(shapes.sweep(12, 0), "both")
+    assert asked[0].names == ("fa2", "fa3", "fa4", "cudnn", "cute_attn/forward-sm90")
+    assert asked[1].names[-1] == "cute_attn/backward-sm90"
+    assert {rivals[-1]: len(workloads) for workloads, rivals in built} == {
+        "cute_attn/forward-sm90": 12,
+        "cute_attn/backward-sm90": 12,
+    }
+    stored = json.loads(path.read_text())
+    assert stored["sweep"] == {"seed": 0, "count": 12, "configurations": 10} and stored["clock_mhz"] == 1512
+    assert len(stored["rows"]) == 24 * 5 and stored["rows"] == cliffs.worst_first(stored)["rows"]
+    assert path.with_suffix(".png").exists() and f"wrote {path}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="accepted: patterns that match one"):
+        _main(monkeypatch, "--impl", "fa4")
+    asked.clear()
+    _main(monkeypatch, "--impl", "fa[24]", "*sm*", "--op", "forward", "--count", 2, "--output", path)
+    assert asked[0].names == ("fa2", "fa4", "cute_attn/forward-sm80", "cute_attn/forward-sm90")
