@@ -6,7 +6,8 @@
 # make bench-shapes     random shapes, both ways, in search of cliffs; ARGS="--seed 1" for others
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
-# DSL and pytest, the last two and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest or the script.
+# DSL and pytest, test-gpu, the benchmarks and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest
+# or the script.
 
 BASE_PYTHON ?= python3
 VENV := .venv

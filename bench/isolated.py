@@ -57,7 +57,7 @@ def time_tasks(
 
 
 def run_tasks(
-    work: Work, tasks: Sequence[Task], patience: float = 120.0, context: str = "spawn"
+    work: Work, tasks: Sequence[Task], patience: float = 90.0, context: str = "spawn"
 ) -> Iterator[tuple[Rows, int | None]]:
     """What ``work`` sends of each task, its rows and the clock in MHz, in the tasks' order.
 

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_shapes_are_distinct_and_bounded(swept):
     for w in swept:
         assert all(least <= shapes.estimate(both) <= most for both in (w, replace(w, op="backward")))
         assert shapes.nbytes(w) <= shapes.MAX_BYTES
-        assert 1 <= w.longest <= shapes.MAX_SEQLEN_Q and 1 <= w.longest_k <= shapes.MAX_SEQLEN_K
+        assert 1 <= w.longest <= shapes.MAX_SEQLEN_Q and 16 <= w.longest_k <= shapes.MAX_SEQLEN_K
         assert min(min(lengths) for lengths in w.sequences) >= 1
         assert w.nheads % w.nheads_kv == 0 and 1 <= w.nheads // w.nheads_kv <= 16
         assert w.nheads <= shapes.MAX_NHEADS and len(w.sequences) <= shapes.MAX_BATCH
@@ -265,6 +266,36 @@ def test_a_process_that_cannot_start_ends_the_run():
 
     with pytest.raises(RuntimeError, match="before its first step: ImportError: no such module"):
         list(isolated.run_tasks(work, _TASKS, context="fork"))
+
+
+class _CountingClock:
+    """Gives every call a millisecond, and runs it."""
+
+    def medians(self, runs, milliseconds, most):
+        assert (milliseconds, most) == (20.0, 7)
+        return {name: 1.0 for name, call in runs.items() if call() is not None}
+
+
+def test_every_task_is_timed_by_those_it_names(monkeypatch):
+    monkeypatch.setattr("cute_attn.benchmark.timing.Clock", _CountingClock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
+    monkeypatch.setattr(peers, "own_kernels", lambda op: {f"cute_attn/{op}-sm80": peers.ours("sm80")})
+    shape = Workload(1, 16, 2, 64, dtype="fp32", causal=True, seqlen_k=20)
+    tasks = [
+        isolated.Task(replace(shape, op=op), ("mem_efficient", "cudnn", f"cute_attn/{op}-sm80"))
+        for op in ("forward", "backward")
+    ]
+    monkeypatch.setitem(peers.PEERS, "mem_efficient", peers.ours("sm80"))
+    sent = []
+    isolated.timing(20.0, 7)(tasks, sent.append)
+    found = [value for kind, value in sent if kind == "rows"]
+    for task, (rows, clock) in zip(tasks, found, strict=True):
+        assert clock is None and [row["impl"] for row in rows] == list(task.names)
+        assert {row["workload"] for row in rows} == {task.workload.name}
+        assert [row.get("ms") for row in rows] == [1.0, None, 1.0]
+        assert "aligns causal" in rows[1]["error"]
+    assert sent[0] == ("stage", tasks[0].names)
 
 
 # ---- ratios ----
