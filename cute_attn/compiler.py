@@ -9,12 +9,11 @@ Nothing here needs a GPU or a driver before a kernel is launched.
 import concurrent.futures
 import contextlib
 import functools
-import importlib
-import importlib.util
-import inspect
 import io
-import multiprocessing
+import json
 import os
+import queue
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,8 +39,10 @@ _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
 
 _requests: dict[tuple[Any, Any, Any], "CompiledKernel"] = {}
 _kernels: dict[str, "CompiledKernel"] = {}
-# The compiler's remarks come through the process's stderr, so one kernel is built at a time; see prebuild for more.
+# The compiler's remarks come through the process's stderr, so a process builds one kernel at a time; see prebuild.
 _building = threading.Lock()
+in_prebuild_worker = False
+"""Whether this process is one of :func:`prebuild`'s, which users' modules that call it would have without end."""
 
 
 class CompiledKernel:
@@ -255,63 +256,135 @@ class Prebuilt:
     error: str | None
 
 
-def prebuild(
-    requests: Iterable[tuple[Traits, Any, str | None]], workers: int | None = None
-) -> Iterator[Prebuilt]:
+Request = tuple[Traits, Any, str | None]
+"""Traits, a tile or its text or None, a target or None."""
+
+
+def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterator[Prebuilt]:
     """Build many kernels into the disk cache in parallel processes; yields each as it is done.
 
-    A script that calls this has to guard its main part by ``if __name__ == "__main__"``, as for any spawned process.
+    The processes load the files in which the requests' variants and epilogues were registered, but not the script that
+    runs: kernels with a class of the script's own are built by this process, one after the other.
 
     Args:
         requests: (traits, tile or None, target or None) each.
         workers: processes; by default one a core.
 
     Raises:
-        ValueError: the disk cache is switched off.
+        ValueError: the disk cache is switched off, or not the user's own; or a file that is loaded for building calls
+            this.
     """
-    if default_cache() is None:
+    if in_prebuild_worker:
+        raise ValueError(
+            "a module that registers kernels calls prebuild when it is imported; accepted: a script"
+        )
+    cache = default_cache()
+    if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
-    requests = list(dict.fromkeys(requests))
-    workers = max(1, min(workers or os.cpu_count() or 1, len(requests)))
-    modules = _user_modules(requests)
-    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_prebuild_one, request, modules): request for request in requests}
-        for future in concurrent.futures.as_completed(futures):
-            seconds, error = 0.0, None
-            try:
-                seconds = future.result()
-            except Exception as failure:  # one kernel's failure is that kernel's result
-                error = f"{type(failure).__name__}: {failure}"
-            yield Prebuilt(*futures[future], seconds, error)
+    if not cache.prepare():
+        raise ValueError(f"the cache {cache.root} is not this user's alone; prebuilding needs one that is")
+    wanted = list(dict.fromkeys(requests))
+    modules = {request: _user_modules(request) for request in wanted}
+    own = [request for request in wanted if "__main__" in modules[request]]
+    yield from _build_in_processes([request for request in wanted if request not in own], modules, workers)
+    for request in own:
+        seconds, error = 0.0, None
+        try:
+            compiled = compile(*request)
+            seconds = 0.0 if compiled.from_cache else compiled.seconds
+        except Exception as failure:  # one kernel's failure is that kernel's result
+            error = f"{type(failure).__name__}: {failure}"
+        yield Prebuilt(*request, seconds, error)
 
 
-def _user_modules(requests: list[tuple[Traits, Any, str | None]]) -> tuple[tuple[str, str], ...]:
-    """Names and files of the modules in which the requests' variants and epilogues were registered."""
+def _user_modules(request: Request) -> dict[str, str]:
+    """Names and files of the modules that a request's tile, variant and epilogues come from."""
     from cute_attn import registry
 
-    modules: dict[str, str] = {}
-    for traits, _, _ in requests:
-        base = registry.KERNELS.get((traits.op, traits.arch, traits.variant))
-        if base is None or not (traits.variant or traits.epilogues):
-            continue
-        for cls in kernel_classes(base, traits):
-            if cls.__module__ != "__main__":  # spawning runs that one again by itself
-                modules[cls.__module__] = inspect.getsourcefile(cls) or ""
-    return tuple(modules.items())
+    traits, tile, _ = request
+    classes: tuple[type, ...] = () if tile is None else (type(tile),)
+    base = registry.KERNELS.get((traits.op, traits.arch, traits.variant))
+    if base is not None and (traits.variant or traits.epilogues):
+        with contextlib.suppress(KeyError):  # what is not registered will be said where it is built
+            classes += kernel_classes(base, traits)
+    ours = (__package__, "builtins")
+    names = dict.fromkeys(cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ours)
+    return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
 
 
-def _prebuild_one(request: tuple[Traits, Any, str | None], modules: tuple[tuple[str, str], ...]) -> float:
-    for name, file in modules:
-        if name in sys.modules:
-            continue
+def _build_in_processes(
+    requests: list[Request], modules: dict[Request, dict[str, str]], workers: int | None
+) -> Iterator[Prebuilt]:
+    if not requests:
+        return
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    processes = [_Worker() for _ in range(max(1, min(workers or os.cpu_count() or 1, len(requests))))]
+    for worker in processes:
+        idle.put(worker)
+
+    def build(request: Request) -> tuple[float, str | None]:
+        worker = idle.get()
         try:
-            importlib.import_module(name)
-        except ImportError:  # it was loaded from a file that is on no path
-            spec = importlib.util.spec_from_file_location(name, file)
-            if spec is None or spec.loader is None:
-                raise
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-    compiled = compile(*request)
-    return 0.0 if compiled.from_cache else compiled.seconds
+            return worker.build(request, modules[request])
+        finally:
+            idle.put(worker)
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(processes))
+    try:
+        futures = {pool.submit(build, request): request for request in requests}
+        for future in concurrent.futures.as_completed(futures):
+            yield Prebuilt(*futures[future], *future.result())
+    finally:  # also where the caller has seen enough
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in processes:
+            worker.stop()
+
+
+class _Worker:
+    """A process that builds one kernel at a time: see :mod:`cute_attn.prebuild_worker`."""
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        root = str(Path(__file__).resolve().parents[1])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "cute_attn.prebuild_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        _send(process, [str(path) for path in sys.path])
+        return process
+
+    def build(self, request: Request, modules: dict[str, str]) -> tuple[float, str | None]:
+        """Seconds and what went wrong, as :class:`Prebuilt` has them."""
+        traits, tile, target = request
+        text = None if tile is None else str(tile)
+        _send(self._process, {"traits": traits.name, "tile": text, "target": target, "modules": modules})
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            result = json.loads(line)
+            return result["seconds"], result["error"]
+        status = self._process.wait()
+        if not self._stopped:
+            self._process = self._start()
+        return 0.0, f"the process that built it ended with status {status}"
+
+    def stop(self) -> None:
+        """Now, whatever it is doing: what is in the cache is whole."""
+        self._stopped = True
+        self._process.terminate()
+        self._process.wait()
+
+
+def _send(process: "subprocess.Popen[str]", message: Any) -> None:
+    """One line; a process that has ended is found out when its answer is missing."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()

@@ -43,7 +43,7 @@ _HOST_ONLY = {"benchmark"} | {
             "fingerprint",
             "interface",
         ),
-        *("launch", "ops", "pictures", "reference"),
+        *("launch", "ops", "pictures", "prebuild_worker", "reference"),
     )
 }
 _DISTRIBUTIONS = {

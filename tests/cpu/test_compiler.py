@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
     assert arch in compiled.sass.splitlines()[0]
     assert compiled.instructions["FFMA"] >= compiled.tile.values
     assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
-    assert not compiled.from_cache and 0 < compiled.seconds < 60
+    assert not compiled.from_cache and compiled.seconds > 0
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
@@ -155,15 +156,11 @@ def test_found_in_memory_and_on_disk(fresh_cache, monkeypatch):
     assert callable(found.function)
 
 
-def test_a_warm_load_takes_under_50_ms(fresh_cache, monkeypatch):
-    compile(toy.NAME, target="sm80").function  # noqa: B018  imports what loading needs
-    times = []
-    for _ in range(5):
-        forget(monkeypatch)
-        start = time.perf_counter()
-        compile(toy.NAME, target="sm80").function  # noqa: B018
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05
+def test_a_warm_load_builds_nothing(fresh_cache, monkeypatch):
+    compile(toy.NAME, target="sm80")
+    forget(monkeypatch)
+    monkeypatch.setattr("cutlass.cute.compile", None)
+    assert callable(compile(toy.NAME, target="sm80").function)
 
 
 def test_nothing_on_disk_when_switched_off(fresh_cache, monkeypatch):
@@ -197,8 +194,6 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(fresh_cache, monkeypatch, nam
 
 
 def test_prune_by_last_use(fresh_cache):
-    import os
-
     store = cache.default_cache()
     old, new = compile(toy.NAME, target="sm80").key, compile(toy.NAME, target="sm90").key
     a_day_ago = time.time() - 86400
@@ -243,6 +238,114 @@ def test_prebuild(fresh_cache):
     assert compile(TRAITS, "values=4", "sm80").from_cache
     (again,) = compiler.prebuild([(TRAITS, None, "sm80")], 1)
     assert again.seconds == 0
+
+
+GUARDLESS = """
+import sys
+from dataclasses import dataclass
+from cute_attn import Traits, prebuild, register
+from cute_attn.compiler import compile
+from my_kernels import Mine
+
+print("script")
+
+@dataclass(frozen=True)
+class Own(Mine):
+    pass
+
+register(Own, variant="own")
+names = ["forward-sm80:mine-bf16-d64", "forward-sm80:own-bf16-d64", "forward-sm80:test-bf16-d64"]
+requests = [(Traits.parse(name), None, "sm80") for name in names]
+print(sorted((built.traits.variant, built.error, built.seconds > 0) for built in prebuild(requests, 2)))
+print([compile(*request).from_cache for request in requests])
+"""
+MODULES = {
+    "my_kernels": """
+from dataclasses import dataclass
+from cute_attn import register
+from my_helpers import Toy
+
+@dataclass(frozen=True)
+class Mine(Toy):
+    pass
+
+register(Mine, variant="mine")
+import test_support_kernels
+""",
+    "my_helpers": "from tests.toy import Toy",
+}
+NAMED_AS_ANOTHER = """
+from dataclasses import dataclass
+from cute_attn import register
+from tests.toy import Toy
+
+@dataclass(frozen=True)
+class Mine(Toy):
+    pass
+
+register(Mine, variant="test")
+"""
+
+
+def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
+    """It runs once; what it registers itself is built too, and what was loaded from files on no path."""
+    (tmp_path / "script.py").write_text(GUARDLESS)
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # as is a module of Python's own
+    (tmp_path / "test_support_kernels.py").write_text(
+        f"from cute_attn.cli import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    expected = [(name, None, True) for name in ("mine", "own", "test")]
+    found = [True, False, True]  # the script's own was built by its own process
+    assert done.stdout == f"script\n{expected}\n{found}\n"
+
+
+def test_a_module_that_prebuilds_when_imported_does_not_go_on_for_ever(fresh_cache, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    call = "from cute_attn import Traits, prebuild\nfor _ in prebuild([(Traits.parse('forward-sm80:test-bf16-d64'),"
+    call += " None, 'sm80')], 1):\n    print(_.error)\n"
+    (tmp_path / "prebuilding_module.py").write_text(NAMED_AS_ANOTHER + call)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import prebuilding_module"], env=environment, capture_output=True, text=True
+    )
+    assert "a module that registers kernels calls prebuild when it is imported" in done.stdout, done.stderr
+
+
+def test_a_worker_that_dies_takes_one_kernel_with_it(fresh_cache, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deadly_kernels.py").write_text(
+        NAMED_AS_ANOTHER.replace(
+            "    pass", "    def fake_args(self):\n        import os; os._exit(3)"
+        ).replace('"test"', '"deadly"')
+    )
+    import deadly_kernels  # noqa: F401
+
+    deadly = Traits.parse("forward-sm80:deadly-bf16-d64")
+    try:
+        built = compiler.prebuild([(deadly, None, "sm80"), (TRAITS, None, "sm80")], 1)
+        errors = {one.traits: one.error for one in built}
+    finally:
+        del registry.KERNELS["forward", "sm80", "deadly"]
+    assert errors == {deadly: "the process that built it ended with status 3", TRAITS: None}
+
+
+def test_who_has_seen_enough_stops_the_processes(fresh_cache, monkeypatch):
+    stopped = []
+    stop = compiler._Worker.stop
+    monkeypatch.setattr(compiler._Worker, "stop", lambda self: (stop(self), stopped.append(self)))
+    built = compiler.prebuild([(TRAITS, f"values={n}", "sm80") for n in (1, 2, 3, 4)], 2)
+    next(built)
+    built.close()
+    assert len(stopped) == 2 and all(worker._process.poll() is not None for worker in stopped)
 
 
 # ---- the key ----

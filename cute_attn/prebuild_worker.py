@@ -1,0 +1,69 @@
+"""A process that builds kernels for :func:`cute_attn.compiler.prebuild`: lines of JSON in, lines of JSON out.
+
+    [DIRECTORY, ...]                                                                    first: where modules are found
+    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel a line
+    {"seconds": ..., "error": TEXT or null}                                             and for each, how it went
+
+``modules`` are those that register what the kernel is made of. It is not a spawned copy of the calling process, which
+would run the caller's script again.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Until the input ends. What users' modules print goes to the standard error, not among the results."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[:] = json.loads(sys.stdin.readline())
+    for line in sys.stdin:
+        print(json.dumps(build(**json.loads(line))), file=results, flush=True)
+
+
+def build(traits: str, tile: str | None, target: str | None, modules: dict[str, str]) -> dict[str, Any]:
+    """One kernel's failure, and that of what it is made of, is that kernel's result."""
+    from cute_attn import compiler
+
+    compiler.in_prebuild_worker = True
+    seconds, error = 0.0, None
+    try:
+        for name, file in modules.items():
+            load(name, file)
+        compiled = compiler.compile(traits, tile, target)
+        seconds = 0.0 if compiled.from_cache else compiled.seconds
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return {"seconds": seconds, "error": error}
+
+
+def load(name: str, file: str) -> None:
+    """Import a module from the file where the caller has it from; the path may find another of that name."""
+    if name in sys.modules:
+        return
+    try:
+        found = importlib.util.find_spec(name)
+    except ImportError:  # its package is on no path
+        found = None
+    if found is not None and found.origin and Path(found.origin).resolve() == Path(file).resolve():
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"module {name!r} comes from {file!r}; accepted: a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+if __name__ == "__main__":
+    main()
