@@ -12,7 +12,6 @@ blocks, and two numbers a query and head. Deterministic: as many times that as t
 each score. Otherwise such a bias's gradient is added up in fp32 in the bias's own size.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from cute_attn.call import (
     is_aligned,
     rows_are_regular,
 )
+from cute_attn.counters import multiprocessors
 from cute_attn.launch import ScoreArgs, as_strided, choose_kernel, contiguous_strides, plan_key, user_classes
 from cute_attn.traits import PARTS, Traits
 
@@ -458,9 +458,3 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     }
     least = min(times.values())
     return next(splits for splits, time in times.items() if time <= 1.05 * least)
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

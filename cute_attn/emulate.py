@@ -19,7 +19,6 @@ from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.math import LOG2_E, fmax, narrow
 from cute_attn.device.probabilities import (
     centre,
@@ -36,6 +35,7 @@ from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 

@@ -28,6 +28,7 @@ from cute_attn.call import (
     regular_strides,
     rows_are_regular,
 )
+from cute_attn.counters import multiprocessors, work_counters
 
 Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; those that may be absent are None."""
@@ -136,6 +137,7 @@ class Plan:
         prefill: whether there may be rows that no thread writes, so that outputs need a value beforehand.
         softmax_scale: as the call has it.
         rest: the call's arguments that are not tensors.
+        multiprocessors: of the GPU.
     """
 
     function: Callable[..., None] | None
@@ -150,6 +152,7 @@ class Plan:
     prefill: bool
     softmax_scale: float
     rest: tuple
+    multiprocessors: int = 0
 
     def launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
         """Allocate the outputs and launch on the current stream of q's device."""
@@ -185,7 +188,8 @@ class Plan:
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
-        self.function(q, k, v, out, lse, softmax, seqlens, self.softmax_scale, score_args)
+        schedule = (work_counters(q.get_device()), self.multiprocessors)  # a ForwardSchedule
+        self.function(q, k, v, out, lse, softmax, seqlens, self.softmax_scale, schedule, score_args)
         return out, lse, softmax
 
 
@@ -372,6 +376,7 @@ def _make_plan(call: Call) -> Plan:
         views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call),
         prefill=call.seqused_q is not None,
+        multiprocessors=multiprocessors(call.q.get_device()),
     )
 
 

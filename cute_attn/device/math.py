@@ -34,27 +34,6 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-_ROUNDER = 1.5 * 2.0**23
-"""Added to a number below 2^22 it leaves the nearest integer in the sum's low bits."""
-_EXP2 = (0.00957010191, 0.0559178603, 0.240247448, 0.693121815, 0.999999261)
-
-
-def exp2_polynomial(x: Float32) -> Float32:
-    """2**x to 3e-6, so that a sum of them is as good as LSE has to be, without the special-function unit.
-
-    2^n times a quartic on [-1/2, 1/2], whose coefficients make its largest relative error least (Remez). About eleven
-    instructions; what is below 2^-126 or above 2^127 becomes that, and NaN the largest number.
-    """
-    low, high = Float32(-126.0).ir_value(), Float32(127.0).ir_value()
-    x = Float32(arith.minimumf(arith.maximumf(Float32(x).ir_value(), low), high))
-    shifted = x + _ROUNDER
-    fraction = x - (shifted - _ROUNDER)
-    power = Float32(_EXP2[0])
-    for coefficient in _EXP2[1:]:
-        power = power * fraction + coefficient
-    return (power.bitcast(Int32) + (shifted.bitcast(Int32) << Int32(23))).bitcast(Float32)
-
-
 def log(x: Float32) -> Float32:
     """Natural logarithm."""
     return cute.math.log(x, fastmath=True)

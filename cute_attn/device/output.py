@@ -5,12 +5,12 @@ from cutlass import Constexpr, Float32, Int64, cute
 
 from cute_attn.device.math import LOG2_E, exp2
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.work import QueryBlock
+from cute_attn.work.query_tiles import QueryTile
 
 
 @cute.jit
 def store_lse(
-    mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryBlock, packed: Constexpr
+    mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryTile, packed: Constexpr
 ) -> None:
     """lse (rows) to (batch, nheads, seqlen_q) or packed (nheads, total_q): one lane of the four that share a row."""
     if cutlass.const_expr(packed):
@@ -40,7 +40,7 @@ def normalized(tile: ScoreTile, lse: cute.Tensor, scale_log2: Float32) -> None:
 
 
 @cute.jit
-def store_probabilities(mSoftmax: cute.Tensor, p: cute.Tensor, tile: ScoreTile, place: QueryBlock) -> None:
+def store_probabilities(mSoftmax: cute.Tensor, p: cute.Tensor, tile: ScoreTile, place: QueryTile) -> None:
     """p (rows, cols) of one tile to (batch, nheads, max_seqlen_q, max_seqlen_k), element by element."""
     stride_batch, stride_head, stride_row, _ = mSoftmax.stride
     plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)

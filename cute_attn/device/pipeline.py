@@ -2,13 +2,6 @@
 
 The n-th filling of a ring goes to stage n % num_stages. Who fills and who reads count alike, so that nothing but a
 number has to be carried along.
-
-A ring of a cluster has its stages in each of the cluster's blocks, and each block brings a part of every filling, for
-all of them (multicast). A block's full barrier expects the bytes of the whole stage, whoever brings them; they may
-arrive before it expects them, but not before its stage is free: its free barrier and the others' collect the releases
-of all blocks' readers. As each reader waits for the whole of a filling before it releases that, no barrier is ever a
-phase behind. Nobody waits in circles, as long as all blocks load and read the same fillings in the same order, and what
-a block waits for besides depends on its own readers and on earlier fillings only.
 """
 
 from dataclasses import dataclass
@@ -24,11 +17,10 @@ class Ring:
     barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then free ones
     num_stages: Constexpr
     fill_bytes: Constexpr  # what TMA brings each time
-    cluster: Constexpr = 1  # blocks that fill their stages together
     by_lanes: Constexpr = False  # filled and released by all lanes, see ``_tell``
 
     def __post_init__(self) -> None:
-        assert not self.by_lanes or (self.cluster == 1 and not self.fill_bytes), "TMA is started by one lane"
+        assert not self.by_lanes or not self.fill_bytes, "TMA is started by one lane"
 
     @staticmethod
     def barrier_bytes(num_stages: int) -> int:
@@ -44,7 +36,7 @@ class Ring:
         lanes = 32 if self.by_lanes else 1
         for stage in cutlass.range_constexpr(self.num_stages):
             cute.arch.mbarrier_init(self.barriers + stage, fillers * lanes)
-            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * self.cluster * lanes)
+            cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, readers * lanes)
 
     def stage(self, n: Int32) -> Int32:
         """Where filling n lies."""
@@ -93,22 +85,13 @@ class Ring:
     @cute.jit
     def release(self, n: Int32) -> None:
         """By every warp that reads: done with filling n. Not of a ring ``by_lanes``."""
-        if cutlass.const_expr(self.cluster == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(self.free(n))
-        else:
-            lane = cute.arch.lane_idx()
-            if lane < self.cluster:  # a lane tells a block
-                cute.arch.mbarrier_arrive(self.free(n), lane)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.free(n))
 
     @cute.jit
     def release_read(self, n: Int32) -> None:
         """As ``release``, by a warp whose lanes have read filling n themselves: what each has read comes before."""
-        if cutlass.const_expr(self.cluster == 1):
-            self._tell(self.free(n))
-        else:
-            cute.arch.sync_warp()
-            self.release(n)
+        self._tell(self.free(n))
 
     @cute.jit
     def _tell(self, barrier: cute.Pointer) -> None:
@@ -123,12 +106,6 @@ class Ring:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def pass_by(self, n: Int32) -> None:
-        """By every warp that reads: filling n is for other blocks of the cluster."""
-        self.wait(n)
-        self.release(n)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Constexpr, Int16, Int32, cute
+from cutlass import Constexpr, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.device.cluster import rank_in_cluster
 from cute_attn.device.pipeline import Ring
 
 
@@ -20,15 +19,12 @@ class Tma:
     atom: cute.CopyAtom
     tensor: cute.Tensor
     heads: Constexpr = 1
-    cluster: Constexpr = 1  # blocks that load together, each a part of a tile's rows to all of them
 
     @cute.jit
     def block(
         self, first_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
     ) -> cute.Tensor:
         """All (rows, cols) tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, cols, n).
-
-        In a cluster, all blocks' parts of them: (rows / cluster, cols, n).
         """
         where = () if cutlass.const_expr(packed) else (batch,)
         if cutlass.const_expr(self.heads > 1):
@@ -36,22 +32,13 @@ class Tma:
             tiles = cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
         else:
             plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
-            tiles = cute.local_tile(plane, (rows // self.cluster, cols), (None, 0))
+            tiles = cute.local_tile(plane, (rows, cols), (None, 0))
         return tiles
 
     @cute.jit
     def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
-        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage).
-
-        In a cluster, the running block's part of it, to the same place in all blocks; it counts for each one's ring.
-        """
-        stage = target[None, None, ring.stage(filling)]
-        if cutlass.const_expr(self.cluster > 1):
-            rows, cols, rank = cute.size(stage, mode=[0]), cute.size(stage, mode=[1]), rank_in_cluster()
-            part = cute.local_tile(stage, (rows // self.cluster, cols), (rank, 0))
-            self.load_part(tiles, n * self.cluster + rank, part, ring, filling)
-        else:
-            self.load_part(tiles, n, stage, ring, filling)
+        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
+        self.load_part(tiles, n, target[None, None, ring.stage(filling)], ring, filling)
 
     @cute.jit
     def load_part(
@@ -61,11 +48,7 @@ class Tma:
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        if cutlass.const_expr(self.cluster > 1):
-            everybody = Int16((1 << self.cluster) - 1)
-            cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling), mcast_mask=everybody)
-        else:
-            cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
 
     @cute.jit
     def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
 
-from cute_attn.device.block_range import Band
+from cute_attn.device.band import Band
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_attn.device.block_range import Band
+from cute_attn.device.band import Band
 from cute_attn.device.math import anew
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32
 
-from cute_attn.device.math import LN_2, add, exp2, exp2_polynomial, fmax, log, quad_reduce, reciprocal
+from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, reciprocal
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class OnlineSoftmax:
     scale_log2: Float32  # unit * log2(e)
     may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
     threshold: Constexpr = 0  # powers of two by which scores may exceed the maximum in use
-    polynomial: Constexpr = 0  # of 8 exponentials in a step that looks for no maximum
 
     @staticmethod
     def make(
@@ -31,11 +30,8 @@ class OnlineSoftmax:
         may_be_empty: bool,
         parked: cute.Tensor | None = None,
         threshold: int = 0,
-        polynomial: int = 0,
-        lowest: Float32 | None = None,
     ) -> "OnlineSoftmax":
         """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
-        ``lowest``: the least maximum that is ever in use, instead of none.
 
         ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of
         two, so that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
@@ -43,9 +39,9 @@ class OnlineSoftmax:
         if parked is None:
             parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = parked[None, 0], parked[None, 1]
-        row_max.fill(-Float32.inf if lowest is None else lowest)
+        row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, polynomial)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
 
     def fetch(self) -> "OnlineSoftmax":
         """With the statistics in registers, from wherever they are kept."""
@@ -103,37 +99,28 @@ class OnlineSoftmax:
         return factor
 
     @cute.jit
-    def advance_unseen(self, acc: cute.Tensor) -> None:
-        """One block under the maxima in use, whatever its scores are; ``exceeded`` says later if that was right."""
+    def advance_frozen(self, acc: cute.Tensor) -> None:
+        """One block under the maxima in use, whatever its scores are; :meth:`within` says later if that was right."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
             for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                x = acc[r, c] * self.scale_log2 - max_scaled
-                p = exp2_polynomial(x) if cutlass.const_expr(c % 8 < self.polynomial) else exp2(x)
+                p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
                 acc[r, c] = p
                 total = total + p
             self.row_sum[r] = total
 
-    @cute.jit
-    def exceeded(self, limit: Constexpr) -> Boolean:
-        """Whether a maximum in use was too small, or was none (the sum is then infinite or NaN).
+    def within(self, r: Constexpr, limit: Constexpr) -> Boolean:
+        """Whether row r's maximum in use was large enough; false as well if there was none (the sum is inf or NaN).
 
         As long as a sum is within ``limit``, so is each of its terms: nothing has overflowed, and floating point is as
         exact under too small a maximum as under the right one.
         """
-        within = self.row_sum[0] <= Float32(limit)
-        for r in cutlass.range_constexpr(1, cute.size(self.row_sum)):
-            within = within & (self.row_sum[r] <= Float32(limit))
-        return ~within
+        return self.row_sum[r] <= Float32(limit)
 
-    @cute.jit
-    def vanished(self, r: Constexpr, limit: Constexpr) -> Boolean:
-        """Whether the maximum in use was so large that less than ``limit`` is left of row r, or nothing was in it.
-
-        Only where a maximum need not be one of the row's own scores. For all lanes of a row together.
-        """
-        return ~(quad_reduce(self.row_sum[r], add) >= Float32(limit))
+    def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
+        """Whether row r's maximum in use is above 2^least before exponentiation: it is -inf if nothing was seen."""
+        return self.row_max[r] * self.scale_log2 > Float32(least)
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:

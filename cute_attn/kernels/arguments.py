@@ -8,7 +8,7 @@ The forward's:
     mLSE      (batch, nheads, seqlen_q) fp32            or packed (nheads, total_q)
     mSoftmax  (batch, nheads, max_seqlen_q, max_seqlen_k) in the dtype of q, or None
     seqlens   Seqlens: int32 tensors or None, and the largest lengths
-    softmax_scale, score_args (``EpilogueChain.host_args``), stream
+    softmax_scale, schedule (``ForwardSchedule``), score_args (``EpilogueChain.host_args``), stream
 
 The backward's, in three launches with an fp32 workspace between them:
 
@@ -34,6 +34,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.key_order import KeySchedule
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import ForwardSchedule
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 ALIGN_BYTES = 16
@@ -94,6 +95,7 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         plain_fake(dtype, 4) if traits.return_softmax else None,
         seqlens_fake(traits),
         Float32(0.0),
+        ForwardSchedule(make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=16), Int32(0)),
         score_args,
     )
 

@@ -22,10 +22,10 @@ import layouts
 from cute_attn.device import dq
 from cute_attn.device.accumulate import load_fragment
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
-from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class BackwardConvert:
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.follows_early):
             cute.arch.griddepcontrol_wait()  # for the main kernel
-        place = QueryBlock.read(seqlens, grid, tile.tile_m)
+        place = grid.tile(seqlens, tile.tile_m)
         exist = existing_rows(seqlens.cu_seqlens_q, mDQ, place.batch) - place.row0
         if exist > 0:
             rows = 2 * tile.tile_m * padded(traits.head_dim)
@@ -140,7 +140,7 @@ class BackwardConvert:
             self.store_rows(s_dq, rows_dq, place.row0, used, exist, thread)
 
     @cute.jit
-    def load(self, mDQaccum: cute.Tensor, place: QueryBlock, row0: Int32, thread: Int32) -> cute.Tensor:
+    def load(self, mDQaccum: cute.Tensor, place: QueryTile, row0: Int32, thread: Int32) -> cute.Tensor:
         """The sum of all accumulators' fragments of this thread, in their order."""
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)

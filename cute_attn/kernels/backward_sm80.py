@@ -35,7 +35,6 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, mem
 import layouts
 from cute_attn.device import dq
 from cute_attn.device.accumulate import add_fragment
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
 from cute_attn.device.key_order import KeyBlocks, KeyOrder, KeySchedule
@@ -50,6 +49,7 @@ from cute_attn.kernels.backward_sm80_load import BlockLoad
 from cute_attn.kernels.backward_sm80_tiles import FIT_ALWAYS, preferred_tiles
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
 
 _BAND = ("left", "right", "seqlen_k")
 _BLOCKS = ("full_begin", "full_end", "end")

@@ -30,20 +30,20 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Uint32, cute, memory
 
 import layouts
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.output import normalized, store_lse, store_probabilities
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.work import QueryBlock, QueryGrid
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,7 @@ class ForwardSm80:
         mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
+        schedule: ForwardSchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
@@ -207,7 +208,7 @@ class ForwardSm80:
         nheads: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        place = QueryBlock.read(seqlens, grid, self.tile.tile_m)
+        place = grid.tile(seqlens, self.tile.tile_m)
         row0, info = place.row0, place.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
@@ -224,7 +225,7 @@ class ForwardSm80:
             work = self.work(operands, load_k, load_v, blocks, state, row0, scale_log2, parked, thread)
             self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
             self.main_loop(work)
-            place = QueryBlock.read(seqlens, grid, self.tile.tile_m)
+            place = grid.tile(seqlens, self.tile.tile_m)
             lse = cute.make_rmem_tensor(cute.make_layout(cute.size(work.acc_o_rows, mode=[0])), Float32)
             self.statistics(work, thread).fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
             thread = opaque(thread)
@@ -276,7 +277,7 @@ class ForwardSm80:
         )
 
     def block_load(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: QueryBlock, thread: Int32
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: QueryTile, thread: Int32
     ) -> BlockLoad:
         """K or V of one head, to be loaded by blocks of keys."""
         row_copy = RowCopy(self.gmem_load(head_dim), thread, padded(head_dim), head_dim)
@@ -460,7 +461,7 @@ class ForwardSm80:
 
     @cute.jit
     def store_output(
-        self, o: cute.Tensor, s_o: cute.Tensor, work: Work, place: QueryBlock, thread: Int32
+        self, o: cute.Tensor, s_o: cute.Tensor, work: Work, place: QueryTile, thread: Int32
     ) -> None:
         """O through shared memory, to be written in whole 16-byte pieces of rows."""
         dv, tiled_mma, tile_m = self.traits.head_dim_v, work.operands.tiled_mma, self.tile.tile_m
@@ -477,7 +478,7 @@ class ForwardSm80:
         copy_o.copy(s_o, g_o, place.info.seqlen_q - place.row0, False)
 
     @cute.jit
-    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock) -> None:
+    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryTile) -> None:
         """A second walk over the key blocks, now that LSE is known, that writes P with its signs. For inspection."""
         for i in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
             block = work.blocks.begin + i

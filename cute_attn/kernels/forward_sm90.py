@@ -4,29 +4,25 @@
     P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
-One warp loads: Q once a query block, then K and V block by block, last one first, into rings of ``num_stages`` buffers.
-One to three warpgroups compute, each 64 of the block's queries:
+The kernel is persistent: a CTA a multiprocessor claims one work tile (a block of queries of a head) after the other.
+One warp is the producer: it claims, tells the others, and loads Q once a work tile, then K and V block by block, last
+one first, into pipelines of ``num_stages`` stages. One to three warpgroups consume, each 64 of the tile's queries:
 
     S[0] = Q K[0]; softmax                              the first key block
-    take the turn                                       then, for j = 1, 2, ...
+    wait for the other warpgroups' products (ping-pong) then, for j = 1, 2, ...
         start S[j] = Q K[j]
         start O += P[j - 1] V[j - 1]
-    give the turn to the next warpgroup
+    let the next warpgroup issue its products
     wait for S[j]; epilogues, online softmax            beside P V of this warpgroup and all products of the next
     wait for O; rescale it; P[j] to 16 bits
     O += P V of the last block
 
-Most steps do not look for a maximum (``optimistic``): the one in use after the first step is nearly always large enough
-for 2^40 to spare, a row's sum says if it was not, and then its query block is computed a second time, with maxima.
-Where a bias may hide whole key blocks, the first one too, 0 is in use until a score exceeds it, which sums tell in the
-same way; a warpgroup that once failed looks for maxima from then on (``wary``).
+After the masked blocks the row maxima are frozen (``speculative``): they are nearly always large enough with 2^40 to
+spare. A row whose sum overflows 2^40 has its work tile replayed with exact online softmax. Every row has seen a key by
+then (``BlockRange``), unless a bias hides it: a warpgroup with such a row takes the exact steps at once.
 
-In a cluster of two, both blocks' loading warps bring half of each K and V to both (``cluster``): the blocks have
-neighbouring query blocks of a head, walk over the key blocks that either needs, and pass by those that they do not.
-
-Within a warpgroup the tensor cores work while it exponentiates (overlap), and between warpgroups they never stand still
-(turns). Blocks are persistent: the next query block's loads start while O is on its way out. The scheme is
-FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608).
+The scheme is FlashAttention-3's (Shah et al. 2024, https://arxiv.org/abs/2407.08608): overlap of products and softmax
+within a warpgroup and, by ping-pong, between warpgroups; the next tile's loads start while O is on its way out.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
 aligned with a contiguous last dimension.
@@ -43,54 +39,53 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
-from cute_attn.device.block_range import BlockRange
-from cute_attn.device.cluster import meet_cluster
 from cute_attn.device.math import LOG2_E, anew, narrow, opaque
 from cute_attn.device.output import store_lse
 from cute_attn.device.pipeline import WARPGROUP, Turns, warpgroup_any, warpgroup_barrier
-from cute_attn.device.redo import SECTION
-from cute_attn.device.scheduler import TileOrder
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import ROWS, bias_tma
 from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import start_gemm
-from cute_attn.device.work import QueryBlock
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
-from cute_attn.kernels.forward_sm90_load import brings_queries, load_all
+from cute_attn.kernels.forward_sm90_load import brings_queries, load_all, load_all_bias
 from cute_attn.kernels.forward_sm90_parts import (
     Crew,
+    Fillings,
     Fragments,
     Inputs,
     Outputs,
     Problem,
     Shared,
-    Walk,
-    Work,
+    TileContext,
     all_rows,
     make_fragments,
     shared_memory,
 )
-from cute_attn.kernels.forward_sm90_store import (
-    share_probabilities,
-    store_output,
-    store_softmax,
-    wait_for_stores,
-)
-from cute_attn.kernels.forward_sm90_tiles import FITS_ALWAYS, preferred_tiles, tile_for_lengths
+from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
+from cute_attn.kernels.forward_sm90_tiles import preferred_tiles, tile_for_lengths
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
-
-L2_SECTION_BYTES = 32 << 20
-"""How many bytes of K and V the heads that are worked on together may have: what stays in a 50 MB L2."""
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import Note
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, QueryTileOrder
+from cute_attn.work.replay import Replay
 
 LARGEST_SUM = 2.0**40
 """What a thread's probabilities of a row may add up to under too small a maximum: far from where fp32 ends."""
-SMALLEST_SUM = {"bf16": 2.0**-60, "fp16": 2.0**-6}
-"""What a row's may add up to under too large a maximum: of their 16 bits none that count have vanished."""
+HIDDEN = -64.0
+"""A frozen maximum below this, as a power of two, is no row's but where a bias hides what was seen so far."""
+
+
+@dataclass(frozen=True)
+class Which:
+    """A work tile as :class:`Replay` remembers it: the CTA's n-th, and its index in the order."""
+
+    n: Int32
+    index: Int32
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class ForwardSm90:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
         """The tile that is taken when none is named."""
-        return first_that_fits([*preferred_tiles(traits), FITS_ALWAYS], traits, target)
+        return first_that_fits(preferred_tiles(traits), traits, target)
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm90":
         """This kernel, which has its default tile, with the one for sequences of at most such lengths.
@@ -125,7 +120,7 @@ class ForwardSm90:
     def without_staged_bias(self) -> "ForwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read."""
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
-        return dataclasses.replace(self, tile=first_that_fits([*tiles, FITS_ALWAYS], self.traits, "sm90"))
+        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
 
     @property
     def stages_bias(self) -> bool:
@@ -139,11 +134,11 @@ class ForwardSm90:
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        return forward_fake_args(self.traits, (Int32(0), *self.epilogues.fake_args()))
+        return forward_fake_args(self.traits, self.epilogues.fake_args())
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The GPU's number of multiprocessors and the epilogues' arguments of one launch."""
-        return (_multiprocessors(), *self.epilogues.host_args(inputs))
+        """The epilogues' arguments of one launch."""
+        return self.epilogues.host_args(inputs)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 
@@ -161,10 +156,6 @@ class ForwardSm90:
         dtype = CUTE_DTYPES[self.traits.bias]
         return layouts.wgmma_smem_layout(ROWS, self.tile.tile_n, dtype, stages=stages)
 
-    def p_layout(self) -> cute.ComposedLayout:
-        """P in shared memory, as wgmma reads it: (64, tile_n, warpgroup)."""
-        return layouts.wgmma_smem_layout(64, self.tile.tile_n, self.dtype, stages=self.tile.warpgroups)
-
     def mma_qk(self) -> cute.TiledMma:
         """S = Q K^T, K from shared memory and Q from there or from registers."""
         tile = self.tile
@@ -177,11 +168,10 @@ class ForwardSm90:
         )
 
     def mma_pv(self) -> cute.TiledMma:
-        """O += P V, P from registers or shared memory and V as it lies in memory, head_dim_v contiguous."""
+        """O += P V, P from registers and V as it lies in memory, head_dim_v contiguous."""
         tile, dv = self.tile, padded(self.traits.head_dim_v)
-        source = "smem" if tile.p_in_smem else "rmem"
         return layouts.tiled_mma_sm90(
-            self.dtype, tile.tile_m, dv, warpgroups=tile.warpgroups, a_source=source, b_major="mn"
+            self.dtype, tile.tile_m, dv, warpgroups=tile.warpgroups, a_source="rmem", b_major="mn"
         )
 
     def gmem_store(self) -> cute.TiledCopy:
@@ -206,9 +196,9 @@ class ForwardSm90:
         return 2 if self.traits.return_softmax else 1
 
     @property
-    def may_be_wary(self) -> bool:
-        """Whether a warpgroup's optimism ends with its first failure: something may hide keys from whole rows."""
-        return self.tile.optimistic and self.epilogues.may_mask_rows
+    def may_hide_rows(self) -> bool:
+        """Whether a speculative kernel's rows may have seen no key though they have passed all masks: by a bias."""
+        return self.tile.speculative and self.epilogues.may_mask_rows
 
     @property
     def releases_q_late(self) -> bool:
@@ -228,52 +218,39 @@ class ForwardSm90:
         mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
+        schedule: ForwardSchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``; score_args starts with the number of multiprocessors."""
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
-        batch = seqlens.batch(mQ)
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries * tile.cluster)
-        head_bytes = cutlass.max(seqlens.max_seqlen_k, 1) * (2 * (traits.head_dim + traits.head_dim_v))
-        packs = nheads // tile.pack_heads
-        planes = cutlass.max(L2_SECTION_BYTES // head_bytes, 1) * (packs // cutlass.max(nheads_kv, 1))
-        blocks = m_blocks * packs * batch
-        if cutlass.const_expr(tile.persistent):
-            blocks = tile.blocks_per_sm * score_args[0] // tile.cluster
-        order = TileOrder.make(
-            m_blocks, packs, nheads_kv, batch, planes, blocks, traits.causal, tile.pack_heads, tile.cluster
+        key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+        order = QueryTileOrder.make(
+            seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal
         )
-        load, load_parts = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SOp()
-        if cutlass.const_expr(tile.cluster > 1):
-            load_parts = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
             self.tma(load, mQ, 64, traits.head_dim, tile.pack_heads),
-            self.tma(load_parts, mK, tile.tile_n, traits.head_dim, cluster=tile.cluster),
-            self.tma(load_parts, mV, tile.tile_n, traits.head_dim_v, cluster=tile.cluster),
-            bias_tma(self.epilogues.bias(score_args[1:]), self.bias_layout()) if self.stages_bias else None,
+            self.tma(load, mK, tile.tile_n, traits.head_dim),
+            self.tma(load, mV, tile.tile_n, traits.head_dim_v),
+            bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.stages_bias else None,
         )
         tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
-        problem = Problem(seqlens, softmax_scale, score_args[1:], order, nheads)
+        problem = Problem(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
         self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
-            grid=[order.blocks * tile.cluster, 1, 1],
+            grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
             block=[tile.num_threads, 1, 1],
-            cluster=[tile.cluster, 1, 1] if tile.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=tile.blocks_per_sm,
             preferred_smem_carveout=100,
         )
 
-    def tma(
-        self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, cluster: int = 1
-    ) -> Tma:
+    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> Tma:
         """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles.
 
-        heads: how many of them alternate as a tile's rows; cluster: by how many parts of a tile.
+        heads: how many of them alternate as a tile's rows.
         """
         packed = self.traits.varlen
-        rows //= cluster
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if packed else [1, 3, 2, 0])
         extents: Any = rows
         if heads > 1:
@@ -283,7 +260,7 @@ class ForwardSm90:
         view = cute.make_tensor(tensor.iterator, layout)
         smem_layout = self.smem_layout(rows, head_dim)
         atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, padded(head_dim)))
-        return Tma(atom, coords, heads, cluster)
+        return Tma(atom, coords, heads)
 
     # ---- device ----
 
@@ -298,26 +275,24 @@ class ForwardSm90:
             with cute.arch.elect_one():
                 for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
                     ring.init(4 * self.tile.warpgroups)
+                shared.work.pipeline.init((4 + self.stages_bias) * self.tile.warpgroups)
                 if cutlass.const_expr(self.stages_bias):
                     shared.bias.init()
             cute.arch.mbarrier_init_fence()
-            shared.redo.clear(thread)
-        if cutlass.const_expr(self.tile.cluster > 1):
-            meet_cluster()  # before this, its peer's barriers are not to be touched
-        else:
-            cute.arch.sync_threads()
+            shared.replay.clear(thread)
+        cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                load_all(self, problem, inputs, shared, None)
+                load_all(self, problem, inputs, shared)
             if cutlass.const_expr(self.stages_bias):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
-                    load_all(self, problem, inputs, shared, warp - 1)
+                    load_all_bias(self, problem, inputs, shared, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
 
-    def begin(self, problem: Problem, place: QueryBlock) -> tuple[ScoreContext, ScoreState]:
+    def begin(self, problem: Problem, place: QueryTile) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query block."""
         chain, args = self.epilogues, problem.score_args
         context = chain.context(
@@ -325,7 +300,7 @@ class ForwardSm90:
         )
         return context, chain.begin(args, context)
 
-    def key_blocks(self, place: QueryBlock, state: ScoreState) -> BlockRange:
+    def key_blocks(self, place: QueryTile, state: ScoreState) -> BlockRange:
         """The key blocks that one query block visits."""
         end_row = cutlass.min(place.row0 + self.tile.queries, place.info.seqlen_q)
         return BlockRange.of_queries(state.band, place.row0, end_row, self.tile.tile_n)
@@ -334,180 +309,124 @@ class ForwardSm90:
 
     @cute.jit
     def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
-        """Every query block that this block is dealt."""
+        """Every work tile that this CTA claims, then what of each section has to be replayed."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        turns = Turns(group, self.tile.warpgroups, self.tile.take_turns and self.tile.warpgroups > 1)
-        fragments = make_fragments(self, shared, group)
-        crew = Crew(group, thread, turns, fragments)
+        turns = Turns(group, self.tile.warpgroups, self.tile.warpgroups > 1)
+        crew = Crew(group, thread, turns, make_fragments(self, shared, group))
         turns.open()
-        counts = (Int32(0), Int32(0), Int32(0)) if self.may_be_wary else (Int32(0), Int32(0))
-        for first in cutlass.range(0, problem.order.rounds, SECTION, unroll=1):
-            end = cutlass.min(first + SECTION, problem.order.rounds)
-            if cutlass.const_expr(self.may_be_wary):
-                counts = self.compute_warily(problem, outputs, shared, crew, first, end, counts)
-            else:
-                for deal in cutlass.range(first, end, unroll=1):
-                    counts = self.compute_deal(
-                        problem, outputs, shared, crew, deal, counts, self.tile.optimistic
-                    )
-            if cutlass.const_expr(self.tile.optimistic and not self.may_be_wary):
+        filled, n, more = Fillings(Int32(0), Int32(0)), Int32(0), Boolean(True)
+        while more:
+            note = shared.work.take(n)
+            n += 1
+            while note.index >= 0:
+                tile = problem.order.of(note.row0, note.head, note.batch, problem.seqlens)
+                which = Which(n, note.index)
+                filled = self.compute_tile(
+                    problem, outputs, shared, crew, tile, filled, which, self.tile.speculative
+                )
+                note = shared.work.take(n)
+                n += 1
+            if cutlass.const_expr(self.tile.speculative):
                 cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
-                shared.redo.meet()
-                if shared.redo.any():
-                    for deal in cutlass.range(first, end, unroll=1):
-                        if shared.redo.failed(deal):
-                            counts = self.compute_deal(problem, outputs, shared, crew, deal, counts, False)
-                    shared.redo.forget(thread, False)
+                filled = self.compute_replayed(problem, outputs, shared, crew, filled)
+            more = note.index == Note.SECTION_END
         turns.close()
         cute.arch.cp_async_bulk_wait_group(0)
-        if cutlass.const_expr(self.tile.cluster > 1):
-            meet_cluster()  # until then another block may load into this one's shared memory, or arrive there
 
     @cute.jit
-    def compute_warily(
+    def compute_replayed(
+        self, problem: Problem, outputs: Outputs, shared: Shared, crew: Crew, filled: Fillings
+    ) -> Fillings:
+        """What of a section failed, with exact online softmax."""
+        shared.replay.meet()
+        if shared.replay.any():
+            for slot in cutlass.range(Replay.SECTION, unroll=1):
+                if shared.replay.failed(slot):
+                    index = shared.replay.index(slot)
+                    tile = problem.order.tile(index, problem.seqlens)
+                    which = Which(slot, index)
+                    filled = self.compute_tile(problem, outputs, shared, crew, tile, filled, which, False)
+            shared.replay.reset(crew.thread, False)
+        return filled
+
+    @cute.jit
+    def compute_tile(
         self,
         problem: Problem,
         outputs: Outputs,
         shared: Shared,
         crew: Crew,
-        first: Int32,
-        end: Int32,
-        counts: tuple,
-    ) -> tuple:
-        """Deals [first, end), then what failed of them again; by the same code, so that there is little of it.
-
-        counts: as for ``compute_deal``, and whether this warpgroup failed before.
-        """
-        queries, keys, failures = counts
-        for again in cutlass.range(2, unroll=1):
-            if again == 1:
-                cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
-                shared.redo.meet()
-            for deal in cutlass.range(first, end, unroll=1):
-                if (again == 0) | shared.redo.failed(deal):
-                    wary = cute.arch.make_warp_uniform(failures + again)
-                    queries, keys, failures = self.compute_deal(
-                        problem, outputs, shared, crew, deal, (queries, keys, failures), True, wary != 0
-                    )
-        if shared.redo.any():
-            shared.redo.forget(crew.thread, False)
-        return queries, keys, failures
-
-    @cute.jit
-    def compute_deal(
-        self,
-        problem: Problem,
-        outputs: Outputs,
-        shared: Shared,
-        crew: Crew,
-        deal: Int32,
-        counts: tuple,
-        optimistic: Constexpr,
-        wary: Boolean | None = None,
-    ) -> tuple:
-        """One query block; counts: fillings so far of Q's ring, and of K's and V's."""
-        queries, keys = counts[0], counts[1]
-        failures = counts[2] if cutlass.const_expr(self.may_be_wary) else None
+        tile: QueryTile,
+        filled: Fillings,
+        which: Which,
+        speculative: Constexpr,
+    ) -> Fillings:
+        """One work tile; ``filled``: the pipelines' fillings before it, and then after it."""
+        queries, keys = filled.queries, filled.keys
         fragments, thread = crew.fragments, crew.thread
-        place = problem.order.place(deal, problem.seqlens, self.tile.queries)
-        context, state = self.begin(problem, place)
-        blocks = self.key_blocks(place, state)
-        first = keys
-        if cutlass.const_expr(self.tile.cluster > 1):
-            walk = Walk.of(self, place, blocks, state)
-            shared.pass_by(keys, walk.before)
-            first = keys + walk.before
-        if place.row0 < place.info.seqlen_q:
-            score_map = self.score_map(thread)
-            rows = len(score_map.modes.rows)
-            scale_log2, may_mask = context.unit * LOG2_E, self.epilogues.may_mask_rows
-            tile = self.tile
-            softmax = OnlineSoftmax.make(
-                rows,
-                scale_log2,
-                may_mask,
-                threshold=tile.rescale_threshold,
-                polynomial=tile.polynomial,
-                lowest=cutlass.select_(wary, -Float32.inf, Float32(0.0)) if self.may_be_wary else None,
-            )
-            work = Work(
-                shared,
-                fragments,
-                crew.turns,
-                blocks,
-                state,
-                score_map,
-                place,
-                crew.group,
-                thread % WARPGROUP,
-                softmax,
-                first,
-                optimistic,
-                wary,
-            )
-            fragments.acc_o.fill(0.0)
-            if brings_queries(self, blocks):
-                shared.ring_q.wait(queries)
-            if blocks.begin < blocks.end:
-                if cutlass.const_expr(self.tile.q_in_regs):
-                    self.read_queries(shared, fragments, thread)
-                    if cutlass.const_expr(not self.releases_q_late):
-                        shared.ring_q.release(queries)
-                self.compute_one(work, queries)
-                if cutlass.const_expr(self.tile.cluster > 1):
-                    shared.pass_by(first + (blocks.end - blocks.begin), walk.after)
-                if cutlass.const_expr(self.may_be_wary):
-                    late_map = self.score_map(anew(thread))
-                    failures = failures | Int32(self.verify_warily(work, deal, late_map))
-                elif cutlass.const_expr(optimistic):
-                    self.verify(work, deal)
-            thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
-            lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
-            softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
-            store_lse(outputs.mLSE, lse, self.score_map(thread), place, self.traits.varlen)
-            if cutlass.const_expr(self.traits.return_softmax):
-                store_softmax(self, outputs.mSoftmax, lse, work, place)
-            store_output(self, outputs, shared, fragments, place, crew.group, thread % WARPGROUP)
-            if brings_queries(self, blocks):
-                if cutlass.const_expr(self.releases_q_late):
-                    wait_for_stores(self, crew.group, thread % WARPGROUP)
+        context, state = self.begin(problem, tile)
+        blocks = self.key_blocks(tile, state)
+        score_map = self.score_map(thread)
+        rows = len(score_map.modes.rows)
+        softmax = OnlineSoftmax.make(
+            rows,
+            context.unit * LOG2_E,
+            self.epilogues.may_mask_rows,
+            threshold=self.tile.rescale_threshold,
+        )
+        lane = thread % WARPGROUP
+        work = TileContext(
+            shared, fragments, crew.turns, blocks, state, score_map, tile, crew.group, lane, softmax, keys
+        )
+        fragments.acc_o.fill(0.0)
+        if brings_queries(self, blocks):
+            shared.ring_q.wait(queries)
+        if blocks.begin < blocks.end:
+            if cutlass.const_expr(self.tile.q_in_regs):
+                self.read_queries(shared, fragments, thread)
+                if cutlass.const_expr(not self.releases_q_late):
                     shared.ring_q.release(queries)
-                queries += 1
-                if cutlass.const_expr(self.tile.cluster == 1):
-                    keys += (blocks.end - blocks.begin) * self.walks
-        if cutlass.const_expr(self.tile.cluster > 1):
-            keys += walk.count
-        return (queries, keys, failures) if cutlass.const_expr(self.may_be_wary) else (queries, keys)
+            self.compute_blocks(work, queries, speculative)
+            if cutlass.const_expr(speculative):
+                if self.overflowed(work, self.score_map(anew(thread))):
+                    shared.replay.mark(which.n, which.index)
+        thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
+        lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+        softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
+        store_lse(outputs.mLSE, lse, self.score_map(thread), tile, self.traits.varlen)
+        if cutlass.const_expr(self.traits.return_softmax):
+            store_softmax(self, outputs.mSoftmax, lse, work, tile)
+        store_output(self, outputs, shared, fragments, tile, crew.group, thread % WARPGROUP)
+        if brings_queries(self, blocks):
+            if cutlass.const_expr(self.releases_q_late):
+                wait_for_stores(self, crew.group, thread % WARPGROUP)
+                shared.ring_q.release(queries)
+            queries += 1
+            keys += (blocks.end - blocks.begin) * self.walks
+        return Fillings(queries, keys)
 
     @cute.jit
-    def verify_warily(self, work: Work, deal: Int32, score_map: ScoreMap) -> Boolean:
-        """As ``verify``, where a maximum in use may have been too large too; whether any row of all failed."""
-        failed, seqlen_q = self.overflowed(work), work.place.info.seqlen_q
+    def overflowed(self, work: TileContext, score_map: ScoreMap) -> Boolean:
+        """Whether the thread's part of a row that exists has numbers that are too large, or none."""
+        failed = Boolean(False)
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            exists = work.place.row0 + score_map.query(r) < seqlen_q
-            vanished = work.softmax.vanished(r, SMALLEST_SUM[self.traits.dtype])
-            failed = failed | (exists & vanished)
-        failed = failed & ~work.wary
-        if failed:
-            work.shared.redo.mark(deal)
-        return warpgroup_any(work.group, failed)
-
-    @cute.jit
-    def verify(self, work: Work, deal: Int32) -> None:
-        """Mark the deal if a maximum in use was too small for its row, so that numbers may have overflowed."""
-        if self.overflowed(work):
-            work.shared.redo.mark(deal)
-
-    @cute.jit
-    def overflowed(self, work: Work) -> Boolean:
-        """Whether the thread's part of a row has numbers that are too large, or none."""
-        failed = work.softmax.exceeded(LARGEST_SUM)
-        if cutlass.const_expr(self.traits.dtype == "fp16"):
-            # A probability beyond 2^16 is infinite there, and its product with V, whatever that is, not finite.
-            for r in cutlass.range_constexpr(len(work.score_map.modes.rows)):
+            exists = work.tile.row0 + score_map.query(r) < work.tile.info.seqlen_q
+            too_large = ~work.softmax.within(r, LARGEST_SUM)
+            if cutlass.const_expr(self.traits.dtype == "fp16"):
+                # A probability beyond 2^16 is infinite there, and its product with V, whatever that is, not finite.
                 o = work.fragments.acc_o_rows[r, 0]
-                failed = failed | ~(o - o == 0.0)
+                too_large = too_large | ~(o - o == 0.0)
+            failed = failed | (exists & too_large)
         return failed
+
+    @cute.jit
+    def some_row_hidden(self, work: TileContext) -> Boolean:
+        """Whether a row of the warpgroup has seen nothing that counts yet; a barrier of all its threads."""
+        hidden, score_map = Boolean(False), self.score_map(anew(work.lane + work.group * WARPGROUP))
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            exists = work.tile.row0 + score_map.query(r) < work.tile.info.seqlen_q
+            hidden = hidden | (exists & ~work.softmax.has_seen(r, HIDDEN))
+        return warpgroup_any(work.group, hidden)
 
     def score_map(self, thread: Int32) -> ScoreMap:
         """Which scores a thread that computes holds."""
@@ -522,57 +441,50 @@ class ForwardSm90:
         cute.copy(copy, mine.partition_S(all_rows(shared.s_q)), mine.retile(fragments.q))
 
     @cute.jit
-    def compute_one(self, work: Work, queries: Int32) -> None:
-        """All key blocks of one query block, last first."""
+    def compute_blocks(self, work: TileContext, queries: Int32, speculative: Constexpr) -> None:
+        """All key blocks of one work tile, last first."""
         blocks = work.blocks
         self.first_step(work)
         last = blocks.end - 1
-        self.steps(work, cutlass.min(blocks.full_end, last), last, True)
+        self.steps(work, cutlass.min(blocks.full_end, last), last, True, False)
         begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
-        if cutlass.const_expr(self.may_be_wary):
-            looking = dataclasses.replace(work, optimistic=False)
-            if work.wary:
-                self.steps(looking, begin, end, False)
+        if cutlass.const_expr(speculative and self.may_hide_rows):
+            if self.some_row_hidden(work):
+                self.steps(work, begin, end, False, False)
             else:
-                self.steps(work, begin, end, False)
+                self.steps(work, begin, end, False, True)
         else:
-            self.steps(work, begin, end, False)
+            self.steps(work, begin, end, False, speculative)
         if cutlass.const_expr(self.traits.windowed):
-            self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True)
+            self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
         if cutlass.const_expr(not (self.releases_q_late or self.tile.q_in_regs)):
             work.shared.ring_q.release(queries)
-        if cutlass.const_expr(self.tile.overlap):
-            self.last_product(work)
+        self.last_product(work)
 
     @cute.jit
-    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
-        """Blocks [begin, end), from the last down."""
+    def steps(
+        self, work: TileContext, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr
+    ) -> None:
+        """Blocks [begin, end), from the last down; ``frozen``: under the row maxima in use."""
         begin, end = opaque(begin), opaque(end)  # or their minima and maxima are found again in every step
         for i in cutlass.range(end - begin, unroll=1):
-            if cutlass.const_expr(self.tile.overlap):
-                self.step_overlapped(work, end - 1 - i, masked)
-            else:
-                self.step(work, end - 1 - i, masked)
+            self.step(work, end - 1 - i, masked, frozen)
 
     @cute.jit
-    def first_step(self, work: Work) -> None:
+    def first_step(self, work: TileContext) -> None:
         """The last key block, which nothing precedes."""
-        block = work.blocks.end - 1
-        if cutlass.const_expr(self.tile.overlap):
-            shared, n = work.shared, work.first_filling
-            tile, acc_s, loaded = self.score_tile(work, block, n)
-            shared.ring_k.wait(n)
-            self.start_qk(work, acc_s, n)
-            warpgroup.wait_group(0)
-            shared.ring_k.release(n)
-            self.probabilities(work, tile, loaded, True)
-            self.convert(work, tile, acc_s)
-            self.clear_foreign_values(work, block, n)
-        else:
-            self.step(work, block, True)
+        block, shared, n = work.blocks.end - 1, work.shared, work.first_filling
+        tile, acc_s, loaded = self.score_tile(work, block, n)
+        shared.ring_k.wait(n)
+        self.start_qk(work, acc_s, n)
+        warpgroup.wait_group(0)
+        shared.ring_k.release(n)
+        self.probabilities(work, tile, loaded, True, False)
+        self.convert(work, tile, acc_s)
+        self.clear_foreign_values(work, block, n)
 
     @cute.jit
-    def step_overlapped(self, work: Work, block: Int32, masked: Constexpr) -> None:
+    def step(self, work: TileContext, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
         """Scores of ``block`` beside the output of the block before it."""
         shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
         tile, acc_s, loaded = self.score_tile(work, block, n)
@@ -584,14 +496,15 @@ class ForwardSm90:
         work.turns.give()
         warpgroup.wait_group(1)
         shared.ring_k.release(n)
-        self.probabilities(work, tile, loaded, masked)
+        self.probabilities(work, tile, loaded, masked, frozen)
         warpgroup.wait_group(0)
         shared.ring_v.release(n - 1)
         self.convert(work, tile, acc_s)
-        self.rescale(work, masked)
+        if cutlass.const_expr(not frozen):
+            work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
 
     @cute.jit
-    def last_product(self, work: Work) -> None:
+    def last_product(self, work: TileContext) -> None:
         """The output of the first key block, which is the last one visited."""
         n = work.first_filling + (work.blocks.end - 1 - work.blocks.begin)
         work.shared.ring_v.wait(n)
@@ -600,76 +513,49 @@ class ForwardSm90:
         work.shared.ring_v.release(n)
 
     @cute.jit
-    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
-        """One key block, one product after the other."""
-        shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
-        tile, acc_s, loaded = self.score_tile(work, block, n)
-        shared.ring_k.wait(n)
-        work.turns.take()
-        self.start_qk(work, acc_s, n)
-        warpgroup.wait_group(0)
-        work.turns.give()
-        shared.ring_k.release(n)
-        self.probabilities(work, tile, loaded, masked)
-        self.rescale(work, masked)
-        self.convert(work, tile, acc_s)
-        if cutlass.const_expr(masked):
-            self.clear_foreign_values(work, block, n)
-        shared.ring_v.wait(n)
-        self.start_pv(work, n)
-        warpgroup.wait_group(0)
-        shared.ring_v.release(n)
-
-    @cute.jit
-    def score_tile(self, work: Work, block: Int32, n: Int32):
+    def score_tile(self, work: TileContext, block: Int32, n: Int32):
         """Registers for the scores of ``block``, filling n, and what the epilogues read of global memory meanwhile."""
         tile = self.tile
         acc_s = cute.make_rmem_tensor(
             self.mma_qk().get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
-        scores = work.score_map.tile(acc_s, work.place.row0, block * tile.tile_n)
+        scores = work.score_map.tile(acc_s, work.tile.row0, block * tile.tile_n)
         if cutlass.const_expr(self.stages_bias):
             scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit
-    def start_qk(self, work: Work, acc_s: cute.Tensor, n: Int32) -> None:
+    def start_qk(self, work: TileContext, acc_s: cute.Tensor, n: Int32) -> None:
         """acc_s = Q K^T, K from filling n."""
         op, stage = work.fragments, work.shared.ring_k.stage(n)
         start_gemm(self.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
 
     @cute.jit
-    def start_pv(self, work: Work, n: Int32) -> None:
+    def start_pv(self, work: TileContext, n: Int32) -> None:
         """O += P V, V from filling n."""
         op, stage = work.fragments, work.shared.ring_v.stage(n)
         start_gemm(self.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
 
     @cute.jit
-    def probabilities(self, work: Work, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> None:
+    def probabilities(
+        self, work: TileContext, tile: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr
+    ) -> None:
         """Scores to probabilities; ``factors`` says what the output has to be multiplied with."""
         self.epilogues.forward(work.state, tile, loaded, masked)
-        if cutlass.const_expr(work.optimistic and not masked):
-            work.softmax.advance_unseen(tile.acc)
+        if cutlass.const_expr(frozen):
+            work.softmax.advance_frozen(tile.acc)
         else:
             work.softmax.advance(tile.acc, work.fragments.factors, masked)
 
     @cute.jit
-    def rescale(self, work: Work, masked: Constexpr) -> None:
-        """Bring the output under the maxima in use, if the step may have changed them."""
-        if cutlass.const_expr(masked or not work.optimistic):
-            work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
-
-    @cute.jit
-    def convert(self, work: Work, tile: ScoreTile, acc_s: cute.Tensor) -> None:
+    def convert(self, work: TileContext, tile: ScoreTile, acc_s: cute.Tensor) -> None:
         """P to 16 bits, dropped elements to zero, to where P V reads it; nothing may be reading the old P."""
         p = work.fragments.p
         narrow(acc_s, p)
         self.epilogues.drop(work.state, tile, work.score_map.view(p))
-        if cutlass.const_expr(self.tile.p_in_smem):
-            share_probabilities(self, work)
 
     @cute.jit
-    def clear_foreign_values(self, work: Work, block: Int32, n: Int32) -> None:
+    def clear_foreign_values(self, work: TileContext, block: Int32, n: Int32) -> None:
         """Rows of V behind the sequence's last key become zeros, where they are somebody else's."""
         if cutlass.const_expr(self.foreign_values):
             rows = work.state.band.seqlen_k - block * self.tile.tile_n
@@ -686,10 +572,3 @@ class ForwardSm90:
                     cute.autovec_copy(zeros, row[0, None])
                 cute.arch.fence_proxy("async.shared", space="cta")
                 warpgroup_barrier(work.turns.warpgroup)
-
-
-def _multiprocessors() -> int:
-    """Of torch's current GPU."""
-    import torch
-
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

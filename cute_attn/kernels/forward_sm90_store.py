@@ -10,16 +10,16 @@ import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import narrow
 from cute_attn.device.output import normalized, store_probabilities
-from cute_attn.device.pipeline import WARPGROUP, warpgroup_barrier
+from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
-from cute_attn.device.work import QueryBlock
-from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, Work, all_rows
+from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, TileContext
 from cute_attn.tiles import padded
+from cute_attn.work.query_tiles import QueryTile
 
 
 @cute.jit
 def store_softmax(
-    kernel: Constexpr, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryBlock
+    kernel: Constexpr, mSoftmax: cute.Tensor, lse: cute.Tensor, work: TileContext, place: QueryTile
 ) -> None:
     """The second walk over the key blocks, which writes P with its signs. For inspection."""
     shared, blocks = work.shared, work.blocks
@@ -42,16 +42,6 @@ def store_softmax(
 
 
 @cute.jit
-def share_probabilities(kernel: Constexpr, work: Work) -> None:
-    """P in 16 bits to shared memory, as the operand of P V, which reads a warpgroup's own rows."""
-    store = layouts.store_copy_c(kernel.mma_qk(), kernel.dtype, "sm90")
-    mine = store.get_slice(work.group * WARPGROUP + work.lane)
-    cute.copy(store, mine.retile(work.fragments.p), mine.partition_D(all_rows(work.shared.s_p)))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    warpgroup_barrier(work.group)
-
-
-@cute.jit
 def wait_for_stores(kernel: Constexpr, group: Int32, lane: Int32) -> None:
     """Until the warpgroup's last output has left shared memory."""
     if cutlass.const_expr(kernel.stores_by_tma):
@@ -66,7 +56,7 @@ def store_output(
     outputs: Outputs,
     shared: Shared,
     fragments: Fragments,
-    place: QueryBlock,
+    place: QueryTile,
     group: Int32,
     lane: Int32,
 ) -> None:

@@ -15,12 +15,6 @@ def may_pack_heads(traits: Traits) -> bool:
     return not (traits.bias or traits.dropout or traits.epilogues or traits.return_softmax)
 
 
-def may_cluster(traits: Traits) -> bool:
-    """Whether blocks that walk over keys together have been tried on the card with all that the traits ask for."""
-    untried = traits.bias or traits.dropout or traits.epilogues or traits.seqused_q or traits.seqused_k
-    return not (untried or traits.return_softmax)
-
-
 @dataclass(frozen=True)
 class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
@@ -115,20 +109,12 @@ class ForwardSm90Tile(Tile):
         tile_m: queries of a block, 64 for each warpgroup that computes.
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
         num_stages: copies of K and V in shared memory.
-        take_turns: the warpgroups issue their products one after the other (ping-pong), so that the softmax of one runs
-            beside the products of another.
-        overlap: within a warpgroup, Q K^T of a step is issued before P V of the one before it, which then runs beside
-            the softmax.
-        persistent: as many blocks as the GPU has multiprocessors, each with a list of query blocks; the next one's
-            loads start while the last one's output is stored. Otherwise a block a query block.
         q_in_regs: Q is read from shared memory once: a third less of it is read for Q K^T.
         rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many
             powers of two; 0 rescales in every step.
         share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
-        optimistic: in steps without mask, scores become probabilities under the maximum in use, with no look at the
-            scores. A row's sum says at the end if that was wrong, and then the query block is computed again.
-        polynomial: of 8 neighbouring exponentials in such steps, how many are polynomials (Cody and Waite) on the FMA
-            units rather than work of the special-function unit.
+        speculative: after the masked blocks the row maxima are frozen; a work tile whose sums tell that one was too
+            small is computed again, exactly.
         blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
             first and last steps then run beside another's products, which short sequences live by.
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it, for each warpgroup that
@@ -136,27 +122,18 @@ class ForwardSm90Tile(Tile):
         pack_heads: how many of the query heads that share a key head are rows of one block: row r is query
             r // pack_heads of head r % pack_heads. Few queries then fill a block, and K and V are read once for all of
             its heads. A power of two up to 64 that divides the heads of a group.
-        cluster: 2: two blocks work on neighbouring query blocks of a head at the same time, and each loads half of
-            every K and V for both, so that half as much is read from L2; both walk over all key blocks that one needs.
-        p_in_smem: P goes through shared memory to P V rather than through registers, which it leaves free.
     """
 
     tile_m: int = 128
     tile_n: int = 128
     num_stages: int = 2
-    take_turns: bool = True
-    overlap: bool = True
-    persistent: bool = True
     q_in_regs: bool = False
     rescale_threshold: int = 0
     share_qo_smem: bool = False
-    optimistic: bool = False
-    polynomial: int = 0
+    speculative: bool = False
     blocks_per_sm: int = 1
     bias_stages: int = 0
     pack_heads: int = 1
-    cluster: int = 1
-    p_in_smem: bool = False
 
     @property
     def queries(self) -> int:
@@ -189,15 +166,16 @@ class ForwardSm90Tile(Tile):
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         q, o = self.tile_m * d, self.tile_m * dv
         kv = self.tile_n * (d + dv) * self.num_stages
-        scores = self.tile_m * self.tile_n * (self.bias_stages + self.p_in_smem)
+        scores = self.tile_m * self.tile_n * self.bias_stages
         return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
-    REDO_START: ClassVar[int] = 512  # of them: which query blocks have to be done again
+    NOTES_START: ClassVar[int] = 480  # of them: the next work tiles
+    REPLAY_START: ClassVar[int] = 512  # and which have to be computed again
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
-        p = acc_s // 2 if self.overlap and not self.p_in_smem else 0
+        p = acc_s // 2
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias and not self.bias_stages else 0
         q = padded(traits.head_dim) // 4 if self.q_in_regs else 0
         return acc_o + acc_s + p + q + bias + 16
@@ -212,8 +190,6 @@ class ForwardSm90Tile(Tile):
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
         if self.num_stages < 1:
             return f"num_stages is {self.num_stages}; accepted: 1 or more"
-        if not 0 <= self.polynomial <= (8 if self.optimistic else 0):
-            return f"polynomial is {self.polynomial}; accepted: 0, and up to 8 with optimistic"
         if not 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1):
             return f"blocks_per_sm is {self.blocks_per_sm}; accepted: 1, and up to 3 with a tile_m of 64"
         if self.blocks_per_sm > 1 and padded(traits.head_dim_v) > 128:
@@ -233,13 +209,8 @@ class ForwardSm90Tile(Tile):
                 f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout, users' epilogues or "
                 f"return_softmax, for {traits}"
             )
-        if self.cluster not in (1, 2 if self.pack_heads == 1 and may_cluster(traits) else 1):
-            return (
-                f"cluster is {self.cluster}; accepted: 1, and 2 with pack_heads 1 and without a bias, dropout, users' "
-                f"epilogues, seqused_q, seqused_k or return_softmax, for {traits}"
-            )
-        if 16 * (1 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.REDO_START:
-            return f"num_stages is {self.num_stages}; accepted: few enough for {self.REDO_START} bytes of barriers"
+        if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.NOTES_START:
+            return f"num_stages is {self.num_stages}; accepted: few enough for {self.NOTES_START} bytes of barriers"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

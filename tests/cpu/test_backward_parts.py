@@ -28,7 +28,7 @@ from cute_attn.device.seqlen import (
     sequence_of_block,
     workspace_rows,
 )
-from cute_attn.device.work import QueryBlock
+from cute_attn.work.query_tiles import QueryTile
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
 from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
@@ -423,7 +423,7 @@ def convert(
         info = SeqlenInfo.read(seqlens, batch)
         exist = existing_rows(cu_seqlens, mDQ, batch)
         for row0 in cutlass.range(0, exist, tile.tile_m, unroll=1):
-            place = QueryBlock(row0, head, head, batch, info)
+            place = QueryTile(row0, head, head, batch, info)
             padded0 = padded_row0(seqlens, info, batch, tile.tile_m) + row0
             if row0 < info.seqlen_q:
                 for thread in cutlass.range(tile.mma_threads, unroll=1):

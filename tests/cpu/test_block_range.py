@@ -9,7 +9,7 @@ import torch
 from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.device.block_range import BlockRange
+from cute_attn.work.block_range import BlockRange
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.inputs import UNBOUNDED

@@ -21,7 +21,7 @@ from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
-STAGED = ForwardSm90Tile(192, 96, bias_stages=2, optimistic=True)
+STAGED = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
 BACKWARD = Traits("backward", "sm90", "bf16", 64, bias="bf16")
 
 

@@ -24,19 +24,16 @@ TILES = {
         "tile_m=64,tile_n=128,num_warps=4,num_stages=1,swizzle_bits=2",
     ),
     "sm90": (
-        "tile_m=64,tile_n=64,num_stages=1,persistent=false",
-        "tile_m=128,tile_n=96,num_stages=3,take_turns=false,optimistic=true",
-        "tile_m=128,tile_n=64,overlap=false,share_qo_smem=true",
-        "tile_m=192,tile_n=32,take_turns=true,optimistic=false",
+        "tile_m=64,tile_n=64,num_stages=1",
+        "tile_m=128,tile_n=96,num_stages=3,speculative=true",
+        "tile_m=128,tile_n=64,share_qo_smem=true",
+        "tile_m=192,tile_n=32,speculative=false",
         "tile_m=128,tile_n=64,pack_heads=2",
-        "tile_m=128,tile_n=64,optimistic=true,polynomial=3",
         "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2",
-        "tile_m=64,tile_n=48,num_stages=3,cluster=2,optimistic=true",
-        "tile_m=128,tile_n=64,persistent=false,cluster=2",
-        "tile_m=128,tile_n=48,p_in_smem=true,cluster=2",
+        "tile_m=64,tile_n=48,num_stages=3,speculative=true",
     ),
 }
-LONG = "persistent=true"
+LONG = "pack_heads=1"
 """Nothing but the default tile, which sequences of the named cases' lengths would not be given."""
 
 

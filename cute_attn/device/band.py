@@ -1,0 +1,36 @@
+"""The band of keys that queries see: causal masks and windows, in either alignment, and the last key."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Constexpr, Int32
+
+
+@dataclass(frozen=True)
+class Band:
+    """The keys that queries see: key j of query i where i + left <= j < i + right and j < seqlen_k.
+
+    ``has_left`` and ``has_right`` say which bounds exist at all.
+    """
+
+    has_left: Constexpr
+    has_right: Constexpr
+    left: Int32
+    right: Int32
+    seqlen_k: Int32
+
+    def first_key(self, query: Int32) -> Int32:
+        """The first key that ``query`` sees (may be beyond the last)."""
+        return cutlass.max(query + self.left, 0) if self.has_left else Int32(0)
+
+    def end_key(self, query: Int32) -> Int32:
+        """One past the last key that ``query`` sees (may be negative)."""
+        return cutlass.min(query + self.right, self.seqlen_k) if self.has_right else self.seqlen_k
+
+    def first_query(self, key: Int32) -> Int32:
+        """The first query that sees ``key``, if it exists (may be beyond the last)."""
+        return cutlass.max(key - self.right + 1, 0) if self.has_right else Int32(0)
+
+    def end_query(self, key: Int32, seqlen_q: Int32) -> Int32:
+        """One past the last of ``seqlen_q`` queries that sees ``key``, if it exists (may be negative)."""
+        return cutlass.min(key - self.left + 1, seqlen_q) if self.has_left else seqlen_q

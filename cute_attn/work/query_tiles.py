@@ -1,0 +1,210 @@
+"""Work tiles of a forward kernel: a block of queries of one head, or of the heads that share its keys."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
+
+from cute_attn.device.math import opaque
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+
+L2_SECTION_BYTES = 32 << 20
+"""Bytes of K and V of the heads that are worked on together: what stays in a 50 MB L2."""
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """One block of queries."""
+
+    row0: Int32  # the first query; at or beyond seqlen_q if there is nothing to do
+    head: Int32  # the first one, where a tile has several
+    head_kv: Int32
+    batch: Int32
+    info: SeqlenInfo
+
+    @property
+    def exists(self) -> Boolean:
+        """Whether there are queries."""
+        return self.row0 < self.info.seqlen_q
+
+
+@dataclass(frozen=True)
+class QueryGrid:
+    """A grid with a CTA for each (query block, head, batch), in one dimension: the other two end at 65535.
+
+    Query blocks vary fastest, the last one first: under a causal mask it has the most work. Divisors come with what
+    turns a division into a multiplication: integer arithmetic alone stays in uniform registers, and with it everything
+    that follows from head and batch, such as the pointers.
+    """
+
+    last_m_block: Int32
+    m_blocks: cute.FastDivmodDivisorV2
+    nheads: cute.FastDivmodDivisorV2
+    qheads_per_kvhead: cute.FastDivmodDivisorV2
+
+    @staticmethod
+    def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32) -> "QueryGrid":
+        """On the host. An empty grid may have divisors of 0; it is not launched."""
+        divisors = (m_blocks, nheads, nheads // cutlass.max(nheads_kv, 1))
+        return QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
+
+    @cute.jit
+    def tile(self, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
+        """Of the running CTA.
+
+        Each call computes it again: after a main loop that is cheaper than to have kept it in registers, which the
+        compiler would do otherwise, and spill.
+        """
+        block = opaque(cute.arch.block_idx()[0])
+        plane, from_last = divmod(block, self.m_blocks)
+        batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads))
+        row0 = (self.last_m_block - from_last) * tile_m
+        return QueryTile(row0, head, head // self.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))
+
+
+class ForwardSchedule(NamedTuple):
+    """What a persistent forward kernel divides its work by, as arguments.
+
+    Attributes:
+        counters: int32 (4,), all 0 before the first launch: the work tiles claimed beyond each CTA's first one, the
+            CTAs that are done (both 0 again after each launch), the work tiles replayed so far, unused. Launches that
+            may run at the same time need counters of their own.
+        multiprocessors: of the GPU.
+    """
+
+    counters: cute.Tensor
+    multiprocessors: Int32
+
+
+@dataclass(frozen=True)
+class QueryTileOrder:
+    """All work tiles of a persistent kernel, in the order in which CTAs claim them.
+
+    A CTA that is done with one claims the next that is left, so no multiprocessor idles while work is left: list
+    scheduling (Graham 1966), whose makespan is at most the ideal one and a work tile more in any order.
+
+    The order is for L2 and for the end of the list. With ``longest_first`` heads are taken a section at a time, as many
+    as keep their K and V in L2, and a section's query blocks go from the last ones of its heads, which under a causal
+    mask have the most work, to the first ones. Otherwise a head's query blocks follow each other, last one first; of
+    packed sequences, those of all sequences: block row ``first_block(sequence)`` is the first one's, and which sequence
+    a row belongs to is searched.
+    """
+
+    m_blocks: cute.FastDivmodDivisorV2  # of a head; of packed sequences, of all of them
+    nheads: cute.FastDivmodDivisorV2  # packs of ``heads`` heads
+    qheads_per_kvhead: cute.FastDivmodDivisorV2
+    planes: cute.FastDivmodDivisorV2  # (batch, head) of a section
+    last_planes: cute.FastDivmodDivisorV2  # of the last section
+    section_tiles: cute.FastDivmodDivisorV2
+    last_section: Int32
+    total: Int32
+    queries: Constexpr  # of a tile
+    heads: Constexpr  # of a tile
+    longest_first: Constexpr
+
+    @staticmethod
+    def make(
+        seqlens: Seqlens,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        key_bytes: int,
+        queries: int,
+        heads: int,
+        longest_first: bool,
+    ) -> "QueryTileOrder":
+        """On the host; ``key_bytes``: of one key and its value."""
+        packed = seqlens.cu_seqlens_q is not None
+        batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2] // heads, mK.shape[-2]
+        divisor, group = cute.FastDivmodDivisorV2, cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1)
+        if packed:
+            m_blocks, planes = Int32(mQ.shape[0]) // queries + batch, nheads
+        else:
+            m_blocks, planes = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries), nheads * batch
+        together, sorted_ = planes, longest_first and not packed
+        if sorted_:
+            head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
+            kv_heads = cutlass.max(Int32(Int64(L2_SECTION_BYTES) // head_bytes), 1)
+            together = Int32(cutlass.min(Int64(kv_heads) * group, Int64(planes)))
+        together = cutlass.max(together, 1)
+        last = cutlass.max(cute.ceil_div(planes, together) - 1, 0)
+        return QueryTileOrder(
+            m_blocks=divisor(cutlass.max(m_blocks, 1)),
+            nheads=divisor(cutlass.max(nheads, 1)),
+            qheads_per_kvhead=divisor(group),
+            planes=divisor(together),
+            last_planes=divisor(cutlass.max(planes - last * together, 1)),
+            section_tiles=divisor(cutlass.max(m_blocks * together, 1)),
+            last_section=last,
+            total=m_blocks * planes,
+            queries=queries,
+            heads=heads,
+            longest_first=sorted_,
+        )
+
+    @cute.jit
+    def tile(self, index: Int32, seqlens: Seqlens) -> QueryTile:
+        """The work tile of that index; there may be no queries in it."""
+        plane, from_last = Int32(0), Int32(0)
+        if cutlass.const_expr(self.longest_first):
+            section, position = divmod(index, self.section_tiles)
+            from_last, plane = divmod(position, self.planes)
+            if section == self.last_section:
+                from_last, plane = divmod(position, self.last_planes)
+            plane = plane + section * self.planes.divisor
+        else:
+            plane, from_last = divmod(index, self.m_blocks)
+        m_block = self.m_blocks.divisor - 1 - from_last
+        batch, head = Int32(0), plane
+        if cutlass.const_expr(seqlens.cu_seqlens_q is None):
+            batch, head = divmod(plane, self.nheads)
+        else:
+            cu_seqlens = seqlens.cu_seqlens_q
+            batch = sequence_of_block(cu_seqlens, from_last, self.queries)
+            last_row = first_block(cu_seqlens, batch + 1, self.queries) - 1
+            m_block = last_row - from_last
+        return self.of(m_block * self.queries, head * self.heads, batch, seqlens)
+
+    @cute.jit
+    def of(self, row0: Int32, head: Int32, batch: Int32, seqlens: Seqlens) -> QueryTile:
+        """The work tile that begins at ``row0`` of ``head``."""
+        row0, head, batch = (cute.arch.make_warp_uniform(x) for x in (row0, head, batch))
+        info = SeqlenInfo.read(seqlens, batch)
+        row0 = row0 if row0 >= 0 else info.seqlen_q  # a row between two sequences' blocks
+        return QueryTile(row0, head, head // self.heads // self.qheads_per_kvhead, batch, info)
+
+
+@dataclass(frozen=True)
+class WorkClaims:
+    """How a CTA's producer warp comes by its next work tile: a counter in global memory."""
+
+    counters: cute.Tensor  # see ``ForwardSchedule``
+
+    @cute.jit
+    def claim(self) -> Int32:
+        """Claim one. The result is on its way; see :meth:`index`."""
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = cute.arch.atomic_add(self.counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return taken
+
+    @cute.jit
+    def index(self, claimed: Int32) -> Int32:
+        """What was claimed: each CTA has had the one of its own number."""
+        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(claimed, 0)
+
+    @cute.jit
+    def leave(self) -> None:
+        """Once, when nothing is left: the last CTA sets the counters back for the next launch."""
+        if cute.arch.lane_idx() == 0:
+            done = self.counters.iterator + 1
+            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
+            if before == cute.arch.grid_dim()[0] - 1:
+                self.counters[0] = Int32(0)
+                self.counters[1] = Int32(0)
+
+    @cute.jit
+    def count_replay(self) -> None:
+        """One work tile is computed again."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.atomic_add(self.counters.iterator + 2, Int32(1), sem="relaxed", scope="gpu")
