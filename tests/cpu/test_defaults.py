@@ -1,67 +1,60 @@
-"""Every kernel that a user gets without naming a tile: it builds for each target, and spills nothing."""
+"""The kernels that a user gets without naming a tile: they build for each target, and spill nothing."""
 
 import pytest
 
-from cute_attn import registry
 from cute_attn.compiler import compile
-from cute_attn.traits import Traits
+from tests.defaults import Default, cover, every
 
-# What a kernel must be made of.
-ATTENTION = {"sm80": ("HMMA", "LDGSTS"), "sm90": ("HGMMA", "UTMALDG")}
-PARTS = {"backward_preprocess": ("LDG", "SHFL", "STG"), "backward_convert": ("LDG", "LDS", "STG")}
-
-
-def short_defaults() -> list:
-    """Kernels that have another tile for short sequences."""
-    names = [f"forward-sm90-bf16-d{dim}{mask}" for dim in (32, 64, 192, 256) for mask in ("", "-causal")]
-    names += ["forward-sm90-bf16-d64-window", "forward-sm90-bf16-d64-causal-varlen-seqused_k"]
-    return [registry.lookup(Traits.parse(name)).for_lengths(512, 512, 1) for name in names]
-
-
-@pytest.mark.parametrize("traits, target", registry.defaults(), ids=lambda value: str(value))
-def test_default_builds_without_spills(traits, target):
-    check(compile(traits, target=target), traits)
+# What a kernel must be made of: in PTX, and in what ptxas makes of it.
+PTX = {
+    "sm80": ("mma.sync", "ldmatrix.sync", "cp.async.cg"),
+    "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),
+    "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
+    "backward_convert": ("ld.global", "ld.shared", "st.global"),
+}
+SASS = {
+    "sm80": ("HMMA", "LDSM", "LDGSTS"),
+    "sm90": ("HGMMA", "UTMALDG"),
+    "backward_preprocess": ("LDG", "SHFL", "STG"),
+    "backward_convert": ("LDG", "LDS", "STG"),
+}
 
 
-# Beside what stands for all: head dims between, fp16, and what several epilogues together ask of a thread.
-FURTHER = [
-    *(
-        f"{op}-{arch}-bf16-{rest}"
-        for op in ("forward", "backward")
-        for arch in ATTENTION
-        for rest in ("d160-causal", "d224")
-    ),
-    "forward-sm80-bf16-d96-causal-softcap",
-    "forward-sm90-fp16-d64-causal-dropout",
-    "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",
-    "forward-sm90-bf16-d64-causal-softcap-alibi",
-    "forward-sm90-bf16-d64-causal-bias_bf16-dropout_mem_efficient",
-    "forward-sm90-bf16-d64-causal-softcap-alibi-bias_bf16-dropout",
-    "backward-sm80-fp16-d128-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
-    "backward-sm80-bf16-d256-causal-dropout_mem_efficient",
-    "backward-sm90-fp16-d64-causal",
-    "backward-sm90-fp16-d128",
-    "backward-sm90-fp16-d128-causal-dropout",
-    "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
-]
+def pytest_generate_tests(metafunc):
+    if "default" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--every-default")
+        metafunc.parametrize("default", every() if whole else cover(every()), ids=str)
 
 
-@pytest.mark.parametrize("name", FURTHER)
-def test_further_default_builds_without_spills(name):
-    traits = Traits.parse(name)
-    check(compile(traits, target="sm90"), traits)
+def build(default: Default):
+    return compile(default.traits, default.kernel.tile, default.target)
 
 
-@pytest.mark.parametrize("kernel", short_defaults(), ids=lambda kernel: str(kernel.traits))
-def test_short_default_builds_without_spills(kernel):
-    assert kernel.tile != registry.lookup(kernel.traits).tile
-    check(compile(kernel.traits, kernel.tile), kernel.traits)
-
-
-def check(compiled, traits):
+def test_default_builds_without_spills(default):
+    compiled, traits = build(default), default.traits
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
     assert compiled.warnings == ()
-    assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
-    characteristic = PARTS.get(traits.op) or ATTENTION[traits.arch]
-    assert all(compiled.instructions[name] > 0 for name in characteristic)
+    asked = compiled.tile.smem_bytes(traits)
+    assert resources.shared_memory_bytes <= asked
+    assert resources.shared_memory_bytes == asked or traits.op != "forward" or traits.arch != "sm90"
+    assert not [word for word in PTX.get(traits.op) or PTX[traits.arch] if word not in compiled.ptx]
+
+
+# ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled.
+KINDS = {(default.traits.op, default.traits.arch, default.target): default for default in cover(every())}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_the_machine_code_has_its_instructions(kind):
+    default = KINDS[kind]
+    instructions = build(default).instructions
+    assert all(instructions[name] > 0 for name in SASS.get(default.traits.op) or SASS[default.traits.arch])
+
+
+def test_few_queries_have_tiles_of_their_own():
+    for default in every():
+        if default.lengths:
+            tile = default.kernel.tile
+            assert tile != Default(default.traits, default.target).kernel.tile, str(default)
+            assert tile.pack_heads == default.lengths[2], str(default)

@@ -1,4 +1,7 @@
-"""Query heads packed as rows of one block: which query and head a row is, who gets such tiles, what is refused."""
+"""Query heads packed as rows of one block: which query and head a row is, who gets such tiles, what is refused.
+
+That these tiles build without spills is seen in test_defaults.py.
+"""
 
 import re
 from dataclasses import replace
@@ -8,7 +11,6 @@ import torch
 
 from cute_attn import launch, registry
 from cute_attn.call import Call
-from cute_attn.compiler import compile
 from cute_attn.registry import Unsupported
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -135,30 +137,3 @@ def test_a_pack_of_more_heads_than_share_keys_is_refused():
         Unsupported, match="tile has pack_heads=4; accepted: divisors of 6, the query heads of a"
     ):
         launch.choose_kernel(call(12, 2, "pack_heads=4"), "sm90")
-
-
-# ---- kernels ----
-
-BUILT = {
-    "decode-d64": (1, 8, "d64"),
-    "decode-d128": (1, 8, "d128"),
-    "decode-d256": (1, 8, "d256-causal"),
-    "decode-d128-features": (4, 4, "d128-window-softcap-alibi-varlen-seqused_k"),
-    "decode-d64-features": (4, 4, "d64-window-softcap-alibi-varlen-seqused_k"),
-    "decode-d256-features": (4, 4, "d256-window-softcap-alibi-varlen-seqused_k"),
-    "chunk-d64": (64, 4, "d64-causal"),
-    "chunk-d128": (64, 4, "d128-causal-alibi"),
-    "chunk-d256": (64, 4, "d256-causal-softcap"),
-    "one-head": (1, 1, "d128"),
-}
-
-
-@pytest.mark.parametrize("name", BUILT)
-def test_what_is_chosen_builds_without_spills(name):
-    seqlen_q, group, features = BUILT[name]
-    traits, tile = Traits.parse(f"forward-sm90-bf16-{features}"), chosen(seqlen_q, group, features)
-    compiled = compile(traits, tile, "sm90")
-    resources = compiled.resources
-    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
-    assert compiled.warnings == () and resources.shared_memory_bytes == tile.smem_bytes(traits)
-    assert tile.pack_heads == min(group, 64)

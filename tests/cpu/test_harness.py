@@ -1,0 +1,87 @@
+"""What the tests rest on: the kernels that stand for all defaults, how kernels are built here, and forked processes."""
+
+import pytest
+from cutlass._mlir_helpers import op
+from cutlass.base_dsl import dsl
+
+from cute_attn import compiler
+from cute_attn.traits import PARTS
+from tests import processes, toy
+from tests.defaults import cover, demands, every
+
+# ---- defaults ----
+
+
+def test_the_cover_shows_what_all_defaults_show():
+    defaults, chosen = every(), cover(every())
+    assert set().union(*map(demands, chosen)) == set().union(*map(demands, defaults))
+    assert len(chosen) == len(set(chosen)) < len(defaults)
+    assert {default for default in defaults if default.traits.op in PARTS} <= set(chosen)
+    tiles, covered = (
+        {(d.traits.op, d.traits.arch, d.target, d.kernel.tile) for d in some} for some in (defaults, chosen)
+    )
+    assert tiles == covered
+
+
+def test_what_a_kernel_shows():
+    """By hand, that pairs and tiles are told apart."""
+    (plain,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90")
+    (short,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90-512x512x1")
+    (alibi,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-alibi-sm90")
+    pair = (("forward", "sm90"), ("head_dim", 64), ("mask", "causal"))
+    assert all(pair in demands(default) for default in (plain, short, alibi))
+    assert (("forward", "sm90"), ("head_dim", 64), ("alibi", True)) in demands(alibi) - demands(plain)
+    assert (("forward", "sm90"), str(short.kernel.tile), "sm90") in demands(short) - demands(plain)
+
+
+# ---- builds ----
+
+
+@pytest.mark.parametrize(
+    "name, tile", [(toy.NAME, "values=256"), ("backward_convert-sm80-bf16-d64", None)], ids=["spills", "real"]
+)
+def test_kernels_are_the_same_without_source_locations(name, tile, fresh_cache, tmp_path, monkeypatch):
+    quick = compiler.compile(name, tile, "sm90")
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "another"))
+    monkeypatch.setattr(compiler, "_requests", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
+    tracking = []
+
+    def track(enable):
+        tracking.append(enable)
+        op._set_enable_frame_filtering(enable)
+
+    monkeypatch.setattr(dsl, "_set_enable_frame_filtering", track)
+    slow = compiler.compile(name, tile, "sm90")
+    op._set_enable_frame_filtering(False)
+    assert tracking == [True] and not quick.from_cache and not slow.from_cache
+    assert (quick.cubin, quick.ptx) == (slow.cubin, slow.ptx)
+    assert (quick.resources, quick.warnings) == (slow.resources, slow.warnings)
+
+
+# ---- processes ----
+
+
+SCRIPT = """
+import atexit, os, sys
+from cute_attn import registry
+atexit.register(print, "at the end")
+print(sys.argv[1:], __name__, os.environ.get("GIVEN"), os.environ.get("SET"), sys.stdin.read())
+print(any(variant == "toy" for *_, variant in registry.KERNELS), file=sys.stderr)
+sys.exit({"number": 3, "text": "why", "nothing": None}[sys.argv[1]])
+"""
+
+
+def test_a_forked_process_is_as_good_as_a_fresh_one(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("SET", "here")
+    commands = [(str(script), argument) for argument in ("number", "text", "nothing", "unknown")]
+    number, text, nothing, unknown = processes.run_at_once(commands, {"GIVEN": "there"})
+    assert [done.returncode for done in (number, text, nothing, unknown)] == [3, 1, 0, 1]
+    assert number.stdout == "['number'] __main__ there here \nat the end\n"
+    assert number.stderr == "False\n", "what this process registered is seen in a forked one"
+    assert text.stderr == "False\nwhy\n" and nothing.stderr == "False\n"
+    assert "KeyError: 'unknown'" in unknown.stderr and "at the end" in unknown.stdout
+    module = processes.run("-m", "cute_attn", "--help")
+    assert module.returncode == 0 and "Usage: " in module.stdout

@@ -1,0 +1,124 @@
+"""The kernels that a user gets without naming a tile, and which of them are built to stand for all.
+
+To build every one takes ten minutes of two cores. The tests build a cover instead, kernel by kernel:
+
+- every default tile for each target that it is the default of;
+- every pair of properties that occurs in the list: of head dims, dtype, mask, softcap, ALiBi, bias, dropout, how
+  lengths are given, how many queries there are, and target;
+- what most users run, the causal kernels of head dims 64 and 128.
+
+Spills and serialised wgmma come of a tile, and of the registers that one feature or two together take beside it: a
+kernel of the cover has the same tile, and another has the same two features. What only three of them together do, the
+cover need not show; ``pytest tests/cpu/test_defaults.py --every-default`` builds them all.
+"""
+
+import itertools
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cute_attn import registry
+from cute_attn.traits import PARTS, Traits
+
+
+@dataclass(frozen=True)
+class Default:
+    """A kernel with the tile that is chosen for it.
+
+    Attributes:
+        lengths: (seqlen_q, seqlen_k, query heads of a key head) that the tile is chosen for; () for long sequences.
+    """
+
+    traits: Traits
+    target: str
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel and its tile."""
+        kernel = registry.lookup(self.traits, None, self.target)
+        return kernel.for_lengths(*self.lengths) if self.lengths else kernel
+
+    def __str__(self) -> str:
+        return "-".join(
+            (self.traits.name, self.target, *("x".join(map(str, n)) for n in [self.lengths] if n))
+        )
+
+
+# Head dims between, fp16, and what several epilogues together ask of a thread.
+FURTHER = [
+    *(
+        f"{op}-{arch}-bf16-{rest}"
+        for op in ("forward", "backward")
+        for arch in ("sm80", "sm90")
+        for rest in ("d160-causal", "d224")
+    ),
+    "forward-sm80-bf16-d96-causal-softcap",
+    "forward-sm90-fp16-d64-causal-dropout",
+    "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",
+    "forward-sm90-bf16-d64-causal-softcap-alibi",
+    "forward-sm90-bf16-d64-causal-bias_bf16-dropout_mem_efficient",
+    "forward-sm90-bf16-d64-causal-softcap-alibi-bias_bf16-dropout",
+    "backward-sm80-fp16-d128-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
+    "backward-sm80-bf16-d256-causal-dropout_mem_efficient",
+    "backward-sm90-fp16-d64-causal",
+    "backward-sm90-fp16-d128",
+    "backward-sm90-fp16-d128-causal-dropout",
+    "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
+]
+# Forward kernels of Hopper that have another tile for few queries, or for short sequences.
+SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
+BY_LENGTHS = {
+    SHORT: (
+        *(f"d{dim}{mask}" for dim in (32, 64, 192, 256) for mask in ("", "-causal")),
+        "d64-window",
+        "d64-causal-varlen-seqused_k",
+    ),
+    DECODE: ("d64", "d128", "d256-causal"),
+    DECODE_FEW: tuple(f"d{dim}-window-softcap-alibi-varlen-seqused_k" for dim in (64, 128, 256)),
+    CHUNK: ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
+    (1, 4096, 1): ("d128",),
+}
+
+
+def every() -> list[Default]:
+    """All of them: ``registry.defaults()``, further ones, and those chosen by lengths."""
+    return [
+        *(Default(*pair) for pair in registry.defaults()),
+        *(Default(Traits.parse(name), "sm90") for name in FURTHER),
+        *(
+            Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
+            for lengths, names in BY_LENGTHS.items()
+            for rest in names
+        ),
+    ]
+
+
+def cover(defaults: Iterable[Default]) -> list[Default]:
+    """Few of them that stand for all, and every small part of the backward; a greedy choice, in their order."""
+    pool = list(defaults)
+    missing = {default: demands(default) for default in pool}
+    chosen = [default for default in pool if _is_chosen_anyhow(default)]
+    done = {demand for default in chosen for demand in missing[default]}
+    while any(wanted - done for wanted in missing.values()):
+        best = max(pool, key=lambda default: len(missing[default] - done))
+        chosen.append(best)
+        done |= missing[best]
+    return sorted(chosen, key=pool.index)
+
+
+def demands(default: Default) -> set[Hashable]:
+    """What a kernel shows: its tile on its target, and its pairs of properties."""
+    traits, kernel = default.traits, (default.traits.op, default.traits.arch)
+    values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
+    values |= {"target": default.target, "lengths": default.lengths}
+    pairs = itertools.combinations(values.items(), 2)
+    return {(kernel, str(default.kernel.tile), default.target), *((kernel, *pair) for pair in pairs)}
+
+
+def _is_chosen_anyhow(default: Default) -> bool:
+    traits = default.traits
+    common = (f"{traits.op}-{traits.arch}-bf16-d{dim}-causal" for dim in (64, 128))
+    return traits.op in PARTS or (
+        traits.name in common and default.target == traits.arch and not default.lengths
+    )

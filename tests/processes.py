@@ -1,0 +1,118 @@
+"""Python code in processes of its own, without the seconds that it takes to load torch and the DSL.
+
+A server process loads the package and does nothing else. Each call runs in a fork of it: what a test did before is not
+seen there, and nothing comes back but the exit status and what was printed.
+"""
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).parents[1]
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(*command: str, environment: Mapping[str, str] | None = None) -> Done:
+    """``python *command``, where ``command`` is ``-m``, a module and arguments, or a script and arguments.
+
+    ``environment``: variables to set, beside this process's.
+    """
+    return run_at_once([command], environment)[0]
+
+
+def run_at_once(
+    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
+) -> list[Done]:
+    """:func:`run` of each, all at the same time."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+    with tempfile.TemporaryDirectory(prefix="cute_attn-test-") as folder:
+        outputs = [f"{folder}/{i}" for i in range(len(commands))]
+        calls = [
+            {"command": [*map(str, command)], "environment": variables, "output": output}
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        server = _server()
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(json.dumps(calls) + "\n")
+        server.stdin.flush()
+        statuses = json.loads(server.stdout.readline())
+        return [
+            Done(command, status, *(Path(f"{output}.{descriptor}").read_text() for descriptor in (1, 2)))
+            for command, status, output in zip(commands, statuses, outputs, strict=True)
+        ]
+
+
+@functools.cache
+def _server() -> "subprocess.Popen[str]":
+    """It ends when this process does, as its input is then closed."""
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+# ---- the server ----
+
+
+def _serve() -> None:
+    import torch  # noqa: F401
+
+    import cute_attn.cli
+    import cute_attn.registry  # noqa: F401
+
+    gc.freeze()  # what is loaded need not be copied when a child collects its own garbage
+    for line in sys.stdin:
+        children = []
+        for call in json.loads(line):
+            child = os.fork()
+            if child == 0:
+                _become(call)
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(statuses), flush=True)
+
+
+def _become(call: dict[str, Any]) -> NoReturn:
+    """Run a command and end as it would, but for the second that it takes to take the interpreter down."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor in (1, 2):
+        os.dup2(os.open(f"{call['output']}.{descriptor}", os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    status = 0
+    try:
+        _run(*call["command"])
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        status = 1 if isinstance(stop.code, str) else stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(name: str, *arguments: str) -> None:
+    if name == "-m":
+        sys.argv = list(arguments)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [name, *arguments]
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _serve()
