@@ -103,7 +103,7 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
 
 
 def defaults() -> list[tuple[Traits, str]]:
-    """(traits, target) pairs that stand for all that a user gets without naming a tile; the tests compile every one.
+    """(traits, target) pairs that stand for all that a user gets without naming a tile; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
     dims; and on the targets with the least shared memory what has the most to keep in it. Of the backward's small
