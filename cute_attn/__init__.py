@@ -32,6 +32,7 @@ _HOME = {
     "attention_backward": "interface",
     "attention_varlen": "interface",
     "attention_varlen_backward": "interface",
+    "draw_rng_state": "interface",
 }
 __all__ = ["__version__", *_HOME]
 

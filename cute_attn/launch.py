@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cute_attn.call import (
     ALIGNMENT_BYTES,
+    MAX_ROWS,
     NUM_TENSORS,
     Call,
     check,
@@ -365,7 +366,7 @@ def _make_plan(call: Call) -> Plan:
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
-        check_query_blocks(call, kernel.tile)
+        check_query_blocks(call, kernel)
         function = compiler.compile(kernel.traits, kernel.tile, target).function
     lengths = call[3:7]
     return replace(
@@ -380,12 +381,21 @@ def _make_plan(call: Call) -> Plan:
     )
 
 
-def check_query_blocks(call: Call, tile: Any) -> None:
-    """Raise where a kernel with a block of threads for each query block would need more than a grid has."""
-    if not getattr(tile, "persistent", False):
-        blocks, heads = -(-call.longest[0] // tile.tile_m), call.nheads
-        what = f"{call.stated('q')}{call.batch} sequences of {heads} heads of {blocks} blocks of {tile.tile_m} queries"
-        check_count(what, call.batch * heads * blocks)
+def check_query_blocks(call: Call, kernel: Any) -> None:
+    """Raise where a forward kernel would have more blocks of queries than it can count in 32 bits."""
+    queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
+    packs = call.nheads // getattr(kernel.tile, "pack_heads", 1)
+    if call.packed and kernel.traits.arch == "sm90":  # which lists those of all sequences
+        blocks = call.q.shape[0] // queries + call.batch
+        each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
+        check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
+        check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
+        return
+    blocks = -(-call.longest[0] // queries)
+    what = (
+        f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
+    )
+    check_count(what, call.batch * packs * blocks, MAX_ROWS)
 
 
 def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -122,7 +122,7 @@ def forward_cpu(call: Call) -> Outputs:
         from cute_attn.epilogues.base import user_epilogue
 
         epilogues = tuple(user_epilogue(name).reference for name in call.epilogue_names)
-    return reference.attention(
+    out, lse, softmax = reference.attention(
         *call[:3],
         call.softmax_scale,
         reference.Features(call.mask, call.dropout, epilogues),
@@ -130,6 +130,17 @@ def forward_cpu(call: Call) -> Outputs:
         reference.Lengths(*call[3:7], call.max_seqlen_q, call.max_seqlen_k),
         return_softmax=call.return_softmax,
     )
+    # As on CUDA, all have gradients: v of zeros where lse alone counts, and all of them where there was nothing to do.
+    inputs = (call.q, call.k, call.v, call.bias)
+    return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
+
+
+def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
+    """``output``, with at least a gradient of zeros to each input: autograd refuses by what it never saw used."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if not (wanted and torch.is_grad_enabled()):
+        return output
+    return output + sum(x[..., :0].sum().to(output.dtype) for x in wanted)
 
 
 # ---- the operator's implementations ----

@@ -630,6 +630,32 @@ def test_a_backward_takes_what_its_forward_takes():
         }
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_an_lse_alone_gives_v_a_gradient_of_zeros(dtype):
+    """As on CUDA; autograd refuses to differentiate by what was not used. NaN in v is no matter."""
+    q, k, v = (randn(1, 5, 2, 8, dtype=dtype, seed=s).requires_grad_() for s in range(3))
+    with torch.no_grad():
+        v[0, 2] = math.nan
+    out, lse = attention(q, k, v, return_lse=True)
+    grads = torch.autograd.grad(lse.sum(), (q, k, v))
+    assert grads[0].any() and grads[1].any() and torch.equal(grads[2], torch.zeros_like(v))
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and out.dtype == dtype
+    cu_seqlens = int32(0, 2, 5)
+    packed_lse = attention_varlen(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 3, 3, return_lse=True)[1]
+    packed_lse.sum().backward()
+    assert torch.equal(v.grad, torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0)], ids=["batch", "queries", "keys"])
+def test_nothing_has_gradients_of_zeros(sizes):
+    batch, seqlen_q, seqlen_k = sizes
+    q, k, v = (randn(batch, n, 2, 8).requires_grad_() for n in (seqlen_q, seqlen_k, seqlen_k))
+    inputs = (q, k, v, randn(1, 1, 1, seqlen_k).requires_grad_())
+    for output in attention(*inputs[:3], bias=inputs[3], return_lse=True):
+        grads = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+        assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(grads, inputs, strict=True))
+
+
 def test_gradients_of_the_lse_alone_and_of_the_output_alone():
     q, k, v = (randn(1, 5, 2, 8, seed=s).double().requires_grad_() for s in range(3))
     for which in (0, 1):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, compiler, launch, ops
+from cute_attn import attention, attention_varlen, compiler, launch, ops, registry
 from cute_attn.call import NUM_TENSORS, Call
 from cute_attn.interface import draw_rng_state
 
@@ -226,6 +226,9 @@ def test_other_devices_are_refused():
 # ---- what a kernel is given: CPU tensors on the CUDA path, with a kernel that notes its arguments ----
 
 
+COUNTERS = torch.zeros(4, dtype=torch.int32)
+
+
 class Recorder:
     """Stands for the compiler and every kernel it builds."""
 
@@ -247,7 +250,8 @@ def recorder(monkeypatch):
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launch, "_plans", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
-    monkeypatch.setattr("cute_attn.kernels.forward_sm90._multiprocessors", lambda: 132)
+    monkeypatch.setattr(launch, "work_counters", lambda device: COUNTERS)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
     return recorder
@@ -265,10 +269,10 @@ def test_a_kernel_gets_the_call(recorder):
     ((traits, tile, target),) = recorder.built
     assert traits.name == "forward-sm80-bf16-d16x8-causal" and tile.tile_n == 32 and target == "sm90"
     (arguments,) = recorder.launched
-    m_q, m_k, m_v, m_o, m_lse, m_softmax, seqlens, scale, score_args = arguments
+    m_q, m_k, m_v, m_o, m_lse, m_softmax, seqlens, scale, schedule, score_args = arguments
     assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse and m_softmax is None
     assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
-    assert tuple(seqlens) == (None, None, None, None, 9, 11)
+    assert tuple(seqlens) == (None, None, None, None, 9, 11) and schedule == (COUNTERS, 132)
     assert not any(
         isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
     )
@@ -357,7 +361,7 @@ def test_packed_sequences_are_no_longer_than_all_rows(recorder, name):
     q, k, v = (x[0] for x in kernel_inputs())
     options = {"max_seqlen_q": 2**23, "max_seqlen_k": 2**16} | options
     attention_varlen(q, k, v, CU_Q, CU_K, **options)
-    ((*_, seqlens, _, score_args),) = recorder.launched
+    ((*_, seqlens, _, _, score_args),) = recorder.launched
     assert seqlens[4:6] == expected
     if name == "bias":
         assert score_args[-1][0].shape == (3, 4, 2**23, 2**16)
@@ -370,22 +374,46 @@ def test_an_epilogue_sees_the_lengths_that_were_stated(scale_keys, recorder):
 
 
 def test_a_grid_ends_where_32_bits_do(recorder):
-    """The Ampere forward has a block of threads for each block of queries."""
-    row = torch.zeros(16, dtype=BF16)
-    cu_seqlens = torch.zeros(2**20 + 1, dtype=torch.int32)
+    """The Ampere forward has a CTA for each block of queries."""
+    row, cu_seqlens = torch.zeros(16, dtype=BF16), torch.zeros(2**20 + 1, dtype=torch.int32)
     q, k = row.expand(2**16, 4, 16), row.expand(8, 4, 16)
-
-    def call(longest):
-        attention_varlen(q, k, k, cu_seqlens, cu_seqlens, longest, longest, kernel="sm80", tile="tile_m=64")
-
-    call(511 * 64)
+    options = {"max_seqlen_k": 8, "kernel": "sm80", "tile": "tile_m=64"}
+    attention_varlen(q, k, k, cu_seqlens, cu_seqlens, 511 * 64, **options)
+    each = f"{2**20} sequences of 4 heads of 512 blocks of 64 queries, {2**31} in all"
     with pytest.raises(
-        ValueError,
-        match=f"max_seqlen_q is 32768, which makes {2**20} sequences of 4 heads of 512 blocks of 64 queries, "
-        f"{2**31} in all; accepted on CUDA: up to {2**31 - 1}",
+        ValueError, match=f"max_seqlen_q is 32768, which makes {each}; accepted on CUDA: up to"
     ):
-        call(512 * 64)
+        attention_varlen(q, k, k, cu_seqlens, cu_seqlens, 512 * 64, **options)
     assert len(recorder.launched) == 1
+
+
+def many(sequences, heads):
+    """A packed call of next to no memory."""
+    x = torch.zeros(16, dtype=BF16).expand(8, heads, 16)
+    starts = torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
+    changes = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    return call(x, x, x, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads", "message"),
+    [
+        (2**23, 4, None),
+        (2**25, 4, f"q has 8 rows in {2**25} sequences, each padded to blocks of 64, {2**31} in all"),
+        (2**24, 127, None),
+        (
+            2**24,
+            128,
+            f"q has 128 heads of 8 rows in {2**24} sequences, each padded to blocks of 64: blocks, {2**31}",
+        ),
+    ],
+)
+def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message):
+    """The Hopper forward lists those that the rows make, whatever lengths are stated."""
+    one = many(sequences, heads)
+    kernel = registry.lookup(one.traits("sm90"), "tile_m=64", "sm90")
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        launch.check_query_blocks(one, kernel)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import cute_attn
 from cute_attn import random_states
 from cute_attn.random_states import DRAWN, STEP
 
@@ -47,6 +48,21 @@ def generator(monkeypatch):
 
 def draws(n):
     return [tuple(random_states.draw(CUDA).tolist()) for _ in range(n)]
+
+
+def test_users_draw_what_a_call_would(monkeypatch):
+    """What the arguments' description tells them to."""
+    q = torch.randn(1, 5, 2, 8)
+    torch.manual_seed(3)
+    state = cute_attn.draw_rng_state("cpu")
+    assert state.shape == (2,) and state.dtype == torch.int64 and "draw_rng_state" in cute_attn.__all__
+    torch.manual_seed(3)
+    expected = cute_attn.attention(q, q, q, dropout_p=0.5)
+    assert torch.equal(cute_attn.attention(q, q, q, dropout_p=0.5, rng_state=state), expected)
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(cute_attn, name) is not None for name in cute_attn.__all__)
 
 
 def test_many_states_are_one_launch(generator):
