@@ -55,10 +55,11 @@ def run_at_once(
 
 @functools.cache
 def _server() -> "subprocess.Popen[str]":
-    """It ends when this process does, as its input is then closed."""
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    atexit.register(server.communicate)  # closes its input, and with that it ends
+    return server
 
 
 # ---- the server ----
