@@ -14,7 +14,7 @@ import pytest
 from cute_attn import cache, compiler, cubin, fingerprint, registry
 from cute_attn.compiler import compile
 from cute_attn.traits import Traits
-from tests import toy
+from tests import processes, toy
 
 ROOT = Path(__file__).parents[2]
 TRAITS = Traits.parse(toy.NAME)
@@ -207,7 +207,7 @@ def test_prune_by_last_use(fresh_cache):
 
 COLD = """
 import sys
-from tests import toy
+from tests import processes, toy
 from cute_attn.compiler import compile
 compiled = compile(toy.NAME, target="sm80")
 compiled.function
@@ -215,13 +215,12 @@ print(compiled.from_cache, compiled.key)
 """
 
 
-def test_eight_cold_processes_build_once(fresh_cache):
-    start = [
-        subprocess.Popen([sys.executable, "-c", COLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]
-    results = [process.communicate()[0].split() for process in start]
-    assert all(process.returncode == 0 for process in start)
+def test_eight_cold_processes_build_once(fresh_cache, tmp_path):
+    script = tmp_path / "cold.py"
+    script.write_text(COLD)
+    done = processes.run_at_once([(str(script),)] * 8)
+    assert [(process.returncode, process.stderr) for process in done] == [(0, "")] * 8
+    results = [process.stdout.split() for process in done]
     assert sorted(found for found, _ in results) == ["False"] + 7 * ["True"]
     assert len({key for _, key in results}) == 1
     assert len(list((fresh_cache / "kernels").iterdir())) == 1
