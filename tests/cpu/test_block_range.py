@@ -1,5 +1,6 @@
 """Which key blocks a query block visits, and how lengths are read: device code run on the CPU against brute force."""
 
+import functools
 import itertools
 import random
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cute_attn.work.block_range import BlockRange
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
+from cute_attn.work.block_range import BlockRange
 
 KINDS = {"none": Mask(False, False), "causal": Mask(True, False), "window": Mask(False, True)}
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 300)
@@ -79,9 +82,80 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
             assert begin == end, problem
         else:
             assert (begin, end) == (int(columns[0]) // tile_n, int(columns[-1]) // tile_n + 1), problem
-        # Without a mask are those that all queries see whole, of which none is left out.
-        whole = [n for n in range(seqlen_k // tile_n) if bool(seen[:, n * tile_n : (n + 1) * tile_n].all())]
+        # Without a mask are those that all queries see whole, but for the one of the first query's last key.
+        own = seen[0].nonzero().flatten()
+        last = int(own[-1]) // tile_n if own.numel() else -1
+        whole = [n for n in range(last) if bool(seen[:, n * tile_n : (n + 1) * tile_n].all())]
         assert list(range(full_begin, full_end)) == whole, problem
+
+
+# ---- what speculation needs ----
+
+
+@cute.jit
+def block_range(problem: cute.Tensor, out: cute.Tensor):
+    """out[i] = the range of query block i: (kind, seqlen_q, seqlen_k, shift, left, right, queries, tile_n)."""
+    kind, seqlen_q, seqlen_k, shift, left, right, queries, tile_n = (problem[i] for i in range(8))
+    context = ScoreContext(*(Int32(0) for _ in range(4)), seqlen_k, Int32(0), Int32(0), shift, *[None] * 3)
+    for i in cutlass.range(out.shape[0], unroll=1):
+        first, end = i * queries, cutlass.min((i + 1) * queries, seqlen_q)
+        for number, mask in enumerate(KINDS.values()):
+            if kind == number:
+                band = mask.begin((left, right) if cutlass.const_expr(mask.windowed) else (), context)
+                blocks = BlockRange.of_queries(band, first, end, tile_n)
+                out[i, 0], out[i, 1] = blocks.begin, blocks.full_begin
+                out[i, 2], out[i, 3] = blocks.full_end, blocks.end
+
+
+@functools.cache
+def compiled_block_range():
+    """For any problem."""
+    return cute.compile(
+        block_range, *(dynamic(torch.zeros(shape, dtype=torch.int32)) for shape in (1, (1, 4)))
+    )
+
+
+def dynamic(x):
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+@st.composite
+def lengths(draw, *tiles):
+    """Any, and many that end where a block does, or within two rows of it."""
+    if draw(st.booleans()):
+        return draw(st.integers(0, 600))
+    return max(draw(st.integers(0, 4)) * draw(st.sampled_from(tiles)) + draw(st.integers(-2, 2)), 0)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_every_row_sees_a_key_before_the_first_block_without_a_mask(data):
+    """So that frozen row maxima are some row's own; what is not masked all queries see whole, and none misses a key."""
+    kind = data.draw(st.sampled_from(list(KINDS)), "kind")
+    top_left = data.draw(st.booleans(), "top_left")
+    packed_heads = data.draw(st.sampled_from((1, 1, 2, 8)), "pack_heads")
+    queries = data.draw(st.sampled_from((16, 64, 128, 192)), "tile_m") // packed_heads
+    tile_n = data.draw(st.sampled_from((16, 48, 64, 80, 128, 176)), "tile_n")
+    seqlen_q = data.draw(lengths(queries, tile_n), "seqlen_q")
+    seqlen_k = data.draw(lengths(queries, tile_n), "seqlen_k")
+    left, right = (
+        data.draw(st.one_of(lengths(tile_n), st.just(UNBOUNDED)), side) for side in ("left", "right")
+    )
+    shift = 0 if top_left else seqlen_k - seqlen_q
+    numbers = [list(KINDS).index(kind), seqlen_q, seqlen_k, shift, left, right, queries, tile_n]
+    ranges = torch.full((-(-seqlen_q // queries), 4), -1, dtype=torch.int32)
+    compiled_block_range()(dynamic(torch.tensor(numbers, dtype=torch.int32)), dynamic(ranges))
+    for i, (begin, full_begin, full_end, end) in enumerate(ranges.tolist()):
+        rows = (i * queries, min((i + 1) * queries, seqlen_q))
+        seen = visible_keys(kind, shift, left, right, seqlen_k, rows)
+        key_blocks = torch.arange(seqlen_k) // tile_n
+        visited = (key_blocks >= begin) & (key_blocks < end)
+        unmasked = (key_blocks >= full_begin) & (key_blocks < full_end)
+        assert not (seen & ~visited).any()
+        assert seen[:, unmasked].all() and int(unmasked.sum()) == (full_end - full_begin) * tile_n
+        # The walk goes down from the last block, so that what lies behind those without a mask comes before them.
+        early = visited & (key_blocks >= full_end) if full_begin < full_end else visited
+        assert torch.equal((seen & early).any(1), seen.any(1))
 
 
 # ---- query blocks of a key block ----
