@@ -90,7 +90,10 @@ def list_kernels(
     target: Target = None,
     as_json: AsJson = False,
 ) -> None:
-    """Kernels with their default tiles, or the reason why there is none; for NAMEs, or for a choice of traits."""
+    """Kernels with their default tiles, or the reason why there is none; for NAMEs, or for a choice of traits.
+
+    Below a default tile, those that take its place for some calls, and for which.
+    """
     from cute_attn import registry
     from cute_attn.tiles import TARGETS
 
@@ -115,6 +118,8 @@ def list_kernels(
         else:
             memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
             table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
+            for other in row["other_tiles"]:
+                table.add_row(f"  for {other['for']}", targets, _spaced(other["tile"]))
     _console().print(table)
 
 
@@ -130,8 +135,7 @@ def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
 def _registered() -> str:
     from cute_attn import registry
 
-    places = [f"{op}-{arch}" + (f":{variant}" if variant else "") for op, arch, variant in registry.KERNELS]
-    return "registered: " + ", ".join(places)
+    return "registered: " + ", ".join(map(registry.label, registry.KERNELS))
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -139,13 +143,14 @@ def _listed(traits: Traits, target: str) -> dict[str, Any]:
 
     row: dict[str, Any] = {"name": traits.name, "target": target, "tile": None, "reason": None}
     try:
-        tile = registry.lookup(traits, None, target).tile
+        kernel = registry.lookup(traits, None, target)
     except registry.Unsupported as error:
         return row | {"reason": str(error)}
     return row | {
-        "tile": str(tile),
-        "shared_memory_bytes": tile.smem_bytes(traits),
-        "registers": tile.registers(traits),
+        "tile": str(kernel.tile),
+        "shared_memory_bytes": kernel.tile.smem_bytes(traits),
+        "registers": kernel.tile.registers(traits),
+        "other_tiles": [{"for": when, "tile": str(tile)} for when, tile in registry.other_tiles(kernel)],
     }
 
 

@@ -6,6 +6,7 @@ launch.
 """
 
 import contextlib
+import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
@@ -30,6 +31,8 @@ from cute_attn.call import (
     rows_are_regular,
 )
 from cute_attn.counters import multiprocessors, work_counters
+
+_log = logging.getLogger("cute_attn")
 
 Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; those that may be absent are None."""
@@ -416,6 +419,8 @@ def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
 def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
     """The kernel with its tile: the newest generation that serves the call on ``target``, unless the call names one.
 
+    What the call's traits do not say may change the default tile: see :mod:`cute_attn.registry`, which has the rules.
+
     A variant that is named and registered for the forward alone leaves the backward to its generation's own kernel.
     Where a newer generation declines, such as a tile with fields of an older one, a warning gives its reason.
 
@@ -447,7 +452,11 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
             if reasons:
                 warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
-            return kernel.without_staged_bias() if reason else kernel
+            if reason:
+                kernel = kernel.without_staged_bias()
+            why = f"; for TMA, {reason.rstrip(',')}" if reason else ""
+            _log.debug("%s on %s takes tile %s%s", kernel.traits, target, kernel.tile, why)
+            return kernel
         except ValueError as reason:
             if len(names) == 1:
                 raise

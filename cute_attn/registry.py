@@ -2,6 +2,14 @@
 
 ``KERNELS`` is a plain dict. A kernel of your own goes in with :func:`register`; a lookup either returns a kernel or
 says, kernel by kernel, why each declined. Nothing falls back silently.
+
+The default tile follows from traits and target. A call that names no tile may get another one of the same kernel, by
+what its traits do not say; which one, and why, goes to the logger ``cute_attn`` at level DEBUG:
+
+* the forward's for the lengths of the sequences and the heads of a group: the kernel's ``for_lengths``;
+* where the default tile has TMA bring a bias (or take its gradient) and the bias has a single row, or strides or an
+  address that are not for TMA, the one whose threads read it: :func:`other_tiles`, which ``cute-attn list`` shows. A
+  call that names such a tile is refused instead, with what is wrong with the bias.
 """
 
 import dataclasses
@@ -54,37 +62,56 @@ def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm8
     return kernel
 
 
-def native_target(arch: str) -> str:
-    """The target that an arch's kernels are built for when no GPU says otherwise."""
-    return arch
+def label(place: tuple[str, str, str]) -> str:
+    """How messages call a registered kernel: ``"forward-sm80"``, or ``"forward-sm80:variant"``."""
+    op, arch, variant = place
+    return f"{op}-{arch}" + (f":{variant}" if variant else "")
 
 
 def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
     """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
 
+    Without a target, for the kernel's own generation.
+
     Raises:
         Unsupported: with the reason of every registered kernel.
         ValueError: a target or a tile text that does not exist.
     """
-    target = target or native_target(traits.arch)
+    target = target or traits.arch
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
-    reasons = []
-    for (op, arch, variant), kernel in KERNELS.items():
-        label = f"{op}-{arch}" + (f":{variant}" if variant else "")
-        if (op, arch, variant) != (traits.op, traits.arch, traits.variant):
-            reasons.append(f"{label}: another kernel")
-            continue
-        if target not in RUNS_ON[arch]:
-            raise Unsupported(f"{label} runs on {', '.join(RUNS_ON[arch])}, not on {target}")
-        reason = kernel.supports(traits)
+    place = (traits.op, traits.arch, traits.variant)
+    kernel = KERNELS.get(place)
+    if kernel is None:
+        others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
+        raise Unsupported(f"no kernel computes {traits}: none is registered as {label(place)}; {others}")
+    if target not in RUNS_ON[traits.arch]:
+        raise Unsupported(f"{label(place)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
+    reason = kernel.supports(traits)
+    if reason is None:
+        chosen = _tile(kernel, traits, tile, target)
+        reason = chosen.reject(traits, target)
         if reason is None:
-            chosen = _tile(kernel, traits, tile, target)
-            reason = chosen.reject(traits, target)
-            if reason is None:
-                return kernel(traits, chosen)
-        raise Unsupported(f"{label} declined {traits}: {reason}")
-    raise Unsupported(f"no kernel computes {traits}; registered: {'; '.join(reasons)}")
+            return kernel(traits, chosen)
+    raise Unsupported(f"{label(place)} declined {traits}: {reason}")
+
+
+def _difference(place: tuple[str, str, str], traits: Traits) -> str:
+    """In what a registered kernel is not the one that traits ask for."""
+    op, arch, variant = place
+    if op != traits.op:
+        return f"computes {op}"
+    if arch != traits.arch:
+        return f"is {arch}'s"
+    return f"is variant {variant!r}" if variant else "is no variant"
+
+
+def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
+    """For which calls a kernel with its default tile takes another one because of a tensor's layout, and which."""
+    if not getattr(kernel.tile, "bias_stages", 0):
+        return []
+    which = "cannot read or whose gradient it cannot store" if kernel.traits.bias_grad else "cannot read"
+    return [(f"a bias of one row, or that TMA {which}", kernel.without_staged_bias().tile)]
 
 
 def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:

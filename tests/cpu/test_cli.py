@@ -46,8 +46,19 @@ def test_list_gives_reasons(run):
         "reason": None,
         "shared_memory_bytes": 512,
         "registers": 24,
+        "other_tiles": [],
     }
     assert "forward-sm80 runs on" not in ok(run("list", "forward-sm80-bf16-d256", "--target", "sm86"))
+
+
+def test_list_says_when_a_default_tile_is_not_taken(run):
+    """Of a bias, what TMA cannot read is nothing that traits say."""
+    name = "backward-sm90-bf16-d64-bias_bf16-bias_grad"
+    (row,) = json.loads(ok(run("list", name, "--target", "sm90", "--json")))
+    ((other),) = row["other_tiles"]
+    assert other["for"] == "a bias of one row, or that TMA cannot read or whose gradient it cannot store"
+    assert "bias_stages=2" in row["tile"] and "bias_stages=0" in other["tile"]
+    assert "for a bias of one row, or that TMA" in ok(run("list", name, "--target", "sm90"))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +147,11 @@ WRONG = {
     ("compile", "nonsense"): "name is 'nonsense'; accepted: OP-ARCH-DTYPE-dDIM",
     ("compile", "forward-sm80-bf16-d60"): "head_dim is 60; accepted: multiples of 8",
     ("compile", "forward-sm80-bf16-d64-my_own"): "no epilogue is registered as 'my_own'",
-    ("compile", "forward-sm80:mine-bf16-d64"): "no kernel computes forward-sm80:mine-bf16-d64",
+    (
+        "compile",
+        "forward-sm80:mine-bf16-d64",
+    ): "no kernel computes forward-sm80:mine-bf16-d64: none is registered as "
+    "forward-sm80:mine; forward-sm80 is no variant; forward-sm90 is sm90's; backward-sm80 computes backward;",
     ("compile", "forward-sm80-bf16-d64", "--tile", "rows=3"): "tile has 'rows=3'",
     ("compile", "forward-sm80-bf16-d128", "--tile", "tile_n=2048"): "bytes of shared memory",
     ("compile", "forward-sm80-bf16-d64", "--target", "sm75"): "target is 'sm75'; accepted: sm80",

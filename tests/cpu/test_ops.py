@@ -503,6 +503,26 @@ def test_a_generation_that_declines_says_why(recorder):
         attention(q, k, v, tile="tile_n=64")
 
 
+def test_another_tile_than_the_default_is_said_and_why(recorder, caplog):
+    """Traits do not say how a bias lies in memory."""
+    q, k, v = (randn(2, 64, 2, 64, dtype=BF16) for _ in range(3))
+    bias = randn(2, 2, 64, 72, dtype=BF16)
+    with caplog.at_level("DEBUG", "cute_attn"):
+        attention(q, k, v, bias=bias[..., :64], kernel="sm90")
+        attention(q, k, v, bias=randn(2, 2, 64, 68, dtype=BF16)[..., :64], kernel="sm90")
+    first, second = (tile for _, tile, _ in recorder.built)
+    assert first.bias_stages and not second.bias_stages
+    taken = "forward-sm90-bf16-d64-bias_bf16 on sm90 takes tile"
+    assert caplog.messages[0] == f"{taken} {first}"
+    assert caplog.messages[1].startswith(
+        f"{taken} {second}; for TMA, bias has shape (2, 2, 64, 64), strides (8704,"
+    )
+    assert caplog.messages[1].endswith(
+        "accepted: more rows than one, multiples of 8 elements before the last stride, "
+        "and data aligned to 16 bytes"
+    )
+
+
 def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
     from cute_attn import Unsupported
 
