@@ -1,0 +1,20 @@
+"""The lists by which GPU tests leave out what a tile cannot compute."""
+
+from importlib import import_module
+
+import pytest
+
+from tests.gpu.tile_cases import tile_cases, wrongly_listed
+
+
+@pytest.mark.parametrize("op", ["forward"])
+def test_what_tiles_decline_is_listed(op):
+    tiles = import_module(f"tests.gpu.test_{op}").TILES
+    assert wrongly_listed(op, tiles) == []
+
+
+def test_what_is_not_listed_is_found_and_not_left_out():
+    tiles = {"sm90": {"tile_m=192,tile_n=32,speculative=false": ("causal-d96",)}}
+    declines, takes = sorted(wrongly_listed("forward", tiles))
+    assert "declines causal-d256: forward-sm90 declined" in declines and "takes causal-d96: None" in takes
+    assert {param.values[2].name for param in tile_cases("forward", tiles)} >= {"causal-d256", "causal-d128"}
