@@ -14,28 +14,27 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, cute
-from cutlass.cute.runtime import make_fake_tensor
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_tensor, make_ptr
+from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.device.math import LOG2_E, fmax, narrow
 from cute_attn.device.probabilities import (
-    centre,
-    dropped_score_gradient,
     probabilities,
     score_gradient,
-    score_gradient_by_pairs,
 )
-from cute_attn.device.rounding import Widened
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.softmax_sm80 import QueryBlock
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.query_tiles import QueryTile
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -206,8 +205,7 @@ def differentiate_on_host(
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
-            ``transposed``, that is the MMA of K Q^T, and with ``p_rounded`` dS is computed from P in 16 bits, with
-            ``ds_by_pairs`` from both factors in bf16.
+            ``transposed``, that is the MMA of K Q^T.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
         lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
@@ -243,6 +241,54 @@ def differentiate_on_host(
     return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
 
 
+def softmax_on_host(
+    kernel: Any,
+    products: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> Tensor:
+    """What the softmax kernel makes of q k^T and of a forward's LSE: all but the product done as on the GPU.
+
+    Args:
+        kernel: a softmax kernel, from ``registry.lookup``.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        lse: float32 (batch, nheads, max_seqlen_q), or of packed sequences (nheads, total_q), natural; -inf where a row
+            saw nothing.
+        softmax_scale, inputs, lengths: as for :func:`attend_on_host`.
+
+    Returns:
+        float16, as ``products``: P with the sign bit set where it is dropped, NaN where no thread wrote.
+    """
+    batch, nheads, seqlen_q, seqlen_k = products.shape
+    m_blocks, n_blocks = -(-seqlen_q // kernel.tile.tile_m), -(-seqlen_k // kernel.tile.tile_n)
+    buffers = SoftmaxBuffers(
+        products=torch.zeros(batch, nheads, m_blocks * kernel.tile.tile_m, n_blocks * kernel.tile.tile_n),
+        lse=lse.unsqueeze(1) if lse.dim() == 2 else lse,  # packed, its first stride is still that of the heads
+        softmax=torch.full(products.shape, torch.nan, dtype=torch.float16),
+    )
+    buffers.products[:, :, :seqlen_q, :seqlen_k] = products
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        seqlen_q,
+        seqlen_k,
+    )
+    _run(_every_probability, kernel, buffers, seqlens, inputs, softmax_scale)
+    return buffers.softmax
+
+
+class SoftmaxBuffers(NamedTuple):
+    """The tensors of an emulated softmax kernel, all batches and heads."""
+
+    products: Any
+    lse: Any
+    softmax: Any
+
+
 class GradientBuffers(NamedTuple):
     """The tensors of an emulated backward, all batches and heads."""
 
@@ -272,13 +318,14 @@ class Buffers(NamedTuple):
     statistics: Any
 
 
+_DTYPES = {"visits": Int32, "softmax": Float16}
 _RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "minus_d": 3}
 
 
 def _run(
     entry: Callable[..., None],
     kernel: Any,
-    buffers: Buffers | GradientBuffers,
+    buffers: Buffers | GradientBuffers | SoftmaxBuffers,
     seqlens: Seqlens,
     inputs: ScoreInputs,
     softmax_scale: float,
@@ -287,8 +334,15 @@ def _run(
     given = tuple(x is not None for x in seqlens[:4])
     classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
     fields: Any = type(buffers)
-    compiled = _compiled(entry, fields, kernel, classes, given)
-    compiled(buffers, seqlens, args, float(softmax_scale))
+    host = _compiled(entry, fields, kernel, classes, given)
+    host.function(_values(host.fakes, (buffers, seqlens, args, float(softmax_scale))))
+
+
+class _Host(NamedTuple):
+    """A function compiled for the host, and fakes of its arguments."""
+
+    function: Callable[..., None]
+    fakes: tuple
 
 
 @functools.lru_cache(maxsize=64)
@@ -298,44 +352,94 @@ def _compiled(
     kernel: Any,
     classes: tuple[type, ...],
     given: tuple[bool, ...],
-) -> Callable[..., None]:
+) -> _Host:
     """The emulation of a kernel, for all sizes.
 
     ``classes`` of its epilogues, which may be registered anew under their names; ``given``: which lengths are tensors.
+
+    Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
     """
-    fakes = fields._make(
-        _fake(Int32 if name == "visits" else Float32, _RANKS.get(name, 4)) for name in fields._fields
-    )
+    buffers = fields._make(_fake(_DTYPES.get(name, Float32), _RANKS.get(name, 4)) for name in fields._fields)
     lengths = (_fake(Int32, 1) if present else None for present in given)
     seqlens = Seqlens._make((*lengths, Int32(0), Int32(0)))
-    args = _on_cpu(kernel.epilogues.fake_args())
-    return cute.compile(
-        entry,
-        fakes,
-        seqlens,
-        args,
-        Float32(0),
-        kernel,
-        options="--enable-tvm-ffi --gpu-arch sm_90a",
-    )
+    fakes = (buffers, seqlens, kernel.epilogues.fake_args(), Float32(0))
+
+    @cute.jit
+    def host(values: tuple):
+        entry(*_arguments(fakes, values), kernel)
+
+    return _Host(cute.compile(host, _values(fakes), options="--gpu-arch sm_90a"), fakes)
 
 
 def _fake(dtype: Any, rank: int) -> cute.Tensor:
     shape = tuple(cute.sym_int() for _ in range(rank))
     stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
-    return make_fake_tensor(dtype, shape, stride, memspace=cute.AddressSpace.generic)
+    return make_fake_tensor(dtype, shape, stride)
 
 
-def _on_cpu(args: Any) -> Any:
-    """Fakes of the same tensors in the CPU's memory."""
-    if isinstance(args, tuple):
-        return tuple(_on_cpu(arg) for arg in args)
-    if not isinstance(args, cute.Tensor):
-        return args
-    align = args._assumed_align
-    return make_fake_tensor(
-        args.element_type, args.shape, args.stride, memspace=cute.AddressSpace.generic, assumed_align=align
+def _values(fake: Any, given: Any = None) -> Any:
+    """What is passed for an argument: numbers, and of tensors the address and what is not compiled in.
+
+    fake: the argument as it was declared; given: as the caller has it, None for any that will do to compile.
+
+    Raises:
+        ValueError: a tensor is not as declared.
+    """
+    if fake is None:
+        return None
+    if isinstance(fake, tuple):
+        return tuple(_values(x, y) for x, y in zip(fake, given or (None,) * len(fake), strict=True))
+    if not isinstance(fake, cute.Tensor):
+        return fake if given is None else type(fake)(given)
+    if given is not None:
+        _check(fake, given)
+    address = 0 if given is None else given.data_ptr()
+    rank = len(fake.shape)
+    sizes, strides = ((1,) * rank, (1,) * rank) if given is None else (given.shape, given.stride())
+    numbers = [
+        (Int32 if symbol.width == 32 else Int64)(number)
+        for symbol, number in zip((*fake.shape, *fake.stride), (*sizes, *strides), strict=True)
+        if not isinstance(symbol, int)
+    ]
+    pointer = make_ptr(fake.element_type, address, cute.AddressSpace.generic, fake._assumed_align)
+    return (pointer, *numbers)
+
+
+def _check(fake: cute.Tensor, given: Tensor) -> None:
+    """That a tensor in memory is what the code was compiled for."""
+    dtype = to_torch_dtype(fake.element_type)
+    if given.dtype != dtype or given.data_ptr() % fake._assumed_align or given.ndim != len(fake.shape):
+        raise ValueError(
+            f"a tensor is {given.dtype} of {given.ndim} dimensions at address {given.data_ptr()}; accepted: {dtype} "
+            f"of {len(fake.shape)} dimensions at multiples of {fake._assumed_align}"
+        )
+    for symbols, numbers in ((fake.shape, given.shape), (fake.stride, given.stride())):
+        for symbol, number, size in zip(symbols, numbers, given.shape, strict=True):
+            wrong = number != symbol if isinstance(symbol, int) else number % symbol.divisibility
+            if wrong and (symbols is fake.shape or size > 1):  # the stride of a single element says nothing
+                raise ValueError(
+                    f"a tensor has shape {tuple(given.shape)} and strides {given.stride()}; accepted: {fake}"
+                )
+
+
+def _arguments(fake: Any, values: Any) -> Any:
+    """The other way round, in a trace: tensors from their addresses, sizes and strides."""
+    if isinstance(fake, tuple):
+        found = [_arguments(x, y) for x, y in zip(fake, values, strict=True)]
+        return type(fake)._make(found) if hasattr(fake, "_make") else tuple(found)
+    if not isinstance(fake, cute.Tensor):
+        return values
+    pointer, *numbers = values
+    left = iter(numbers)
+    shape, stride = (
+        tuple(x if isinstance(x, int) else _assumed(next(left), x.divisibility) for x in symbols)
+        for symbols in (fake.shape, fake.stride)
     )
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+
+def _assumed(number: Any, divisibility: int) -> Any:
+    return number if divisibility == 1 else cute.assume(number, divby=divisibility)
 
 
 # ---- compiled for the host ----
@@ -557,6 +661,45 @@ def _finish(walk: Walk, thread: Int32):
         walk.buffers.factors[rows[r]], walk.buffers.lse[rows[r]] = factor, lse
 
 
+# ---- the probabilities ----
+
+
+@cute.jit
+def _every_probability(
+    buffers: SoftmaxBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr
+):
+    batches, nheads, _, _ = buffers.products.shape
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for head in cutlass.range(nheads):
+            plane = buffers.products[batch, head, None, None]
+            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
+                place = QueryTile(row0, head, head, batch, info)
+                for thread in cutlass.range(kernel.tile.num_threads):
+                    rows = kernel.query_block(buffers.lse, seqlens, scale, args, place, nheads, thread)
+                    end_row = cutlass.min(row0 + kernel.tile.tile_m, info.seqlen_q)
+                    blocks = BlockRange.of_queries(rows.state.band, row0, end_row, kernel.tile.tile_n)
+                    for block in cutlass.range(blocks.begin, blocks.end):
+                        _probabilities(buffers.softmax, plane, rows, thread, block, kernel)
+
+
+@cute.jit
+def _probabilities(
+    softmax: cute.Tensor,
+    plane: cute.Tensor,
+    rows: QueryBlock,
+    thread: Int32,
+    block: Int32,
+    kernel: Constexpr,
+):
+    """A thread's products of one score tile, as the kernel has them in registers after Q K^T."""
+    size, acc = kernel.tile, kernel.fragment(Float32)
+    tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.place.row0 // size.tile_m, block))
+    _copy(kernel.tiled_mma().get_slice(thread).partition_C(tile), acc)
+    scores = rows.score_map.tile(acc, rows.place.row0, block * size.tile_n)
+    kernel.store(softmax, acc, scores, kernel.epilogues.load(rows.state, scores), rows)
+
+
 # ---- the backward ----
 
 
@@ -591,9 +734,8 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     The mask stands apart: everything else is compiled once for all blocks.
     """
     chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
-    p_rounded, by_pairs = (getattr(walk.kernel, name, False) for name in ("p_rounded", "ds_by_pairs"))
     acc, dp = walk.fragment(thread, Float32), walk.fragment(thread, Float32)
-    p = walk.fragment(thread, BFloat16 if by_pairs else Float16)
+    p = walk.fragment(thread, Float16)
     tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
     rows = cute.make_layout(len(tile.rows))
     lse_log2, minus_d = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
@@ -608,20 +750,9 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     probabilities(tile, lse_log2, walk.scale_log2)
     narrow(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
-    dropped = functools.partial(chain.dropped_pair, drawn) if chain.dropout else None
-    if cutlass.const_expr(by_pairs):
-        centre(score_map.view(dp), minus_d)
-        ds = walk.fragment(thread, BFloat16)
-        narrow(dp, ds)
-        score_gradient_by_pairs(score_map.view(p), score_map.view(ds), minus_d, dropped)
-        _copy(ds, dp)
-    elif cutlass.const_expr(p_rounded and dropped is not None):
-        dropped_score_gradient(score_map.view(p), score_map.view(dp), minus_d, dropped)
-    else:
-        chain.zero_dropped(drawn, score_map.view(p))
-        chain.zero_dropped(drawn, score_map.view(dp))
-        factors = Widened(score_map.view(p)) if p_rounded else tile.acc
-        score_gradient(factors, score_map.view(dp), minus_d)
+    chain.zero_dropped(drawn, score_map.view(p))
+    chain.zero_dropped(drawn, score_map.view(dp))
+    score_gradient(tile.acc, score_map.view(dp), minus_d)
     chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
     _copy(p, walk.part(buffers.p, thread, block))
     _copy(dp, walk.part(buffers.scores, thread, block))

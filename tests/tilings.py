@@ -30,16 +30,13 @@ class TileSize:
 class Tiling:
     """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
 
-    transposed: the MMA is that of K Q^T. p_rounded: dS is computed from P in 16 bits; ds_by_pairs: in bf16, and
-    dP - D as well.
+    transposed: the MMA is that of K Q^T.
     """
 
     tile: TileSize
     make: Callable[[TileSize], Any]
     traits: Traits | None = None
     transposed: bool = False
-    p_rounded: bool = False
-    ds_by_pairs: bool = False
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
         """With the features of a kernel's name, such as "causal-dropout"."""

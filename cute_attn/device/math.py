@@ -107,22 +107,6 @@ def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
     return result
 
 
-def multiply_bf16(a: Int32, b: Int32) -> Int32:
-    """Two products of bf16, of the low halves and of the high ones, each rounded once."""
-    if on_device():
-        product = cute.arch.inline_ptx(
-            "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
-        )
-        return Int32(product)
-    low, high = (bf16_bits(bf16_half(a, half) * bf16_half(b, half)) for half in (0, 1))
-    return low | (high << Int32(16))
-
-
-def bf16_half(pair: Int32, half: int) -> Float32:
-    """The low (0) or the high (1) of two bf16, with one instruction."""
-    return (pair & Int32(-(1 << 16)) if half else pair << Int32(16)).bitcast(Float32)
-
-
 def bf16_bits(x: Float32) -> Int32:
     """x rounded to bf16, in the low half of a word; for the host, whose library may lack that conversion."""
     bits = x.bitcast(Int32)

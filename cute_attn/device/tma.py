@@ -24,8 +24,7 @@ class Tma:
     def block(
         self, first_row: Int32, head: Int32, batch: Int32, rows: Constexpr, cols: Constexpr, packed: Constexpr
     ) -> cute.Tensor:
-        """All (rows, cols) tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, cols, n).
-        """
+        """All (rows, cols) tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, cols, n)."""
         where = () if cutlass.const_expr(packed) else (batch,)
         if cutlass.const_expr(self.heads > 1):
             plane = cute.domain_offset(((head, first_row), 0), self.tensor[(None, None, *where)])

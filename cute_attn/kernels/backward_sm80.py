@@ -296,13 +296,10 @@ class BackwardSm80:
         self.load_keys(mK, mem.k, traits.head_dim, place, key0, thread)
         self.load_keys(mV, mem.v, traits.head_dim_v, place, key0, thread)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(tile.v_in_regs or tile.k_in_regs):
+        if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-            if cutlass.const_expr(tile.v_in_regs):
-                operands.v.load_all()
-            if cutlass.const_expr(tile.k_in_regs):
-                operands.k.load_all()
+            operands.v.load_all()
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
         head0 = place.head_kv * group
@@ -549,9 +546,7 @@ class BackwardSm80:
         if cutlass.const_expr(chain.modifiers):
             loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
         unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
-        if cutlass.const_expr(tile.k_in_regs):
-            gemm_rs(op.mma_sdp, acc_s, op.k.fragment, op.q, stage_q)
-        elif cutlass.const_expr(tile.p_in_regs):
+        if cutlass.const_expr(tile.p_in_regs):
             gemm(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
         else:
             gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)

@@ -8,62 +8,47 @@
     dK = rp * softmax_scale * dS^T Q
     dQ = rp * softmax_scale * dS K
 
-A block of threads takes one key block after the other, and walks over all query blocks that see it, of every query head
-in the group: dK and dV add up in registers. dQ adds up in fp32 memory, over the blocks of threads; another kernel
+The kernel is persistent: a CTA takes one key block after the other, and walks over all query blocks that see it, of
+every query head in the group: dK and dV add up in registers. dQ adds up in fp32 memory, over the CTAs; another kernel
 converts it.
 
-One warp finds out which key block is next (``persistent``: by counting in memory), tells the others (``Board``), and
-loads ahead of them: K and V once a key block, Q and dO with their rows' log-sum-exps and D into rings, a bias of 16
-bits beside Q; another stores the bias's gradient, where that is dS (``bias_stages``). The next K comes as soon as no
-product reads the last one any more, and Q while dK and dV are on their way out; V has to wait until dV has left its
-place. The warpgroups compute S and dP transposed, each for 64 keys of its own, so that P and dS are operands of dV
-and dK as they lie in registers (all as (keys, queries) here):
+One warp is the producer: it finds out which key block is next (by counting in memory), tells the other warps, and
+loads ahead of them: K and V once a key block, Q and dO with their rows' log-sum-exps and D through pipelines, a bias
+of 16 bits beside Q; another warp stores the bias's gradient, where that is dS (``bias_stages``). The next K comes as
+soon as no product reads the last one any more, and Q while dK and dV are on their way out; V has to wait until dV has
+left its place. The two consumer warpgroups compute S and dP transposed, each for 64 keys of its own, so that P and dS
+are operands of dV and dK as they lie in registers (all as (keys, queries) here):
 
     start S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
+    wait for dP; dS = P (dP - D); P and dS to 16 bits
+    wait until all keys' dS of the step before is in shared memory; store this step's there too
+    start dQ = dS K of the step before, each warpgroup some of its columns or rows
     start dV += P dO
-    wait for dP; dS, which goes to shared memory as well
-    barrier: all keys' dS are there
-    start dQ = dS K of this query block, each warpgroup some of its columns or rows
-    start dK += dS Q
-    wait for dQ, and add it to memory
-
-With ``dq_late``, a step computes dQ of the step before instead: warpgroups then need not be at the same place at the
-same time, and one's products run beside another's exponentials:
-
-    start S = K Q^T, dP = V dO^T
-    wait for S; epilogues, P
-    start dQ of the step before, once all warpgroups have written their dS of it
-    wait for dP; dS, which goes to shared memory as well
-    start dV += P dO; wait for dQ, and say that dS is there
-    add dQ to memory
+    wait for dQ, say that this step's dS is there, and add dQ to memory
     start dK += dS Q
     wait for dV and dK
 
+dQ is a step late so that the warpgroups need not be at the same place at the same time: the products of one run
+beside the exponentials of the other. P stays in fp32 until dS has been computed from it.
+
 What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
-reads its rows' log-sum-exps before S, or where registers are left at the end of the step before (``reads_ahead``); dS
-is stored before dV and dQ added before dK; and D costs nothing, since dP starts from -D instead of 0 (without dropout,
-which drops dP but not D).
+reads its rows' log-sum-exps before S, where registers are left for that; dS is stored before dQ and dV start; and D
+costs nothing, since dP starts from -D instead of 0 (without dropout, which drops dP but not D).
 
-With ``p_rounded``, dS is computed from P in 16 bits; and of bf16, where no epilogue derives further from it, from
-dP - D in 16 bits as well, two elements an instruction (``ds_by_pairs``).
+With ``mask_warps``, warps of the producer's warpgroup that would only wait draw flash's dropout mask ahead of the
+steps: a bit an element in shared memory, as the threads hold them.
 
-With ``mask_warps``, warps of the loading warpgroup that would only wait draw flash's dropout mask ahead of the steps: a
-bit an element in shared memory, as the threads hold them.
-
-With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the loading warpgroup
-adds it to memory with one bulk reduction a step. Otherwise they add their registers.
-
-With ``take_turns``, warpgroups start S and dP one after the other, and stay apart by as much.
+With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the producer's
+warpgroup adds it to memory with one bulk reduction a step. Otherwise they add their registers.
 
 Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
-too: the warpgroups then divide the keys of S, and the columns of dV, dK and dQ (``p_in_smem``).
+too (``p_in_smem``): the warpgroups then divide the keys of S, and the columns of dV, dK and dQ, which is not late.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
 aligned with a contiguous last dimension.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,22 +58,18 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.dq import make_accumulator
 from cute_attn.device.key_order import KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque, varying
-from cute_attn.device.pipeline import WARPGROUP, Ring, Turns, compute_barrier
+from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
 from cute_attn.device.probabilities import (
-    centre,
-    dropped_score_gradient,
     probabilities,
     row_values,
     score_gradient,
-    score_gradient_by_pairs,
     start_from,
 )
-from cute_attn.device.rounding import Widened, rounded
+from cute_attn.device.rounding import rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import bias_tma
@@ -115,6 +96,7 @@ from cute_attn.kernels.backward_sm90_store import StoringBiasGradients, store_ke
 from cute_attn.kernels.backward_sm90_tiles import preferred_tiles
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
 
 
 @dataclass(frozen=True)
@@ -198,11 +180,8 @@ class BackwardSm90(BackwardSm90Choices):
         )
         next_position = schedule.next_position
         problem = Problem(seqlens, softmax_scale, score_args, order, next_position, nheads, group)
-        blocks = order.blocks
-        if cutlass.const_expr(tile.persistent):
-            blocks = cutlass.min(blocks, schedule.multiprocessors)
         self.kernel(problem, inputs, outputs).launch(
-            grid=[blocks, 1, 1],
+            grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -287,8 +266,6 @@ class BackwardSm90(BackwardSm90Choices):
             thread = anew(thread)  # or ptxas reads it again where it is needed; see ``varying``
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         fragments = self.make_fragments(shared, warpgroup_index)
-        turns = Turns(warpgroup_index, tile.warpgroups, tile.take_turns)
-        turns.open()
         i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
         while shared.board.holds(i):
             place = shared.board.read(i, problem.seqlens)
@@ -304,7 +281,6 @@ class BackwardSm90(BackwardSm90Choices):
                 work = Work(
                     shared,
                     fragments,
-                    turns,
                     blocks,
                     begun,
                     score_map,
@@ -320,7 +296,6 @@ class BackwardSm90(BackwardSm90Choices):
                 steps += blocks.end - blocks.begin
             store_keys(self, problem, outputs, shared, fragments, i)
             i += 1
-        turns.close()
 
     def score_map(self, thread: Int32) -> ScoreMap:
         """Which scores a thread holds."""
@@ -341,7 +316,6 @@ class BackwardSm90(BackwardSm90Choices):
         a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
         ds, k = shared.s_ds, turn(shared.s_k)
         a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
-        rows = cute.make_layout(tile.tile_m // 4)  # four lanes divide the queries of a transposed tile
         return Fragments(
             scores.make_fragment_A(in_scores.partition_A(a_scores)),
             scores.make_fragment_B(in_scores.partition_B(b_scores)),
@@ -355,7 +329,6 @@ class BackwardSm90(BackwardSm90Choices):
             dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
             cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
-            *(cute.make_rmem_tensor(rows, Float32) for _ in range(2)),
         )
 
     @cute.jit
@@ -366,45 +339,69 @@ class BackwardSm90(BackwardSm90Choices):
         if cutlass.const_expr(not self.traits.windowed):
             # Without a left bound, masks are needed up to some query block, or by all.
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
-        if cutlass.const_expr(self.tile.dq_late):
-            self.walk_late(work, full_begin, full_end)
-        else:
+        if cutlass.const_expr(self.tile.p_in_smem):
             self.steps(work, blocks.begin, full_begin, True)
             self.steps(work, full_begin, full_end, False)
             if cutlass.const_expr(self.traits.windowed):
                 self.steps(work, full_end, end, True)
+        elif blocks.begin < end:
+            # The first one by itself, because there is none before it; then dQ of the last one.
+            second = blocks.begin + 1
+            self.step(work, blocks.begin, True, first=True)
+            self.steps(work, second, full_begin, True)
+            self.steps(work, cutlass.max(full_begin, second), full_end, False)
+            if cutlass.const_expr(self.traits.windowed):
+                self.steps(work, cutlass.max(full_end, second), end, True)
+            acc_dq, n = self.dq_accumulator(), work.filling(end - 1)
+            self.wait_for_ds(work, n)
+            self.start_dq(work, acc_dq, n)
+            warpgroup.wait_group(0)
+            add_dq(self, work, acc_dq, end - 1)
 
     @cute.jit
     def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
         """Query blocks [begin, end)."""
         for block in cutlass.range(begin, end, unroll=1):
-            if cutlass.const_expr(self.tile.dq_late):
-                self.step_late(work, block, masked)
+            if cutlass.const_expr(self.tile.p_in_smem):
+                self.step_with_p_in_smem(work, block, masked)
             else:
                 self.step(work, block, masked)
 
-    # ---- a step with its own dQ ----
+    @cute.jit
+    def step(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
+        """One query block, and dQ of the one before unless this is the ``first``."""
+        shared, n = work.shared, work.filling(block)
+        acc_dq = self.dq_accumulator()
+        p, ds = self.probabilities_and_gradients(work, block, masked)
+
+        if cutlass.const_expr(not first):
+            self.wait_for_ds(work, n - 1)
+        self.store_scores(work, ds, shared.s_ds, n)  # free since all have arrived at dS of the step before
+        if cutlass.const_expr(not first):
+            self.start_dq(work, acc_dq, n - 1)
+        self.start_dv(work, p, n)
+        warpgroup.wait_group(1)  # dQ, which the arrival says
+        if cutlass.const_expr(not first and self.tile.dq_bulk):
+            stage_dq(self, work, acc_dq, block)
+        shared.exchange.arrive(n)
+        if cutlass.const_expr(not first):
+            if cutlass.const_expr(self.tile.dq_bulk):
+                shared.outbox.put()
+            else:
+                add_dq(self, work, acc_dq, block - 1)
+        self.start_dk(work, ds, n)
+        warpgroup.wait_group(1)
+        shared.ring_do.release_read(n)
+        warpgroup.wait_group(0)
+        shared.ring_q.release_read(n)
 
     @cute.jit
-    def step(self, work: Work, block: Int32, masked: Constexpr) -> None:
-        """One query block."""
+    def step_with_p_in_smem(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One query block with its own dQ: all warpgroups wait for each other's P and dS."""
         shared, n = work.shared, work.filling(block)
-        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
-
-        drawn, lse = self.beside_products(work, scores, drawn, lse, n)
-        warpgroup.wait_group(1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
-        if cutlass.const_expr(not self.tile.p_in_smem):
-            self.start_dv(work, p, n)
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        ds = self.to_gradients(work, scores, acc_dp, p, saved, drawn, n)
-
+        p, ds = self.probabilities_and_gradients(work, block, masked)
         self.share(work, p, ds, n)
-        if cutlass.const_expr(self.tile.p_in_smem):
-            self.start_dv(work, p, n)
+        self.start_dv(work, p, n)
         acc_dq = self.dq_accumulator()
         self.start_dq(work, acc_dq, n)
         self.start_dk(work, ds, n)
@@ -414,147 +411,51 @@ class BackwardSm90(BackwardSm90Choices):
         warpgroup.wait_group(0)
         shared.ring_q.release_read(n)
 
-    # ---- a step with dQ of the step before ----
-
     @cute.jit
-    def walk_late(self, work: Work, full_begin: Int32, full_end: Int32) -> None:
-        """All query blocks of one head, the first one by itself because there is none before it; then the last dQ."""
-        begin, end = work.blocks.begin, work.blocks.end
-        if begin < end:
-            if cutlass.const_expr(self.reads_ahead):
-                self.read_ahead(work, begin)
-            self.step_late(work, begin, True, first=True)
-            self.steps(work, begin + 1, full_begin, True)
-            self.steps(work, cutlass.max(full_begin, begin + 1), full_end, False)
-            if cutlass.const_expr(self.traits.windowed):
-                self.steps(work, cutlass.max(full_end, begin + 1), end, True)
-            acc_dq = self.dq_accumulator()
-            self.start_dq_late(work, acc_dq, end - 1)
-            warpgroup.wait_group(0)
-            add_dq(self, work, acc_dq, end - 1)
-
-    @cute.jit
-    def step_late(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
-        """One query block, and dQ of the one before unless this is the ``first``."""
-        shared, late = work.shared, 0 if first else self.tile.dq_late
-        n = work.filling(block)
-        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        acc_dq = self.dq_accumulator()
-        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
-        if cutlass.const_expr(late == 1):
-            self.start_dq_late(work, acc_dq, block - 1)
-
-        drawn, lse = self.beside_products(work, scores, drawn, lse, n)
-        warpgroup.wait_group(2 if late == 1 else 1)
-        saved, p = self.to_probabilities(work, scores, acc_s, loaded, lse, drawn, n, masked)
-        if cutlass.const_expr(late == 2):
-            self.start_dq_late(work, acc_dq, block - 1)
-        beside_dp = 1 if late else 0
-        if cutlass.const_expr(not self.tile.p_rounded):
-            self.start_dv(work, p, n)
-            beside_dp += 1
-        warpgroup.wait_group(beside_dp)
-        ds = self.to_gradients(work, scores, acc_dp, p, saved, drawn, n)
-
-        self.store_scores(work, ds, shared.s_ds, n)  # free since all have arrived at dS of the step before
-        if cutlass.const_expr(self.tile.p_rounded):
-            self.start_dv(work, p, n)  # only here, because dS reads its operand
-        warpgroup.wait_group(1)  # dQ, which the arrival says
-        by_bulk = late > 0 and self.tile.dq_bulk
-        if cutlass.const_expr(by_bulk):
-            stage_dq(self, work, acc_dq, block)
-        shared.exchange.arrive(n)
-        if cutlass.const_expr(by_bulk):
-            shared.outbox.put()
-        if cutlass.const_expr(late > 0 and not by_bulk):
-            add_dq(self, work, acc_dq, block - 1)
-        self.start_dk(work, ds, n)
-        warpgroup.wait_group(1)
-        if cutlass.const_expr(self.reads_ahead):
-            # Before anything is released: after the last block, that is read again.
-            self.read_ahead(work, cutlass.min(block + 1, work.blocks.end - 1))
-        shared.ring_do.release_read(n)
-        warpgroup.wait_group(0)
-        shared.ring_q.release_read(n)
-
-    @cute.jit
-    def start_dq_late(self, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
-        """dQ of a query block whose dS the other warpgroups may not have written yet."""
-        n = work.filling(block)
+    def wait_for_ds(self, work: Work, n: Int32) -> None:
+        """Until all warpgroups have written dS of step n, and there is room for its dQ."""
         work.shared.exchange.wait(n)
         if cutlass.const_expr(self.tile.dq_bulk):
-            work.shared.outbox.wait_empty(n)  # here, where ptxas has few registers to keep over a wait
-        self.start_dq(work, acc_dq, n)
+            work.shared.outbox.wait_empty(n)
 
     # ---- what steps are made of ----
 
     @cute.jit
-    def beside_products(
-        self, work: Work, scores: ScoreTile, drawn: tuple | None, lse: cute.Tensor | None, n: Int32
-    ) -> tuple[tuple, cute.Tensor | None]:
-        """While S and dP run: what was not read before. Dropout's mask is drawn, and then log-sum-exps are read."""
-        mask = self.epilogues.draw(work.state, scores) if drawn is None else drawn
+    def probabilities_and_gradients(
+        self, work: Work, block: Int32, masked: Constexpr
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P, dropped elements zero, and dS of a query block, in 16 bits."""
+        shared, n = work.shared, work.filling(block)
+        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
+        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
+        # While S and dP run: what was not read before.
+        if cutlass.const_expr(drawn is None):
+            drawn = self.epilogues.draw(work.state, scores)
         if cutlass.const_expr(lse is None and not self.stages_bias):
-            lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
-        return mask, lse
-
-    @cute.jit
-    def to_probabilities(
-        self,
-        work: Work,
-        scores: ScoreTile,
-        acc_s: cute.Tensor,
-        loaded: tuple,
-        lse: cute.Tensor | None,
-        drawn: tuple,
-        n: Int32,
-        masked: Constexpr,
-    ) -> tuple:
-        """Scores become P; also what the epilogues keep for their derivatives, and keep * P in 16 bits.
-
-        With ``p_rounded`` that is all of P, which dS needs, and leaves keep * P.
-
-        lse: or None to read it only here, where what a staged bias was read into is free again.
-        """
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        warpgroup.wait_group(1)
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
-        if cutlass.const_expr(lse is None):
-            lse = self.row_values(work, work.shared.s_lse, work.shared.ring_q, n)
+        if cutlass.const_expr(lse is None):  # only here, where what a staged bias was read into is free again
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
         probabilities(scores, lse, work.scale_log2)
+        warpgroup.wait_group(0)
+        ds = self.to_gradients(work, scores, acc_dp, saved, drawn, n)
         p = rounded(acc_s, self.dtype)
-        if cutlass.const_expr(not self.tile.p_rounded):
-            self.epilogues.zero_dropped(drawn, work.score_map.view(p))
-        return saved, p
+        self.epilogues.zero_dropped(drawn, work.score_map.view(p))
+        return p, ds
 
     @cute.jit
     def to_gradients(
-        self,
-        work: Work,
-        scores: ScoreTile,
-        acc_dp: cute.Tensor,
-        p: cute.Tensor,
-        saved: tuple,
-        drawn: tuple,
-        n: Int32,
+        self, work: Work, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, drawn: tuple, n: Int32
     ) -> cute.Tensor:
         """dP becomes dS; the result is dS in 16 bits."""
-        shared = work.shared
         minus_d = None
         if cutlass.const_expr(not self.dp_starts_from_d):
             # opaque: its address is not found out, and kept in registers, before anybody needs it
-            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, opaque(n))
-        ds_tile, p16 = scores.of(work.score_map.view(acc_dp)), work.score_map.view(p)
-        dropped = functools.partial(self.epilogues.dropped_pair, drawn) if self.traits.dropout else None
-        if cutlass.const_expr(self.ds_by_pairs):
-            if cutlass.const_expr(not self.dp_starts_from_d):
-                centre(ds_tile.acc, minus_d)
-            ds = rounded(acc_dp, self.dtype)
-            score_gradient_by_pairs(p16, work.score_map.view(ds), minus_d, dropped)
-            return ds
-        if cutlass.const_expr(self.tile.p_rounded and bool(self.traits.dropout)):
-            dropped_score_gradient(p16, ds_tile.acc, minus_d, dropped)
-        else:
-            self.epilogues.zero_dropped(drawn, ds_tile.acc)
-            score_gradient(Widened(p16) if self.tile.p_rounded else scores.acc, ds_tile.acc, minus_d)
+            minus_d = self.row_values(work, work.shared.s_minus_d, work.shared.ring_do, opaque(n))
+        ds_tile = scores.of(work.score_map.view(acc_dp))
+        self.epilogues.zero_dropped(drawn, ds_tile.acc)
+        score_gradient(scores.acc, ds_tile.acc, minus_d)
         self.epilogues.backward(work.state, ds_tile, saved)
         return rounded(acc_dp, self.dtype)
 
@@ -570,54 +471,27 @@ class BackwardSm90(BackwardSm90Choices):
         drawn = None
         if cutlass.const_expr(self.tile.mask_warps > 0):
             drawn = drawn_for(self, work, n)
-        if cutlass.const_expr(not self.reads_ahead):
-            shared.ring_q.wait(n)
+        shared.ring_q.wait(n)
         clear_foreign_queries(self, work, work.blocks.turned(block), n)
-        if cutlass.const_expr(self.reads_ahead):
-            lse, minus_d = cute.make_rmem_tensor_like(op.next_lse), op.next_minus_d
-            lse.store(op.next_lse.load())
-        else:
-            lse, minus_d = self.read_rows(work, n)
-        if cutlass.const_expr(self.dp_starts_from_d):
-            start_from(work.score_map.view(acc_dp), minus_d)
-        work.turns.take()
-        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
-        if cutlass.const_expr(not self.dp_starts_from_d):
-            shared.ring_do.wait(n)
-        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
-        work.turns.give()
-        return drawn, lse
-
-    @cute.jit
-    def read_rows(self, work: Work, n: Int32) -> tuple[cute.Tensor | None, cute.Tensor | None]:
-        """Log-sum-exps and -D of the rows of a query block whose Q is there; None for what has to wait."""
-        shared, lse, minus_d = work.shared, None, None
+        lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
         if cutlass.const_expr(self.dp_starts_from_d):
             shared.ring_do.wait(n)
             minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
-        return lse, minus_d
-
-    @cute.jit
-    def read_ahead(self, work: Work, block: Int32) -> None:
-        """Wait for a query block's operands, and read what its step begins with."""
-        n = work.filling(block)
-        work.shared.ring_q.wait(n)
-        lse, minus_d = self.read_rows(work, n)
-        work.fragments.next_lse.store(lse.load())
-        work.fragments.next_minus_d.store(minus_d.load())
+        if cutlass.const_expr(self.dp_starts_from_d):
+            start_from(work.score_map.view(acc_dp), minus_d)
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
+        if cutlass.const_expr(not self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
+        return drawn, lse
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        score_map = work.score_map
-        if cutlass.const_expr(self.reads_ahead):
-            # Anew, or the first column would be kept in a register, for the few steps that ask for it.
-            late_map = self.score_map(varying(work.thread, work.filling(block)))
-            score_map = replace(score_map, thr_col=late_map.thr_col)
-        scores = score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
+        scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
         if cutlass.const_expr(self.stages_bias):
             stage = work.shared.ring_q.stage(work.filling(block))
             scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))

@@ -31,8 +31,6 @@ def dq_of_head(
 def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
     """By the computing warps: add dQ to the query block's accumulator in memory, or hand it to the warp that does."""
     if cutlass.const_expr(kernel.tile.dq_bulk):
-        if cutlass.const_expr(not kernel.tile.dq_late):
-            work.shared.outbox.wait_empty(work.filling(block))
         stage_dq(kernel, work, acc_dq, block)
         cute.arch.fence_proxy("async.shared", space="cta")
         work.shared.outbox.put()

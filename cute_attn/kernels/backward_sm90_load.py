@@ -3,11 +3,11 @@
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0
 from cute_attn.device.staged import columns_of
 from cute_attn.kernels.backward_sm90_parts import Inputs, Outputs, Problem, Shared
+from cute_attn.work.block_range import BlockRange
 
 
 @cute.jit
@@ -25,21 +25,18 @@ def load_all(kernel: Constexpr, problem: Problem, inputs: Inputs, outputs: Outpu
             place = KeyBlock(block, first, head_kv, batch, info)
             steps += load_block(kernel, problem, inputs, shared, place, n, steps)
             n += 1
-        position = next_position(kernel, problem)
+        position = next_position(problem)
     shared.board.write_end(n)
 
 
 @cute.jit
-def next_position(kernel: Constexpr, problem: Problem) -> Int32:
+def next_position(problem: Problem) -> Int32:
     """What the running block takes next, in the order of key blocks: by counting what all of them have taken."""
-    position = problem.order.blocks
-    if cutlass.const_expr(kernel.tile.persistent):
-        taken = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            counter = cute.recast_ptr(problem.next_position.iterator, dtype=Int32)
-            taken = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
-        position = cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
-    return position
+    taken = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        counter = cute.recast_ptr(problem.next_position.iterator, dtype=Int32)
+        taken = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
 
 
 @cute.jit

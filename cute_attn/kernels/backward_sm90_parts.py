@@ -5,17 +5,17 @@ from typing import Any
 
 from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.board import Board
 from cute_attn.device.key_order import KeyOrder
 from cute_attn.device.outbox import Outbox
-from cute_attn.device.pipeline import Exchange, Ring, Turns
+from cute_attn.device.pipeline import Exchange, Ring
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.staged import StagedQueries
 from cute_attn.device.tma import Tma, TmaRows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.work.block_range import BlockRange
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shared:
     ring_q: Ring
     ring_do: Ring
     ring_mask: Ring
-    exchange: Exchange  # of s_ds, if tile.dq_late
+    exchange: Exchange  # of s_ds, unless p_in_smem
     outbox: Outbox  # of s_dq
     board: Board
     bias: Any  # StagedQueries, in Q's ring, or None
@@ -99,8 +99,6 @@ class Fragments:
     ds_smem: cute.Tensor | None
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
-    next_lse: cute.Tensor  # of the next step's rows, with ``reads_ahead``
-    next_minus_d: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,6 @@ class Work:
 
     shared: Shared
     fragments: Fragments
-    turns: Turns
     blocks: BlockRange
     state: ScoreState
     score_map: ScoreMap

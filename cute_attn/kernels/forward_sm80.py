@@ -511,10 +511,7 @@ def _burden(traits: Traits) -> str:
 
 
 def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
-    """With Q K^T a few steps at a time, its statistics are worth parking too."""
-    return ForwardSm80Tile(
-        tile_m, tile_n, num_warps, num_stages, park_statistics=qk_unroll > 0, qk_unroll=qk_unroll
-    )
+    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
 
 
 # The largest head_dim_v -> what the epilogues ask for -> tiles, best first; the first that fits the traits and the

@@ -60,7 +60,7 @@ def load_tile(
     shared: Shared,
     tile: QueryTile,
     filled: Fillings,
-    claims: WorkClaims | None,
+    claims: Any,  # WorkClaims, or None where there is nothing to claim
 ) -> tuple[Fillings, Int32]:
     """One work tile; the pipelines' fillings after it, and what was ``claimed`` meanwhile."""
     queries, keys, claimed = filled.queries, filled.keys, Int32(0)
@@ -107,7 +107,7 @@ def load_blocks(
     tile: QueryTile,
     blocks: BlockRange,
     filled: Fillings,
-    claims: WorkClaims | None,
+    claims: Any,  # WorkClaims, or None where there is nothing to claim
 ) -> Int32:
     """Q and all key blocks: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for.
 
@@ -148,9 +148,7 @@ def load_blocks(
 
 
 @cute.jit
-def load_all_bias(
-    kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared, group: Int32
-) -> None:
+def load_all_bias(kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared, group: Int32) -> None:
     """By a warp of its own: the bias of every work tile, for one warpgroup."""
     keys, n, more = Int32(0), Int32(0), Boolean(True)
     while more:

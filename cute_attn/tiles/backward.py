@@ -26,7 +26,6 @@ class BackwardSm80Tile(WarpTile):
         p_in_regs: S and dP are computed transposed by warps that divide the keys alone, so that P and dS go on to dV
             and dK in registers and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
             ``dkv_warps_m`` all warps.
-        k_in_regs: with ``p_in_regs``, K as the operand of S is kept in registers too.
         queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
         sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products take at a time; 0 for all of them. No operand
             is read before an earlier group's products, so that few steps bound the registers that wait for them.
@@ -43,7 +42,6 @@ class BackwardSm80Tile(WarpTile):
     stages_do: int = 2
     v_in_regs: bool = False
     p_in_regs: bool = False
-    k_in_regs: bool = False
     queries_at_once: int = 0
     sdp_unroll: int = 0
     dkv_unroll: int = 0
@@ -114,7 +112,6 @@ class BackwardSm80Tile(WarpTile):
         gradients = self.tile_n * (d + dv) // threads
         scores = self.queries * self.tile_n // threads
         v = self.tile_n * dv // (2 * 32 * (self.num_warps // self.sdp_warps_m)) if self.v_in_regs else 0
-        v += self.tile_n * d // (2 * threads) if self.k_in_regs else 0
         dq = self.tile_m * d // threads
         return gradients + v + max(2 * scores, dq) + 30
 
@@ -142,8 +139,6 @@ class BackwardSm80Tile(WarpTile):
                 f"sdp_warps_m is {self.sdp_warps_m} and dkv_warps_m is {self.dkv_warps_m}; "
                 f"accepted with p_in_regs: 1 and {self.num_warps}, all warps along the keys"
             )
-        if self.k_in_regs and not self.p_in_regs:
-            return "k_in_regs is true; accepted: with p_in_regs, whose operand K is divided among all warps"
         return None
 
     def _steps_reason(self, traits: Traits) -> str | None:
@@ -189,59 +184,39 @@ class BackwardSm90Tile(Tile):
     Attributes:
         tile_m: queries of a step, a multiple of 16 (of 64 unless ``dq_transposed``).
         tile_n: keys of a block, 64 for each warpgroup, or 64 in all with ``p_in_smem``.
-        warpgroups: warpgroups that compute; one more loads.
         p_in_smem: P goes through shared memory as dS does, so that the warpgroups divide the head dims of dK and dV
             between them. Otherwise they divide the keys, and P and dS of their own keys stay in registers.
         num_stages_q, num_stages_do: copies of Q and dO in shared memory.
         num_stages_ds: copies of dS (and P) in shared memory; with 2 a step has one barrier, with 1 it has two.
         dq_transposed: dQ is computed as its transpose, so that the warpgroups divide the head dim in steps of 64.
-        dq_vector: floats that one reduction adds to dQ: 1, 2 or 4.
         dq_bulk: dQ goes through shared memory, from where a warp that does nothing else adds it, by one bulk reduction
-            a query block. Only with ``dq_vector=4``.
-        p_rounded: dS is computed from P in 16 bits, the operand of dV, so that the scores' registers are free early; in
-            bf16, where no epilogue derives further, from dP - D in 16 bits as well, two elements an instruction.
-            Under dropout dQ has to be late: dV, of which dropped elements are zero, is then started after dS.
-        dq_late: when a step's dQ is computed: with 0 as soon as its dS is there, so that all warpgroups wait for each
-            other; with 1 beside the next step's S and dP; with 2 after the next step's P, while the exponentials of
-            warpgroups that are up to half a step behind still run. Only 0 with ``p_in_smem``.
-        take_turns: warpgroups start S and dP one after the other, so that one's exponentials run beside another's
-            products. Only with ``dq_late``: otherwise they wait for each other in every step all the same.
+            a query block. Not with ``p_in_smem``.
         bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
-            Q; 0: threads read the bias from global memory. With ``dq_late``, TMA also takes its gradient from where dS
+            Q; 0: threads read the bias from global memory. TMA also takes its gradient from where dS
             lies, if that is the same. Rows of both must then be as those of q are.
         mask_warps: warps of the loading warpgroup that draw flash's dropout mask, at most 3, or 1 beside ``dq_bulk``;
             0: threads draw what they need themselves. Not with ``p_in_smem``.
-        persistent: a block of threads for each multiprocessor takes key blocks until there are none left, so that the
-            next one's first loads run while dK and dV are on their way out. Otherwise each has its own.
         staggered: where every key block is seen by all queries, blocks of threads walk over these from different ones
             on, so that those that have the same head at the same time do not add to the same dQ.
     """
 
     tile_m: int = 64
     tile_n: int = 128
-    warpgroups: int = 2
     p_in_smem: bool = False
     num_stages_q: int = 2
     num_stages_do: int = 2
     num_stages_ds: int = 2
     dq_transposed: bool = False
-    dq_vector: int = 4
     dq_bulk: bool = False
-    p_rounded: bool = False
-    dq_late: int = 0
-    take_turns: bool = False
     bias_stages: int = 0
     mask_warps: int = 0
-    persistent: bool = True
     staggered: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024
     MASK_STAGES: ClassVar[int] = 2
-
-    @property
-    def mma_threads(self) -> int:
-        """Threads that multiply."""
-        return 128 * self.warpgroups
+    warpgroups: ClassVar[int] = 2  # that compute; one more loads
+    mma_threads: ClassVar[int] = 256
+    dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
     def for_convert(self) -> "BackwardSm90Tile":
         """The tile that the convert takes beside this one: the same, but for what dQ's order in memory is not of."""
@@ -250,8 +225,6 @@ class BackwardSm90Tile(Tile):
             bias_stages=0,
             mask_warps=0,
             dq_bulk=False,
-            take_turns=False,
-            persistent=True,
             staggered=False,
         )
 
@@ -332,20 +305,13 @@ class BackwardSm90Tile(Tile):
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
-        p16 = 0 if self.p_in_smem else acc_s // 2
-        at_ds = acc_s + (2 * p16 if self.p_rounded else acc_s + p16)
-        if self.dq_late:
-            at_ds = acc_dq + acc_s + p16 + (0 if self.p_rounded else acc_s)
-        at_p = 2 * acc_s + (acc_dq if self.dq_late == 1 else 0)
-        return acc_dkv + max(at_p, at_ds, acc_dq + 2 * p16) + 20
+        return acc_dkv + max(2 * acc_s, acc_dq + acc_s) + 20
 
     def shape_reason(self, traits: Traits) -> str | None:
-        if self.warpgroups not in (1, 2, 3):
-            return f"warpgroups is {self.warpgroups}; accepted: 1 to 3"
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        keys = 64 if self.p_in_smem else 64 * self.warpgroups
+        keys = 64 if self.p_in_smem else 128
         if self.tile_n <= 0 or self.tile_n % keys or (not self.p_in_smem and self.tile_n != keys):
-            return f"tile_n is {self.tile_n}; accepted: {keys} with warpgroups={self.warpgroups}"
+            return f"tile_n is {self.tile_n}; accepted: {keys} with p_in_smem={str(self.p_in_smem).lower()}"
         rows = 16 if self.dq_transposed and not self.p_in_smem else 64
         if self.tile_m <= 0 or self.tile_m % rows or self.tile_m > 256:
             return f"tile_m is {self.tile_m}; accepted: multiples of {rows} up to 256"
@@ -371,12 +337,10 @@ class BackwardSm90Tile(Tile):
                 f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
                 "accepted: 1 or more, 1 or more, 1 or 2"
             )
-        if self.dq_late not in (0, 1, 2):
-            return f"dq_late is {self.dq_late}; accepted: 0, 1 or 2"
-        if self.dq_late and (self.p_in_smem or self.num_stages_ds != 2):
-            return f"dq_late is {self.dq_late}; accepted: with p_in_smem=false and num_stages_ds=2"
-        if self.take_turns and (self.warpgroups == 1 or not self.dq_late):
-            return "take_turns is true; accepted: with 2 or 3 warpgroups and dq_late 1 or 2"
+        if not self.p_in_smem and self.num_stages_ds != 2:
+            return f"num_stages_ds is {self.num_stages_ds}; accepted: 2 with p_in_smem=false"
+        if self.p_in_smem and self.dq_bulk:
+            return "dq_bulk is true; accepted: with p_in_smem=false"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):
             return (
                 f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false as "
@@ -384,18 +348,12 @@ class BackwardSm90Tile(Tile):
             )
         if self.bias_stages not in (0, self.num_stages_q):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
-        if self.p_rounded and traits.dropout and not self.dq_late:
-            return f"p_rounded is true and dq_late 0; accepted: without dropout, not for {traits}"
         most = 0 if self.p_in_smem or traits.dropout != "flash" else self.idle_warps
         if not 0 <= self.mask_warps <= most:
             return (
                 f"mask_warps is {self.mask_warps}; accepted: 0, or with flash's dropout and p_in_smem=false up to "
                 f"{self.idle_warps}, for {traits}"
             )
-        if self.dq_vector not in (1, 2, 4):
-            return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
-        if self.dq_bulk and self.dq_vector != 4:
-            return f"dq_bulk is true and dq_vector is {self.dq_vector}; accepted with dq_bulk: 4"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

@@ -1,4 +1,4 @@
-"""Tiles of the forward kernels."""
+"""Tiles of the forward kernels, and of the one that writes a forward's probabilities."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,8 +27,6 @@ class ForwardSm80Tile(WarpTile):
             Q K^T, two barriers a step; 2 and more: whole steps load ahead, one barrier a step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
-        park_statistics: row maxima and sums wait in shared memory while the scores are computed: eight registers less,
-            which is what lets 64 keys beside 128 rows of output do without spills.
         qk_unroll: steps of 16 along head_dim that Q K^T takes at a time; 0 for all of them. No operand is read before
             an earlier group's products, so that few steps bound the registers that wait for them.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
@@ -41,8 +39,15 @@ class ForwardSm80Tile(WarpTile):
     q_in_regs: bool = False
     share_qk_smem: bool = False
     swizzle_bits: int = -1
-    park_statistics: bool = False
     qk_unroll: int = 0
+
+    @property
+    def park_statistics(self) -> bool:
+        """Whether row maxima and sums wait in shared memory while the scores are computed.
+
+        Eight registers less, which is what lets 64 keys beside 128 rows of output do without spills.
+        """
+        return self.qk_unroll > 0
 
     @property
     def parked_bytes(self) -> int:
@@ -217,3 +222,41 @@ class ForwardSm90Tile(Tile):
                 f"{self.warpgroups} warpgroups there are {self.compute_registers}"
             )
         return None
+
+
+@dataclass(frozen=True)
+class SoftmaxTile(WarpTile):
+    """Tile of the kernel that writes a forward's probabilities.
+
+    Attributes:
+        tile_m: queries of a CTA, a multiple of 16 a warp.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
+        num_warps: warps of a CTA; each has tile_m / num_warps queries.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 64
+    num_warps: int = 4
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of Q and K."""
+        d = padded(traits.head_dim)
+        q, k = 2 * self.tile_m * d, 2 * self.tile_n * d
+        return {"q": (0, q), "k": (q, q + k)}
+
+    def registers(self, traits: Traits) -> int:
+        acc = self.tile_m // self.num_warps * self.tile_n // 32
+        bias = acc // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return acc + acc // 2 + bias + 32
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if reason := self.num_warps_reason():
+            return reason
+        if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
+            return (
+                f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
+            )
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
+        return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)

@@ -16,7 +16,9 @@ class Replay:
     is computed again with exact online softmax, which cannot fail.
     """
 
-    slots: cute.Tensor  # SECTION + 1 words in shared memory: index of a failed work tile + 1, or 0; the last: any
+    slots: (
+        cute.Tensor
+    )  # SECTION + 1 words in shared memory: index of a failed work tile + 1, or 0; the last: any
     threads: Constexpr  # of the CTA that meet
 
     SECTION = 127

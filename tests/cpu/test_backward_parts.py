@@ -28,11 +28,11 @@ from cute_attn.device.seqlen import (
     sequence_of_block,
     workspace_rows,
 )
-from cute_attn.work.query_tiles import QueryTile
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
 from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
 from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import QueryTile
 
 ARCH = {"sm80": cute.GPUArch("sm_80"), "sm90": cute.GPUArch("sm_90a")}
 
@@ -109,11 +109,10 @@ ORDERS = {
     "sm80-warps-4x2": ("sm80", 128, BackwardSm80Tile(64, 128, 8, 2, 4, 4)),
     "sm80-warps-2x2": ("sm80", 40, BackwardSm80Tile(32, 32, 4, 2, 2, 2, dq_vector=4)),
     "sm80-warps-1x4": ("sm80", 64, BackwardSm80Tile(16, 64, 4, 1, 4, 1, dq_vector=2)),
-    "sm90": ("sm90", 96, BackwardSm90Tile(64, 64, 1)),
-    "sm90-along-m": ("sm90", 64, BackwardSm90Tile(128, 128, 2)),
-    "sm90-along-n": ("sm90", 192, BackwardSm90Tile(64, 64, 2, p_in_smem=True)),
-    "sm90-transposed": ("sm90", 128, BackwardSm90Tile(80, 128, 2, dq_transposed=True)),
-    "sm90-transposed-scalar": ("sm90", 64, BackwardSm90Tile(64, 64, 1, dq_transposed=True, dq_vector=1)),
+    "sm90": ("sm90", 96, BackwardSm90Tile(64, 128)),
+    "sm90-along-m": ("sm90", 64, BackwardSm90Tile(128, 128)),
+    "sm90-along-n": ("sm90", 192, BackwardSm90Tile(64, 64, p_in_smem=True)),
+    "sm90-transposed": ("sm90", 128, BackwardSm90Tile(80, 128, dq_transposed=True)),
 }
 
 

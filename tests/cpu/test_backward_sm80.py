@@ -169,7 +169,6 @@ def test_results_are_stored_where_they_belong(name):
         ("dq_vector=3", "dq_vector"),
         ("dq_unroll=-1", "unroll"),
         ("p_in_regs=true", "sdp_warps_m"),
-        ("k_in_regs=true", "k_in_regs"),
         ("queries_at_once=32", "queries_at_once"),
         ("tile_m=48", "tile_m"),
         ("tile_n=32", "tile_n"),

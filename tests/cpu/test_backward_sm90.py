@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layouts
-from cute_attn import registry
 from cute_attn.compiler import compile
-from cute_attn.device.block_range import BlockRange
 from cute_attn.device.dq import accumulator_shape, mma_dq
 from cute_attn.device.key_order import L2_SECTION_BYTES, KeyOrder, KeySchedule
 from cute_attn.device.seqlen import Seqlens
@@ -23,6 +21,7 @@ from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
 from layouts.host import coordinate_table, offset_table
 
 FEATURES = (
@@ -74,19 +73,12 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
 @pytest.mark.parametrize(
     ("rest", "text", "words"),
     [
-        ("d64", "warpgroups=4", "warpgroups is 4"),
         ("d64", "tile_n=192", "tile_n is 192"),
-        ("d96", "warpgroups=3,p_in_smem=true,tile_n=64,p_rounded=false,dq_late=0", "warpgroups is 3"),
         ("d64", "tile_m=96", "tile_m is 96"),
         ("d64", "dq_transposed=true", "dq_transposed is true"),
-        ("d64", "take_turns=true,dq_late=0", "take_turns is true"),
         ("d64", "num_stages_ds=3", "num_stages_q, _do, _ds are 2, 2, 3"),
-        ("d64", "dq_vector=3", "dq_vector is 3"),
-        ("d64", "dq_bulk=true,dq_vector=2", "dq_bulk is true and dq_vector is 2"),
-        ("d64", "dq_late=3", "dq_late is 3"),
-        ("d64", "dq_late=2,num_stages_ds=1", "dq_late is 2"),
-        ("d128", "p_rounded=false,dq_late=2", "registers"),
-        ("d64-dropout", "p_rounded=true,dq_late=0", "p_rounded is true"),
+        ("d64", "num_stages_ds=1", "num_stages_ds is 1"),
+        ("d256", "dq_bulk=true", "dq_bulk is true"),
         ("d64", "mask_warps=1", "mask_warps is 1"),
         ("d64-dropout", "mask_warps=4", "mask_warps is 4"),
         (
@@ -128,7 +120,7 @@ def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
     [
         ("d64", ""),
         ("d128", ""),
-        ("d128", "tile_m=80,dq_transposed=true,p_rounded=true"),
+        ("d128", "tile_m=80,dq_transposed=true"),
         ("d96", ""),
         ("d256", ""),
     ],
@@ -279,45 +271,15 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("bf16-d64", True),
-        ("bf16-d128-causal-dropout", True),
-        ("bf16-d64-alibi", True),
-        ("bf16-d64-bias_bf16", True),
-        ("bf16-d64-bias_bf16-bias_grad", True),  # which is dS as it leaves the threads
-        ("bf16-d64-bias_fp32-bias_grad", False),
-        ("bf16-d64-softcap", False),
-        ("bf16-d256", False),  # P in fp32
-        ("fp16-d64", False),
-    ],
-)
-def test_which_gradients_are_made_by_pairs(name, expected):
-    """P and dP - D are multiplied in 16 bits where nobody derives further, and where 16 bits have the range."""
-    kernel = registry.lookup(Traits.parse(f"backward-sm90-{name}"), None, "sm90")
-    assert kernel.ds_by_pairs == expected
-
-
-@pytest.mark.parametrize(
     ("rest", "text"),
     [
-        ("d128", "num_stages_ds=1,dq_late=0"),
-        ("d64-causal", "tile_m=64,p_rounded=false"),
-        ("d64-causal-varlen", "take_turns=true"),
-        ("d64-causal-varlen", "persistent=false"),
-        ("d128", "persistent=false,staggered=true"),
-        ("d64-dropout", "dq_late=0,p_rounded=false,tile_m=64"),
+        ("d64-causal", "tile_m=64"),
+        ("d128", "staggered=false"),
         ("d64-causal-dropout", "mask_warps=1,dq_bulk=true,tile_m=64"),
         ("d128-window-dropout-varlen", "mask_warps=2"),
         ("d96-causal", "dq_bulk=true"),
         ("d128-causal", "dq_bulk=true"),
-        ("d128-window", "take_turns=true"),
         ("d256-window", "num_stages_ds=1"),
-        (
-            "d96-causal",
-            "warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
-            "p_rounded=false,dq_late=0,take_turns=false",
-        ),
         ("d64x192-causal-varlen-seqused_q-seqused_k", ""),
     ],
 )

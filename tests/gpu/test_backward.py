@@ -29,45 +29,34 @@ from tests.problem import Case, Problem, Start
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = launch.new_empty_strided
-_BARE = "dq_bulk=false,take_turns=false,mask_warps=0"
-_PLAIN = "p_in_regs=false,k_in_regs=false,v_in_regs=false,queries_at_once=0"
+_BARE = "dq_bulk=false,mask_warps=0"
+_PLAIN = "p_in_regs=false,v_in_regs=false,queries_at_once=0"
 TILES = {
     "sm80": (
         f"{_PLAIN},tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1",
         f"{_PLAIN},tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=2,stages_q=2,stages_do=1",
         f"{_PLAIN},tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,dkv_warps_m=2,dq_warps_m=1,stages_q=2,stages_do=2",
-        "p_in_regs=true,k_in_regs=false,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,"
+        "p_in_regs=true,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,"
         "sdp_warps_m=1,dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
         "stages_q=1,stages_do=1",
         f"{_PLAIN},v_in_regs=true,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=2,dq_warps_m=2,stages_q=1,"
         "stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1",
-        "p_in_regs=true,k_in_regs=true,v_in_regs=true,queries_at_once=16,tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,"
+        "p_in_regs=true,v_in_regs=true,queries_at_once=16,tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,"
         "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
         "dq_vector=2",
     ),
     "sm90": (
         "num_stages_q=1,num_stages_do=1",
-        f"{_BARE},num_stages_ds=1,dq_late=0",
-        f"{_BARE},dq_vector=1",
-        f"{_BARE},p_in_smem=true,p_rounded=false,dq_late=0",
-        "dq_bulk=false,dq_late=2,take_turns=true",
-        "dq_bulk=true,take_turns=false,mask_warps=0",
-        "dq_bulk=true,take_turns=false,mask_warps=0,dq_late=0,tile_m=64,num_stages_do=1",
-        f"{_BARE},tile_m=64,p_rounded=false,dq_late=1",
-        f"{_BARE},p_rounded=true,dq_late=0",
-        f"{_BARE},p_rounded=true,dq_late=2,tile_m=64",
-        f"{_BARE},p_rounded=true,dq_late=1,tile_m=64",
-        f"{_BARE},warpgroups=1,tile_m=64,tile_n=64,dq_late=0,dq_vector=2",
-        f"{_BARE},warpgroups=3,tile_m=192,tile_n=64,p_in_smem=true,num_stages_q=1,num_stages_do=1,num_stages_ds=1,"
-        "p_rounded=false,dq_late=0",
-        f"{_BARE},dq_transposed=true,tile_m=64,p_rounded=false,dq_late=0",
-        "persistent=false",
-        "persistent=false,staggered=true",
-        "dq_bulk=true,take_turns=true,staggered=true,mask_warps=0",
+        f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64",
+        "p_in_smem=true,tile_m=64,tile_n=64,dq_bulk=false,mask_warps=0,num_stages_ds=1",
+        "dq_bulk=true,mask_warps=0",
+        "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1",
+        f"{_BARE},tile_m=64",
+        f"{_BARE},dq_transposed=true,tile_m=64",
+        "dq_bulk=true,staggered=true,mask_warps=0",
         "mask_warps=1",
-        "take_turns=false,dq_bulk=true,mask_warps=1",
+        "dq_bulk=true,mask_warps=1",
         "mask_warps=2",
-        "dq_bulk=false,take_turns=false,mask_warps=3,warpgroups=1,tile_m=64,tile_n=64,dq_late=0,p_rounded=false",
     ),
 }
 
