@@ -21,12 +21,14 @@ from cute_attn.kernels.backward_sm80 import BackwardSm80
 from cute_attn.kernels.backward_sm90 import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.tiles import TARGETS, Tile
 from cute_attn.traits import PARTS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
+    ("softmax", "sm80", ""): SoftmaxSm80,
     ("backward", "sm80", ""): BackwardSm80,
     ("backward", "sm90", ""): BackwardSm90,
     ("backward_convert", "sm80", ""): BackwardConvert,

@@ -12,9 +12,9 @@ How it is computed (block sizes, warps, stages, ...) is a tile's business: see :
 """
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
-OPS = ("forward", "backward", "backward_preprocess", "backward_convert")
+OPS = ("forward", "softmax", "backward", "backward_preprocess", "backward_convert")
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
@@ -199,6 +199,10 @@ class Traits:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, PARTS))}")
         kept = {name: getattr(self, name) for name in PART_FIELDS}
         return Traits(op, lse_grad=lse_grad, **kept)
+
+    def softmax(self) -> "Traits":
+        """What the kernel computes that writes the probabilities of such a forward, whichever kernel that is."""
+        return replace(self, op="softmax", arch="sm80", head_dim_v=self.head_dim, variant="")
 
     @property
     def causal(self) -> bool:

@@ -10,6 +10,10 @@ The forward's:
     seqlens   Seqlens: int32 tensors or None, and the largest lengths
     softmax_scale, schedule (``ForwardSchedule``), score_args (``EpilogueChain.host_args``), stream
 
+The softmax kernel's, after a forward: mQ, mK, mLSE, seqlens, softmax_scale and score_args as that had them, and
+
+    mSoftmax  (batch, nheads, max_seqlen_q, max_seqlen_k) in the dtype of q, all zeros
+
 The backward's, in three launches with an fp32 workspace between them:
 
     mDO, mDQ, mDK, mDV   as mO, mQ, mK and mV
@@ -96,6 +100,24 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         seqlens_fake(traits),
         Float32(0.0),
         ForwardSchedule(make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=16), Int32(0)),
+        score_args,
+    )
+
+
+def softmax_fake_args(traits: Traits, score_args: tuple) -> tuple:
+    """``__call__``'s arguments of the softmax kernel, without the stream.
+
+    mQ, mK, mLSE, mSoftmax, seqlens, softmax_scale, score_args.
+    """
+    dtype = CUTE_DTYPES[traits.dtype]
+    ndim = 3 if traits.varlen else 4
+    return (
+        rows_fake(dtype, ndim),
+        rows_fake(dtype, ndim),
+        plain_fake(Float32, ndim - 1),
+        plain_fake(dtype, 4),
+        seqlens_fake(traits),
+        Float32(0.0),
         score_args,
     )
 

@@ -84,7 +84,7 @@ BASE = ("sm80", "bf16", 64)
     [
         (
             lambda: Traits("backwards", *BASE),
-            "op is 'backwards'; accepted: 'forward', 'backward', 'backward_preprocess', 'backward_convert'",
+            "op is 'backwards'; accepted: 'forward', 'softmax', 'backward', 'backward_preprocess', 'backward_convert'",
         ),
         (
             lambda: Traits("backward", *BASE, return_softmax=True),

@@ -1,0 +1,255 @@
+"""The probabilities of a forward, for inspection: a launch of its own after the forward, from its LSE.
+
+    S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
+    P = exp(S - LSE)                           0 in rows whose LSE is -inf; rounded to 16 bits
+    the sign bit of P is set where dropout drops the element
+
+A CTA owns tile_m queries of one head. It loads them once, then for each key block that they see:
+
+    wait until all warps have read the block before; load K[j]; wait for it
+    S = Q K[j]^T; epilogues, mask, P, signs
+    store the elements of P that exist, one by one
+
+Key blocks that no query of the CTA sees are not visited: the output has to be all zeros beforehand. Nothing overlaps:
+whoever asks for the matrix waits for memory, whatever the kernel does. cp.async, ldmatrix and mma.sync, so it runs on
+sm80, sm86, sm89 and sm90, beside the forward kernels of all of them.
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows of Q and K
+16-byte aligned with a contiguous last dimension.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute, memory
+
+import layouts
+from cute_attn.device.copy import RowCopy, block_of_rows
+from cute_attn.device.gemm import SmemOperand, gemm
+from cute_attn.device.math import LOG2_E, narrow
+from cute_attn.device.probabilities import probabilities
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.kernels.arguments import CUTE_DTYPES, softmax_fake_args
+from cute_attn.tiles import SoftmaxTile, padded
+from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.query_tiles import QueryGrid, QueryTile
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """What a thread's elements of all score tiles of one query block have in common."""
+
+    place: QueryTile
+    state: ScoreState
+    score_map: ScoreMap
+    lse_log2: cute.Tensor  # (rows): LSE * log2(e)
+    scale_log2: Float32  # unit * log2(e)
+
+
+@dataclass(frozen=True)
+class SoftmaxSm80:
+    """Softmax kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: SoftmaxTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("softmax", "sm80"):
+            return f"it computes softmax-sm80, not {traits.op}-{traits.arch}"
+        if traits.head_dim_v != traits.head_dim:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: {traits.head_dim}, head_dim: it reads no V"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> SoftmaxTile:
+        """The tile that is taken when none is named."""
+        return SoftmaxTile()
+
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return softmax_fake_args(self.traits, self.epilogues.fake_args())
+
+    # ---- layouts, copies and the MMA: override one of these to experiment ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K and P."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    def smem_layout(self, rows: int) -> cute.ComposedLayout:
+        """(rows, padded head_dim, 1) in shared memory."""
+        return layouts.smem_layout(rows, padded(self.traits.head_dim), self.dtype, stages=1)
+
+    def gmem_load(self) -> cute.TiledCopy:
+        """Global to shared memory: cp.async of 16 bytes."""
+        head_dim = padded(self.traits.head_dim)
+        return layouts.gmem_tiled_copy(self.dtype, self.tile.num_threads, head_dim, asynchronous=True)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """Q K^T: warps stacked along the queries."""
+        return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSoftmax: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        nheads, nheads_kv = mQ.shape[-2], mK.shape[-2]
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
+        self.kernel(mQ, mK, mLSE, mSoftmax, seqlens, softmax_scale, score_args, grid, nheads).launch(
+            grid=[m_blocks * nheads * seqlens.batch(mQ), 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSoftmax: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        grid: QueryGrid,
+        nheads: Int32,
+    ) -> None:
+        tile, packed = self.tile, self.traits.varlen
+        thread, _, _ = cute.arch.thread_idx()
+        place = grid.tile(seqlens, tile.tile_m)
+        row0, info = place.row0, place.info
+        if row0 < info.seqlen_q:
+            q = sequence(mQ, place.batch, place.head, info.offset_q, packed)
+            k = sequence(mK, place.batch, place.head_kv, info.offset_k, packed)
+            s_q, s_k = self.shared_memory()
+            self.load(q, s_q, row0 // tile.tile_m, info.seqlen_q, thread)
+            rows = self.query_block(mLSE, seqlens, softmax_scale, score_args, place, nheads, thread)
+            end_row = cutlass.min(row0 + tile.tile_m, info.seqlen_q)
+            blocks = BlockRange.of_queries(rows.state.band, row0, end_row, tile.tile_n)
+            for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                cute.arch.barrier()
+                self.load(k, s_k, block, info.seqlen_k, thread)
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.barrier()
+                acc_s = self.fragment(Float32)
+                acc_s.fill(0.0)
+                scores = rows.score_map.tile(acc_s, row0, block * tile.tile_n)
+                loaded = self.epilogues.load(rows.state, scores)
+                self.multiply(acc_s, s_q, s_k, thread)
+                self.store(mSoftmax, acc_s, scores, loaded, rows)
+            cute.arch.cp_async_wait_group(0)  # for Q, where no key block was visited
+
+    def shared_memory(self) -> tuple[cute.Tensor, cute.Tensor]:
+        """sQ and sK as (rows, padded head_dim, 1)."""
+        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), byte_alignment=1024)
+        areas = self.tile.smem_areas(self.traits)
+
+        def tensor(name: str, rows: int) -> cute.Tensor:
+            pointer = cute.recast_ptr(base + areas[name][0], dtype=self.dtype)
+            return cute.make_tensor(pointer, self.smem_layout(rows))
+
+        return tensor("q", self.tile.tile_m), tensor("k", self.tile.tile_n)
+
+    def fragment(self, dtype: Any) -> cute.Tensor:
+        """Registers for a thread's elements of a score tile."""
+        shape = (self.tile.tile_m, self.tile.tile_n)
+        return cute.make_rmem_tensor(self.tiled_mma().get_slice(0).partition_shape_C(shape), dtype)
+
+    @cute.jit
+    def load(self, g: cute.Tensor, s: cute.Tensor, block: Int32, length: Int32, thread: Int32) -> None:
+        """Start loading a block of rows of one head; those at ``length`` and beyond become zeros."""
+        d, rows = self.traits.head_dim, cute.size(s, mode=[0])
+        row_copy = RowCopy(self.gmem_load(), thread, padded(d), d)
+        tile = block_of_rows(g, block, rows, padded(d))
+        row_copy.copy(tile, s[None, None, 0], length - block * rows, False)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def multiply(self, acc_s: cute.Tensor, s_q: cute.Tensor, s_k: cute.Tensor, thread: Int32) -> None:
+        """acc_s += Q K^T."""
+        tiled_mma = self.tiled_mma()
+        q = SmemOperand.a(tiled_mma, layouts.ldmatrix_copy_a(tiled_mma, self.dtype), s_q, thread)
+        k = SmemOperand.b(tiled_mma, layouts.ldmatrix_copy_b(tiled_mma, self.dtype), s_k, thread)
+        gemm(tiled_mma, acc_s, q, k, Int32(0), 1)
+
+    # ---- device and host alike: cute_attn.emulate runs it ----
+
+    @cute.jit
+    def query_block(
+        self,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        score_args: tuple,
+        place: QueryTile,
+        nheads: Int32,
+        thread: Int32,
+    ) -> QueryBlock:
+        """The epilogues, begun, and the thread's rows of LSE."""
+        chain, info = self.epilogues, place.info
+        context = chain.context(score_args, seqlens, info, place.batch, place.head, nheads, softmax_scale)
+        score_map = ScoreMap.make(self.tiled_mma(), self.tile.tile_m, self.tile.tile_n, thread)
+        if cutlass.const_expr(self.traits.varlen):
+            start = Int64(place.head) * mLSE.stride[0] + info.offset_q
+        else:
+            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
+        g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(info.seqlen_q))
+        lse_log2 = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            row = place.row0 + score_map.query(r)
+            lse = -Float32.inf
+            if row < info.seqlen_q:
+                lse = g_lse[row]
+            lse_log2[r] = Float32.inf if lse == -Float32.inf else lse * LOG2_E
+        return QueryBlock(place, chain.begin(score_args, context), score_map, lse_log2, context.unit * LOG2_E)
+
+    @cute.jit
+    def store(
+        self, mSoftmax: cute.Tensor, acc_s: cute.Tensor, scores: ScoreTile, loaded: tuple, rows: QueryBlock
+    ) -> None:
+        """Products to probabilities with their signs, and those that exist to mSoftmax, one by one."""
+        self.epilogues.forward(rows.state, scores, loaded, True)
+        probabilities(scores, rows.lse_log2, rows.scale_log2)
+        p = cute.make_rmem_tensor_like(acc_s, mSoftmax.element_type)
+        narrow(acc_s, p)
+        p_rows = rows.score_map.view(p)
+        self.epilogues.mark_dropped(rows.state, scores, p_rows)
+        place = rows.place
+        stride_batch, stride_head, stride_row, _ = mSoftmax.stride
+        plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)
+        for r in cutlass.range_constexpr(len(scores.rows)):
+            row = scores.row0 + scores.rows[r]
+            for c in cutlass.range_constexpr(len(scores.cols)):
+                column = scores.col0 + scores.cols[c]
+                if row < place.info.seqlen_q and column < place.info.seqlen_k:
+                    element = plane + (Int64(row) * stride_row + Int64(column))
+                    cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
