@@ -1,10 +1,17 @@
 """A kernel's score tiles on the CPU: its own MMA tiling and epilogues, every thread, compiled for the host.
 
 What a kernel does to scores between its two matrix products is ordinary code that the DSL also compiles for the host.
-Here it runs there, on products that torch has computed: the lengths are read, the key blocks of each query block are
-walked as in the main loop, and each thread in turn does to its elements what it does on the GPU. Where threads exchange
-a number (a row's maximum and sum) they proceed in lock-step instead, phase by phase. For the backward the query blocks
-of each key block are walked, in tiles that may be transposed, from products to the gradients of products.
+Here it runs there, thread by thread, on products that torch has computed, in tiles that may be transposed.
+
+The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
+(``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
+all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
+online softmax's arithmetic, and in a backward P from the LSE and dS from P; of the softmax kernel also its stores.
+
+The emulator's own, so that a fault in a kernel's is not seen: the loops over batches, heads, blocks and threads, which
+stand for schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
+both matrix products, P in fp16; a row's maximum and sum across threads, which proceed in lock-step, phase by phase; and
+exact functions in the place of approximate instructions. ``tests/gpu`` compares whole kernels.
 """
 
 import functools
@@ -121,7 +128,7 @@ def attend_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> Emulated:
-    """A kernel's whole walk over the scores, with everything but the first product done as on the GPU.
+    """What a forward kernel's threads make of the scores, in the emulator's own loop over its blocks.
 
     Args:
         kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
@@ -201,7 +208,7 @@ def differentiate_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> EmulatedGradients:
-    """A backward kernel's whole walk over the scores, with everything between its matrix products done as on the GPU.
+    """What a backward kernel's threads make of the scores, in the emulator's own loop over its blocks.
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
