@@ -7,9 +7,10 @@
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
 # DSL and pytest, test-gpu, the benchmarks and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest
-# or the script.
+# or the script. JOBS=... processes run the CPU tests, 2 by default; each takes about 2 GB.
 
 BASE_PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 export PYTHONUNBUFFERED := 1
 
@@ -34,7 +35,7 @@ demo: $(installed)
 	$(run) -m cute_attn.demo
 
 test: lint types
-	$(run) -m pytest tests/cpu -n 2 -q $(ARGS)
+	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -59,15 +60,18 @@ bench-backward: $(installed_dev)
 bench-shapes: $(installed_dev)
 	$(run) -m bench.shapes $(ARGS)
 
+# Without byte code of everything that is installed, most of which is never loaded: half the time.
+install := $(VENV)/bin/python -m pip install -q --no-compile -c constraints.txt -e
+
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	$(install) .
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(install) ".[dev]"
 	@touch $@ $(VENV)/installed
 
 clean:
