@@ -170,7 +170,6 @@ class Call(NamedTuple):
             varlen=self.packed,
             seqused_q=self.seqused_q is not None,
             seqused_k=self.seqused_k is not None,
-            return_softmax=self.return_softmax and op == "forward",
             bias_grad=bias_grad,
             variant=variant,
         )

@@ -31,6 +31,7 @@ from cute_attn.call import (
     rows_are_regular,
 )
 from cute_attn.counters import multiprocessors, work_counters
+from cute_attn.traits import Traits
 
 _log = logging.getLogger("cute_attn")
 
@@ -131,6 +132,7 @@ class Plan:
 
     Attributes:
         function: launches the kernel, or None where there is nothing to launch.
+        softmax_function: launches the one that writes the probabilities, from LSE; None where they are not asked for.
         kernel: the kernel object, which picks the epilogues' arguments.
         seqlens: the lengths as the kernel takes them, or where tensors are among them, what makes them of those.
         longest: the longest sequences as the kernel takes them, see :attr:`cute_attn.call.Call.longest`.
@@ -145,6 +147,7 @@ class Plan:
     """
 
     function: Callable[..., None] | None
+    softmax_function: Callable[..., None] | None
     kernel: Any
     seqlens: Any
     longest: tuple[int, int]
@@ -193,7 +196,9 @@ class Plan:
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
         schedule = (work_counters(q.get_device()), self.multiprocessors)  # a ForwardSchedule
-        self.function(q, k, v, out, lse, softmax, seqlens, self.softmax_scale, schedule, score_args)
+        self.function(q, k, v, out, lse, seqlens, self.softmax_scale, schedule, score_args)
+        if self.softmax_function is not None:
+            self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
 
 
@@ -349,6 +354,7 @@ def _make_plan(call: Call) -> Plan:
     out_shape, lse_shape, softmax_shape = call.output_shapes()
     plan = Plan(
         function=None,
+        softmax_function=None,
         kernel=None,
         seqlens=None,
         longest=call.longest,
@@ -371,10 +377,12 @@ def _make_plan(call: Call) -> Plan:
         kernel = choose_kernel(call, target)
         check_query_blocks(call, kernel)
         function = compiler.compile(kernel.traits, kernel.tile, target).function
+        softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
     lengths = call[3:7]
     return replace(
         plan,
         function=function,
+        softmax_function=softmax_function,
         kernel=kernel,
         seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *call.longest),
         views=tuple(views(call)),
@@ -384,8 +392,17 @@ def _make_plan(call: Call) -> Plan:
     )
 
 
+def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[..., None]:
+    """What launches the kernel that writes the probabilities after such a forward."""
+    from cute_attn import compiler, registry
+
+    kernel = registry.lookup(forward.softmax(), None, target)
+    check_query_blocks(call, kernel)
+    return compiler.compile(kernel.traits, kernel.tile, target).function
+
+
 def check_query_blocks(call: Call, kernel: Any) -> None:
-    """Raise where a forward kernel would have more blocks of queries than it can count in 32 bits."""
+    """Raise where a forward or softmax kernel would have more blocks of queries than it can count in 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
     packs = call.nheads // getattr(kernel.tile, "pack_heads", 1)
     if call.packed and kernel.traits.arch == "sm90":  # which lists those of all sequences

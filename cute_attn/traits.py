@@ -40,12 +40,11 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "varlen": ("varlen", True),
     "seqused_q": ("seqused_q", True),
     "seqused_k": ("seqused_k", True),
-    "return_softmax": ("return_softmax", True),
     "bias_grad": ("bias_grad", True),
     "lse_grad": ("lse_grad", True),
 }
 # Features that a single op knows.
-_ONLY_IN = {"return_softmax": "forward", "bias_grad": "backward", "lse_grad": "backward_preprocess"}
+_ONLY_IN = {"bias_grad": "backward", "lse_grad": "backward_preprocess"}
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
@@ -68,7 +67,6 @@ class Traits:
         dropout: ``""``, or which of PyTorch's two dropout masks is drawn.
         varlen: q and k are packed along the sequence, with cumulative lengths.
         seqused_q, seqused_k: each batch uses only so many of its queries or keys.
-        return_softmax: the normalised probabilities are written out, the sign bit set where they are dropped. Forward.
         bias_grad: the gradient of the bias is written too. Backward, with a bias.
         lse_grad: the log-sum-exps have a gradient that flows on into q and k. Backward's preprocess.
         variant: name under which a changed kernel class was registered, ``""`` for the package's own.
@@ -91,7 +89,6 @@ class Traits:
     varlen: bool = False
     seqused_q: bool = False
     seqused_k: bool = False
-    return_softmax: bool = False
     bias_grad: bool = False
     lse_grad: bool = False
     variant: str = ""

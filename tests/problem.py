@@ -87,7 +87,6 @@ class Case:
             varlen=self.packed,
             seqused_q=bool(self.seqused_q),
             seqused_k=bool(self.seqused_k),
-            return_softmax=self.return_softmax and op == "forward",
             bias_grad=bool(self.bias) and op == "backward",
         )
 

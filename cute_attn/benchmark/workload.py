@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.traits import PARTS, Traits
+from cute_attn.traits import Traits
 
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 HIDDEN = 2048
@@ -248,12 +248,13 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
     Raises:
         ValueError: the traits have something that no workload has.
     """
-    if traits.op in PARTS:
-        raise ValueError(f"{traits} is a part of a backward; accepted: forward or backward kernels")
-    if traits.epilogues or traits.return_softmax or traits.seqused_q or traits.seqused_k or traits.top_left:
+    if traits.op not in ("forward", "backward"):
         raise ValueError(
-            f"{traits} cannot be timed by name; accepted: no epilogues of your own, return_softmax, seqused or "
-            "top-left masks"
+            f"{traits} is neither a forward nor a backward; accepted: forward or backward kernels"
+        )
+    if traits.epilogues or traits.seqused_q or traits.seqused_k or traits.top_left:
+        raise ValueError(
+            f"{traits} cannot be timed by name; accepted: no epilogues of your own, seqused or top-left masks"
         )
     workload = standard(
         traits.head_dim,

@@ -1,10 +1,9 @@
-"""What every forward writes besides O: log-sum-exps, and for inspection the probabilities."""
+"""What every forward writes besides O: log-sum-exps."""
 
 import cutlass
-from cutlass import Constexpr, Float32, Int64, cute
+from cutlass import Constexpr, Int64, cute
 
-from cute_attn.device.math import LOG2_E, exp2
-from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.score_tile import ScoreMap
 from cute_attn.work.query_tiles import QueryTile
 
 
@@ -28,26 +27,3 @@ def store_lse(
             row = place.row0 + score_map.query(r)
             if row < place.info.seqlen_q:
                 g_lse[row] = lse[r]
-
-
-@cute.jit
-def normalized(tile: ScoreTile, lse: cute.Tensor, scale_log2: Float32) -> None:
-    """Scores in ``tile.acc`` become probabilities under the final log-sum-exps."""
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        lse_log2 = Float32(0.0) if lse[r] == -Float32.inf else lse[r] * LOG2_E
-        for c in cutlass.range_constexpr(len(tile.cols)):
-            tile.acc[r, c] = exp2(tile.acc[r, c] * scale_log2 - lse_log2)
-
-
-@cute.jit
-def store_probabilities(mSoftmax: cute.Tensor, p: cute.Tensor, tile: ScoreTile, place: QueryTile) -> None:
-    """p (rows, cols) of one tile to (batch, nheads, max_seqlen_q, max_seqlen_k), element by element."""
-    stride_batch, stride_head, stride_row, _ = mSoftmax.stride
-    plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)
-    for r in cutlass.range_constexpr(len(tile.rows)):
-        row = tile.row0 + tile.rows[r]
-        for c in cutlass.range_constexpr(len(tile.cols)):
-            column = tile.col0 + tile.cols[c]
-            if row < place.info.seqlen_q and column < place.info.seqlen_k:
-                element = plane + (Int64(row) * stride_row + Int64(column))
-                cute.make_tensor(element, cute.make_layout(1))[0] = p[r, c]

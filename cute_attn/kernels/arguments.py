@@ -6,7 +6,6 @@ The forward's:
     mK        (batch, seqlen_k, nheads_kv, head_dim)    or packed (total_k, nheads_kv, head_dim)
     mV, mO    as mK and mQ, with head_dim_v
     mLSE      (batch, nheads, seqlen_q) fp32            or packed (nheads, total_q)
-    mSoftmax  (batch, nheads, max_seqlen_q, max_seqlen_k) in the dtype of q, or None
     seqlens   Seqlens: int32 tensors or None, and the largest lengths
     softmax_scale, schedule (``ForwardSchedule``), score_args (``EpilogueChain.host_args``), stream
 
@@ -96,7 +95,6 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     return (
         *(rows_fake(dtype, ndim) for _ in range(4)),
         plain_fake(Float32, ndim - 1),
-        plain_fake(dtype, 4) if traits.return_softmax else None,
         seqlens_fake(traits),
         Float32(0.0),
         ForwardSchedule(make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=16), Int32(0)),

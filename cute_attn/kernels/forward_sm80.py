@@ -33,7 +33,7 @@ import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.math import LOG2_E, anew, opaque
-from cute_attn.device.output import normalized, store_lse, store_probabilities
+from cute_attn.device.output import store_lse
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
@@ -171,7 +171,6 @@ class ForwardSm80:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
         schedule: ForwardSchedule,
@@ -186,7 +185,7 @@ class ForwardSm80:
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         self.kernel(
-            mQ, mK, mV, mO, mLSE, mSoftmax, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
+            mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
         ).launch(grid=[m_blocks * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     # ---- device ----
@@ -199,7 +198,6 @@ class ForwardSm80:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
@@ -231,8 +229,6 @@ class ForwardSm80:
             thread = opaque(thread)
             score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
             store_lse(mLSE, lse, score_map, place, self.traits.varlen)
-            if cutlass.const_expr(self.traits.return_softmax):
-                self.store_softmax(mSoftmax, lse, work, place)
             o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
             self.store_output(o, s_o, work, place, thread)
 
@@ -477,33 +473,13 @@ class ForwardSm80:
         copy_o = RowCopy(self.gmem_store(dv), thread, padded(dv), dv)
         copy_o.copy(s_o, g_o, place.info.seqlen_q - place.row0, False)
 
-    @cute.jit
-    def store_softmax(self, mSoftmax: cute.Tensor, lse: cute.Tensor, work: Work, place: QueryTile) -> None:
-        """A second walk over the key blocks, now that LSE is known, that writes P with its signs. For inspection."""
-        for i in cutlass.range(work.blocks.end - work.blocks.begin, unroll=1):
-            block = work.blocks.begin + i
-            cute.arch.barrier()
-            work.load_k.start(block, 0, False)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.barrier()
-            acc_s, loaded = self.scores(work, block, Int32(0))
-            tile = self.score_tile(work, block, acc_s, work.thread)
-            self.epilogues.forward(work.state, tile, loaded, True)
-            normalized(tile, lse, work.softmax.scale_log2)
-            p = cute.make_rmem_tensor_like(acc_s, self.dtype)
-            p.store(acc_s.load().to(self.dtype))
-            p_rows = self.by_rows(work, p)
-            self.epilogues.mark_dropped(work.state, tile, p_rows)
-            store_probabilities(mSoftmax, p_rows, tile, place)
-
 
 def _burden(traits: Traits) -> str:
     """What the epilogues ask of a thread beside its scores: a key of the tables in ``_TILES``."""
     modified = traits.softcap or traits.alibi
-    if traits.dropout == "mem_efficient" or (traits.bias and (traits.dropout or traits.return_softmax)):
+    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
         return "most"
-    if traits.bias == "fp32" or traits.return_softmax:
+    if traits.bias == "fp32":
         return "much"
     if traits.bias or traits.epilogues or (traits.dropout and modified):
         return "more"

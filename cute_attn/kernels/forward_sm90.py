@@ -65,7 +65,7 @@ from cute_attn.kernels.forward_sm90_parts import (
     make_fragments,
     shared_memory,
 )
-from cute_attn.kernels.forward_sm90_store import store_output, store_softmax, wait_for_stores
+from cute_attn.kernels.forward_sm90_store import store_output, wait_for_stores
 from cute_attn.kernels.forward_sm90_tiles import preferred_tiles, tile_for_lengths
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
@@ -191,11 +191,6 @@ class ForwardSm90:
         return self.traits.varlen or self.traits.seqused_k
 
     @property
-    def walks(self) -> int:
-        """How often K and V are walked over: once more to write the probabilities, when LSE is known."""
-        return 2 if self.traits.return_softmax else 1
-
-    @property
     def may_hide_rows(self) -> bool:
         """Whether a speculative kernel's rows may have seen no key though they have passed all masks: by a bias."""
         return self.tile.speculative and self.epilogues.may_mask_rows
@@ -203,7 +198,7 @@ class ForwardSm90:
     @property
     def releases_q_late(self) -> bool:
         """Whether Q's shared memory is needed until the output has been stored."""
-        return self.tile.share_qo_smem or self.traits.return_softmax
+        return self.tile.share_qo_smem
 
     # ---- host ----
 
@@ -215,7 +210,6 @@ class ForwardSm90:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        mSoftmax: cute.Tensor | None,
         seqlens: Seqlens,
         softmax_scale: Float32,
         schedule: ForwardSchedule,
@@ -225,9 +219,7 @@ class ForwardSm90:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
         key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
-        order = QueryTileOrder.make(
-            seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal
-        )
+        order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
             self.tma(load, mQ, 64, traits.head_dim, tile.pack_heads),
@@ -237,7 +229,7 @@ class ForwardSm90:
         )
         tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
         problem = Problem(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
-        self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE, mSoftmax)).launch(
+        self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE)).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
@@ -394,15 +386,13 @@ class ForwardSm90:
         lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
         softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
         store_lse(outputs.mLSE, lse, self.score_map(thread), tile, self.traits.varlen)
-        if cutlass.const_expr(self.traits.return_softmax):
-            store_softmax(self, outputs.mSoftmax, lse, work, tile)
         store_output(self, outputs, shared, fragments, tile, crew.group, thread % WARPGROUP)
         if brings_queries(self, blocks):
             if cutlass.const_expr(self.releases_q_late):
                 wait_for_stores(self, crew.group, thread % WARPGROUP)
                 shared.ring_q.release(queries)
             queries += 1
-            keys += (blocks.end - blocks.begin) * self.walks
+            keys += blocks.end - blocks.begin
         return Fillings(queries, keys)
 
     @cute.jit

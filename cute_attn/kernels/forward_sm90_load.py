@@ -69,7 +69,7 @@ def load_tile(
     if blocks.begin < blocks.end:
         claimed = load_blocks(kernel, inputs, shared, tile, blocks, filled, claims)
         queries += 1
-        keys += (blocks.end - blocks.begin) * kernel.walks
+        keys += blocks.end - blocks.begin
     else:
         if cutlass.const_expr(claims is not None):
             claimed = claims.claim()
@@ -138,12 +138,6 @@ def load_blocks(
     end = keys + last - blocks.begin
     ring_v.acquire(end)
     inputs.v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
-    if cutlass.const_expr(kernel.walks == 2):
-        for i in cutlass.range(count, unroll=1):
-            ring_k.acquire(end + 1 + i)
-            inputs.k.load(g_k, last - i, shared.s_k, ring_k, end + 1 + i)
-            ring_v.acquire(end + 1 + i)  # unread, but so the rings' fillings keep one number
-            inputs.v.load(g_v, last - i, shared.s_v, ring_v, end + 1 + i)
     return claimed
 
 

@@ -66,7 +66,6 @@ class Outputs:
     tma_o: Tma
     mO: cute.Tensor
     mLSE: cute.Tensor
-    mSoftmax: cute.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,18 @@
-"""How the Hopper forward's results, and where they have to its probabilities, leave a warpgroup's registers."""
+"""How the Hopper forward's results leave a warpgroup's registers."""
 
 from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
-from cutlass.cute.nvgpu import warpgroup
 
 import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import narrow
-from cute_attn.device.output import normalized, store_probabilities
 from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
-from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared, TileContext
+from cute_attn.kernels.forward_sm90_parts import Fragments, Outputs, Shared
 from cute_attn.tiles import padded
 from cute_attn.work.query_tiles import QueryTile
-
-
-@cute.jit
-def store_softmax(
-    kernel: Constexpr, mSoftmax: cute.Tensor, lse: cute.Tensor, work: TileContext, place: QueryTile
-) -> None:
-    """The second walk over the key blocks, which writes P with its signs. For inspection."""
-    shared, blocks = work.shared, work.blocks
-    for i in cutlass.range(blocks.end - blocks.begin, unroll=1):
-        n = work.first_filling + (blocks.end - blocks.begin) + i
-        tile, acc_s, loaded = kernel.score_tile(work, blocks.end - 1 - i, n)
-        shared.ring_k.wait(n)
-        kernel.start_qk(work, acc_s, n)
-        warpgroup.wait_group(0)
-        shared.ring_k.release(n)
-        shared.ring_v.wait(n)
-        shared.ring_v.release(n)
-        kernel.epilogues.forward(work.state, tile, loaded, True)
-        normalized(tile, lse, work.softmax.scale_log2)
-        p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
-        narrow(acc_s, p)
-        p_rows = work.score_map.view(p)
-        kernel.epilogues.mark_dropped(work.state, tile, p_rows)
-        store_probabilities(mSoftmax, p_rows, tile, place)
 
 
 @cute.jit

@@ -12,6 +12,7 @@ SHORT = 1024
 FEW = 64
 """The most queries whose heads are packed into blocks, which they would fill by half or less on their own."""
 
+
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
     """What takes the default's place for sequences of such lengths, with ``group`` query heads to a key head."""
     short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT else None
@@ -38,7 +39,7 @@ def short_tile(traits: Traits) -> ForwardSm90Tile | None:
     """For sequences of up to ``SHORT``: narrow steps waste less at the edges, small blocks run beside each other."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
-    if laden or traits.return_softmax or 64 < d <= 128:
+    if laden or 64 < d <= 128:
         return None
     if d <= 64:
         return ForwardSm90Tile(64, 64, speculative=True, blocks_per_sm=3)
@@ -58,7 +59,7 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
 
 def _staged_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
     """For a bias that comes by TMA, if it is all that is added."""
-    laden = traits.epilogues or traits.dropout or traits.softcap or traits.alibi or traits.return_softmax
+    laden = traits.epilogues or traits.dropout or traits.softcap or traits.alibi
     if laden or traits.bias not in ("fp16", "bf16") or d > 128:
         return []
     if d <= 64:

@@ -12,7 +12,7 @@ SM90_SHARED_MEMORY = 233_472
 
 def may_pack_heads(traits: Traits) -> bool:
     """Whether nothing but ALiBi's slope depends on a row's head, so that rows of several heads can be one block's."""
-    return not (traits.bias or traits.dropout or traits.epilogues or traits.return_softmax)
+    return not (traits.bias or traits.dropout or traits.epilogues)
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ class ForwardSm90Tile(Tile):
             return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64, of a warpgroup's 64 rows"
         if self.pack_heads > 1 and not may_pack_heads(traits):
             return (
-                f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout, users' epilogues or "
-                f"return_softmax, for {traits}"
+                f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout or users' epilogues, "
+                f"for {traits}"
             )
         if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.NOTES_START:
             return f"num_stages is {self.num_stages}; accepted: few enough for {self.NOTES_START} bytes of barriers"

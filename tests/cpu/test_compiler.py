@@ -363,7 +363,6 @@ OTHER = {
     "varlen": True,
     "seqused_q": True,
     "seqused_k": True,
-    "return_softmax": True,
     "variant": "",
     "bias_grad": True,
     "lse_grad": True,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn import attention, attention_varlen, compiler, launch, ops, registry
 from cute_attn.call import NUM_TENSORS, Call
 from cute_attn.interface import draw_rng_state
+from cute_attn.traits import Traits
 
 BF16 = torch.bfloat16
 
@@ -269,13 +270,38 @@ def test_a_kernel_gets_the_call(recorder):
     ((traits, tile, target),) = recorder.built
     assert traits.name == "forward-sm80-bf16-d16x8-causal" and tile.tile_n == 32 and target == "sm90"
     (arguments,) = recorder.launched
-    m_q, m_k, m_v, m_o, m_lse, m_softmax, seqlens, scale, schedule, score_args = arguments
-    assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse and m_softmax is None
+    m_q, m_k, m_v, m_o, m_lse, seqlens, scale, schedule, score_args = arguments
+    assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse
     assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
     assert tuple(seqlens) == (None, None, None, None, 9, 11) and schedule == (COUNTERS, 132)
     assert not any(
         isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
     )
+
+
+@pytest.mark.parametrize("kernel", ["", "sm80"])
+def test_the_softmax_is_a_launch_of_its_own(recorder, kernel):
+    """After the forward, from its LSE and with its arguments; the forward is the same without it."""
+    q, k, v = kernel_inputs()
+    options = {"causal": True, "dropout_p": 0.5, "softmax_scale": 0.3, "return_lse": True, "kernel": kernel}
+    attention(q, k, v, **options)
+    for _ in range(2):
+        _, lse, softmax = attention(q, k, v, bias=randn(1, 1, 1, 11), **options, return_softmax=True)
+    attention(q, k, v, bias=randn(1, 1, 1, 11), **options)
+    arch = kernel or "sm90"
+    names = [
+        f"forward-{arch}-bf16-d16x8-causal-dropout",
+        f"forward-{arch}-bf16-d16x8-causal-bias_fp32-dropout",
+    ]
+    forward_of_none, forward, second, again = recorder.built
+    assert [str(built[0]) for built in (forward_of_none, forward)] == names and again == forward
+    assert str(second[0]) == "softmax-sm80-bf16-d16-causal-bias_fp32-dropout"
+    assert len(recorder.launched) == 6
+    m_q, m_k, m_lse, m_softmax, seqlens, scale, score_args = recorder.launched[4]
+    before = recorder.launched[3]
+    assert m_q is q and m_k is k and m_lse is lse is before[4] and m_softmax is softmax
+    assert seqlens is before[5] and scale == 0.3 and score_args is before[-1]
+    assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.any()
 
 
 def test_the_second_call_plans_nothing(recorder, monkeypatch):
@@ -370,7 +396,7 @@ def test_packed_sequences_are_no_longer_than_all_rows(recorder, name):
 def test_an_epilogue_sees_the_lengths_that_were_stated(scale_keys, recorder):
     q, k, v = (x[0] for x in kernel_inputs())
     attention_varlen(q, k, v, CU_Q, CU_K, 2**23, 2**16, epilogues={"scale_keys": (randn(11), 0.5)})
-    assert recorder.launched[0][6][4:6] == (2**23, 2**16)
+    assert recorder.launched[0][5][4:6] == (2**23, 2**16)
 
 
 def test_a_grid_ends_where_32_bits_do(recorder):
@@ -385,6 +411,16 @@ def test_a_grid_ends_where_32_bits_do(recorder):
     ):
         attention_varlen(q, k, k, cu_seqlens, cu_seqlens, 512 * 64, **options)
     assert len(recorder.launched) == 1
+
+
+def test_the_grid_of_the_softmax_ends_there_too(recorder):
+    x = torch.zeros(16, dtype=BF16).expand(2**28, 128, 4, 16)
+    each = f"q has {2**28} sequences of 4 heads of 2 blocks of 64 queries, {2**31} in all; accepted"
+    with pytest.raises(ValueError, match=each):
+        attention(x, x, x, kernel="sm80", return_softmax=True)
+    launch.check_query_blocks(
+        call(x, x, x), registry.lookup(Traits("forward", "sm80", "bf16", 16), "tile_m=128", "sm90")
+    )
 
 
 def many(sequences, heads):
@@ -463,7 +499,7 @@ def test_rows_that_no_thread_writes_are_zero(recorder):
     used = torch.tensor([2, 0, 5], dtype=torch.int32)
     out, lse = attention_varlen(q, k, v, CU_Q, CU_K, 5, 5, seqused_q=used, return_lse=True)
     assert not out.any() and (lse == -math.inf).all()
-    assert recorder.launched[0][6][2] is used
+    assert recorder.launched[0][5][2] is used
 
 
 def test_wrong_metadata_never_reaches_a_kernel(recorder):

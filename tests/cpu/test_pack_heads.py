@@ -56,12 +56,15 @@ def test_rows_are_queries_of_their_heads(name, heads, features):
         (replace(PACKED, pack_heads=3), TRAITS, "pack_heads is 3; accepted: 1, 2, 4"),
         (replace(PACKED, pack_heads=128), TRAITS, "pack_heads is 128; accepted: 1, 2, 4"),
         *(
-            (PACKED, replace(TRAITS, **feature), "pack_heads is 8; accepted: 1 with a bias, dropout, users' ")
+            (
+                PACKED,
+                replace(TRAITS, **feature),
+                "pack_heads is 8; accepted: 1 with a bias, dropout or users' ",
+            )
             for feature in (
                 {"bias": "bf16"},
                 {"dropout": "flash"},
                 {"epilogues": ("mine",)},
-                {"return_softmax": True},
             )
         ),
     ],

@@ -38,7 +38,6 @@ traits = st.builds(
     varlen=flags,
     seqused_q=flags,
     seqused_k=flags,
-    return_softmax=flags,
     variant=st.sampled_from(("", "padded")),
 )
 tiles = st.builds(

@@ -87,8 +87,8 @@ BASE = ("sm80", "bf16", 64)
             "op is 'backwards'; accepted: 'forward', 'softmax', 'backward', 'backward_preprocess', 'backward_convert'",
         ),
         (
-            lambda: Traits("backward", *BASE, return_softmax=True),
-            "return_softmax is True with op 'backward'; accepted: with op 'forward'",
+            lambda: Traits("softmax", *BASE, bias="bf16", bias_grad=True),
+            "bias_grad is True with op 'softmax'; accepted: with op 'backward'",
         ),
         (
             lambda: Traits("forward", *BASE, bias="bf16", bias_grad=True),

@@ -40,8 +40,13 @@ def built(request: pytest.FixtureRequest) -> None:
 def forward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward, with the tiles that its lengths, and a bias that TMA cannot read, are given if none is named."""
+    """The forward, with the tiles that its lengths, and a bias that TMA cannot read, are given if none is named.
+
+    And what writes its probabilities, where the case asks for them.
+    """
     traits = case.traits(arch)
+    if case.return_softmax:
+        yield traits.softmax(), None, target
     if tile:
         yield traits, tile, target
         return

@@ -74,8 +74,9 @@ def test_the_kernels_mask_is_pytorchs(mask, shape, dropout_p, arch):
     out, softmax = attention(q, k, v, **options, return_softmax=True, kernel=arch)
     assert torch.equal(~softmax.signbit(), keep)
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
-    # The softmax matrix may take another tile, so the sums' order and with it the last bit of the output differ.
-    torch.testing.assert_close(attention(q, k, v, **options, kernel=arch), out, atol=0.01, rtol=0.016)
+    assert torch.equal(attention(q, k, v, **options, kernel=arch), out), (
+        "the forward knows nothing of the matrix"
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
