@@ -112,6 +112,7 @@ def _run(name: str, *arguments: str) -> None:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [name, *arguments]
+        sys.path.insert(0, str(Path(name).parent))
         runpy.run_path(name, run_name="__main__")
 
 

@@ -22,7 +22,7 @@ SASS = {
 
 def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--every-default")
+        whole = metafunc.config.getoption("--every-default", default=False)
         metafunc.parametrize("default", every() if whole else cover(every()), ids=str)
 
 

@@ -1,8 +1,6 @@
 """The examples run as they are, and what they teach holds: a layout or an epilogue from outside the package."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.traits import Traits
+from tests import processes
 from tests.tilings import TILINGS, Scores
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,9 +31,7 @@ def load(name):
 
 @pytest.mark.parametrize("name", ["custom_layout", "custom_epilogue"])
 def test_runs_as_a_script(name):
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "CUDA_VISIBLE_DEVICES": ""}
-    script = EXAMPLES / f"{name}.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    done = processes.run(str(EXAMPLES / f"{name}.py"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" 0 bytes spilled") == 3, done.stdout
     assert "No GPU here" in done.stdout
