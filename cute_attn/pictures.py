@@ -50,6 +50,15 @@ def _forward_sm90(kernel: Any) -> Things:
     return _forward_operands(kernel) | bias | others
 
 
+def _softmax(kernel: Any) -> Things:
+    return {
+        "smem-q": lambda: kernel.smem_layout(kernel.tile.tile_m),
+        "smem-k": lambda: kernel.smem_layout(kernel.tile.tile_n),
+        "copy-gmem-to-smem": kernel.gmem_load,
+        "mma": kernel.tiled_mma,
+    }
+
+
 def _forward_operands(kernel: Any) -> Things:
     traits, tile = kernel.traits, kernel.tile
     return {
@@ -102,6 +111,7 @@ def _convert(kernel: Any) -> Things:
 _THINGS: dict[tuple[str, str], Callable[[Any], Things]] = {
     ("forward", "sm80"): _forward_sm80,
     ("forward", "sm90"): _forward_sm90,
+    ("softmax", "sm80"): _softmax,
     ("backward", "sm80"): _backward_sm80,
     ("backward", "sm90"): _backward_sm90,
     ("backward_convert", "sm80"): _convert,

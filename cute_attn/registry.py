@@ -135,8 +135,8 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that stand for all that a user gets without naming a tile; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; and on the targets with the least shared memory what has the most to keep in it. Of the backward's small
-    parts, which know of no scores, a few.
+    dims; and on the targets with the least shared memory what has the most to keep in it. A few of the softmax kernel,
+    which has one tile for all, and of the backward's small parts, which know of no scores.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
@@ -145,6 +145,10 @@ def defaults() -> list[tuple[Traits, str]]:
         targets = RUNS_ON[arch]
         if op in PARTS:
             pairs += _part_defaults(op, arch)
+            continue
+        if op == "softmax":
+            pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]
+            pairs += [(Traits(op, arch, "fp16", 64, **extra), targets[-1]) for extra in _features(op)]
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

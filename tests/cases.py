@@ -141,6 +141,29 @@ def _softmax() -> list[Case]:
         Case("softmax-causal-dropout", causal=True, dropout_p=0.3, logits=8.0, **odd, **GQA),
         Case("softmax-mem_efficient", **FEATURES["mem_efficient"], **odd, **GQA),
         Case("softmax-varlen-dropout", dropout_p=0.3, return_softmax=True, **VARLEN),
+        Case(
+            "softmax-everything-window",
+            dropout_p=0.3,
+            window=(37, 20),
+            head_dim=128,
+            layout="padded",
+            **ALL,
+            **odd,
+        ),
+        Case(
+            "softmax-bias-hides-d256", bias="fp32", bias_hides=True, head_dim=256, dtype="fp16", **odd, **MQA
+        ),
+        Case("softmax-long-q", causal=True, head_dim=40, head_dim_v=72, **(odd | {"seqlen_q": 300}), **GQA),
+        Case(
+            "softmax-varlen-seqused",
+            seqused_q=USED_Q,
+            seqused_k=USED_K,
+            causal=True,
+            return_softmax=True,
+            **VARLEN,
+        ),
+        Case("softmax-few-queries", seqlen_q=3, seqlen_k=300, nheads=16, nheads_kv=2, return_softmax=True),
+        Case("softmax-no-keys", seqlen_q=5, seqlen_k=0, return_softmax=True),
     ]
 
 
