@@ -17,10 +17,10 @@ from typing import Any
 
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
-from cute_attn.kernels.backward_sm80 import BackwardSm80
-from cute_attn.kernels.backward_sm90 import BackwardSm90
+from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
+from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.tiles import TARGETS, Tile
 from cute_attn.traits import PARTS, Traits

@@ -20,7 +20,7 @@ from cute_attn import (
 )
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.interface import draw_rng_state
-from cute_attn.kernels.backward_sm90_tiles import staged_tiles
+from cute_attn.kernels.backward_sm90.heuristics import staged_tiles
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
 from tests.checks import GRADIENT, check, check_backward
 from tests.gpu.archs import runnable_archs

@@ -1,0 +1,112 @@
+"""Which tile the Ampere backward takes when none is named."""
+
+import dataclasses
+from typing import Any
+
+from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile
+from cute_attn.traits import Traits
+
+
+def _burden(traits: Traits) -> int:
+    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 5.
+
+    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: what a derivative needs, or a mask of dropout; 4: a mask
+    that leaves still fewer registers; 5: dropout and something else.
+    """
+    saves = bool(traits.softcap or traits.epilogues)  # for their derivatives
+    lengths = bool(traits.varlen or traits.seqused_q or traits.seqused_k)
+    large = traits.head_dim + traits.head_dim_v > 128
+    if traits.dropout:
+        many_words = traits.dropout == "mem_efficient"
+        if saves or traits.bias or traits.alibi or (many_words and lengths and large):
+            return 5
+        needy = lengths if large else many_words
+        return 4 if needy else 3
+    if saves:
+        return 3
+    if traits.bias:
+        return 2
+    if traits.windowed and lengths and not large:
+        return 4
+    return 1 if traits.alibi or (lengths and large) else 0
+
+
+def _tile(
+    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, **fields: Any
+) -> BackwardSm80Tile:
+    """sdp, dkv, dq: warps along M in S, in dK and in dQ."""
+    return BackwardSm80Tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
+
+
+def _in_regs(queries_at_once: int, sdp_unroll: int, dq_unroll: int) -> BackwardSm80Tile:
+    """P and dS in registers: four warps of 32 keys, so that two blocks share a multiprocessor."""
+    return BackwardSm80Tile(
+        *(64, 128, 4, 1, 4, 2),
+        p_in_regs=True,
+        queries_at_once=queries_at_once,
+        sdp_unroll=sdp_unroll,
+        dq_unroll=dq_unroll,
+    )
+
+
+_ONE_STAGE = {"stages_q": 1, "stages_do": 1}
+# The larger head dim -> tiles, each with the largest burden that it bears. Of those that bear that of the traits, the
+# first that fits them and the target is the default. None spills.
+_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
+    64: [
+        (0, _in_regs(32, 0, 0)),
+        (3, _in_regs(32, 0, 4)),
+        (4, _in_regs(16, 2, 2)),
+        (5, _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)),
+    ],
+    96: [
+        (0, _tile(64, 128, 8, 2, 4, 4)),
+        (2, _tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2)),
+        (5, _tile(64, 64, 8, 4, 4, 4)),
+    ],
+    128: [
+        (0, _tile(64, 128, 8, 2, 4, 2)),
+        (1, _tile(64, 128, 8, 2, 4, 2, dkv_unroll=2)),
+        (2, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)),
+        (3, _tile(64, 128, 8, 2, 4, 2, dkv_unroll=2)),
+        (4, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)),
+        (5, _tile(64, 64, 8, 4, 2, 2)),
+    ],
+    192: [
+        (0, _tile(64, 64, 8, 4, 2, 2)),
+        (2, _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)),
+        (5, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)),
+    ],
+    256: [
+        (0, _tile(64, 64, 8, 4, 2, 2, **_ONE_STAGE)),
+        (2, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE)),
+        (4, _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=1)),
+        (5, _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1)),
+        (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
+    ],
+}
+# The same for targets with less than 100 KB of shared memory a multiprocessor.
+_SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
+    64: [(5, _tile(64, 128, 8, 2, 4, 2, dq_unroll=2))],
+    96: [(5, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2))],
+    128: [(5, _tile(64, 64, 8, 4, 2, 2, stages_do=1))],
+    160: [(5, _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE))],
+    192: [(5, _tile(64, 32, 8, 4, 2, 2, **_ONE_STAGE))],
+    256: [(5, _tile(64, 32, 8, 4, 2, 2, v_in_regs=True, dq_unroll=1, **_ONE_STAGE))],
+}
+FIT_ALWAYS = [
+    _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
+    _tile(32, 32, 4, 2, 2, 2, dq_unroll=1, **_ONE_STAGE),
+]
+
+
+def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """Best first."""
+    tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
+    largest = max(traits.head_dim, traits.head_dim_v)
+    tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
+    # Reductions of single floats take registers too.
+    burden = max(_burden(traits), 1 if target == "sm80" and largest > 192 else 0)
+    fitting = [tile for most, tile in tiles if most >= burden]
+    vector = 4 if target == "sm90" else 1
+    return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

@@ -1,0 +1,688 @@
+"""The Ampere backward: gradients of attention with cp.async, ldmatrix and mma.sync. Runs on sm80, sm86, sm89 and sm90.
+
+    S  = epilogues(softmax_scale * Q K^T)           (seqlen_q, seqlen_k), one tile at a time, in registers
+    P  = exp(S - LSE)
+    dP = dO V^T
+    dS = epilogues'(P * (keep * dP - D))            D = rowsum(dO * O) of the preprocess
+    dV = (keep * P)^T dO,  dK = dS^T Q,  dQ = dS K  times constants, which are applied at the very end
+
+A block owns tile_n keys of one kv head, whose K and V stay in shared memory and whose dK and dV stay in registers, and
+walks over the query blocks that see them, of every query head of the group. A step:
+
+    wait Q[i], dO[i]; start Q, dO[i + 1]
+    S = Q K^T; P;  dP = dO V^T; dS                  P and dS in 16 bits to shared memory
+    dV += P^T dO; dK += dS^T Q
+    dQ[i] += dS K                                   fp32 reductions into global memory
+
+Dropout's mask is drawn before S, when few registers hold anything, and is a bit an element until it is needed.
+
+With ``p_in_regs`` the scores are computed transposed and P and dS are operands of dV and dK as they are: only dS passes
+through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
+rows 16-byte aligned with a contiguous last dimension.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+
+import layouts
+from cute_attn.device import dq
+from cute_attn.device.accumulate import add_fragment
+from cute_attn.device.copy import RowCopy, block_of_rows
+from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
+from cute_attn.device.key_order import KeyBlocks, KeyOrder, KeySchedule
+from cute_attn.device.math import LOG2_E, anew, opaque
+from cute_attn.device.probabilities import probabilities, score_gradient, start_from
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
+from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
+from cute_attn.kernels.backward_sm80.loads import BlockLoad
+from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
+from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
+
+_BAND = ("left", "right", "seqlen_k")
+_BLOCKS = ("full_begin", "full_end", "end")
+PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
+"""Numbers that are the same in all threads and wait in shared memory, as 64 bits. Compilers keep what comes from a
+kernel's arguments in registers all through the loop, and spill it; shared memory they read anew after every barrier."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory. Q and dO lie in pieces of the queries that are in registers at a time."""
+
+    k: cute.Tensor  # (tile_n, head_dim, 1)
+    v: cute.Tensor  # (tile_n, head_dim_v, 1)
+    q: cute.Tensor  # (queries, head_dim, piece and stage)
+    do: cute.Tensor  # (queries, head_dim_v, piece and stage)
+    p: cute.Tensor | None  # (tile_m, tile_n, 1)
+    ds: cute.Tensor  # (tile_m, tile_n, 1), or transposed
+    lse: cute.Tensor  # (tile_m, stage)
+    minus_d: cute.Tensor  # (tile_m, stage)
+    dk: cute.Tensor  # (tile_n, head_dim)
+    dv: cute.Tensor  # (tile_n, head_dim_v)
+    parked: cute.Tensor  # Int64, see PARKED
+
+    def number(self, name: str) -> cute.Tensor:
+        """(1,): a parked number."""
+        return cute.make_tensor(self.parked.iterator + PARKED.index(name), cute.make_layout(1))
+
+    def parked_int(self, name: str) -> Int32:
+        """A parked number that has 32 bits."""
+        return Int32(self.number(name)[0])
+
+    def park(self, **numbers: Int64 | Int32) -> None:
+        """Every thread stores them, and all the same ones; compilers would keep what they are widened to."""
+        for name, number in numbers.items():
+            self.parked[PARKED.index(name)] = Int64(opaque(number))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The operands of the five products, as they are read from shared memory, and the MMAs that multiply them."""
+
+    mma_sdp: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    q: SmemOperand
+    k: SmemOperand
+    do: SmemOperand
+    v: SmemOperand
+    p_t: SmemOperand | None
+    do_t: SmemOperand
+    ds_t: SmemOperand | None
+    q_t: SmemOperand
+    ds: SmemOperand
+    k_t: SmemOperand
+    p_out: SmemResult | None
+    ds_out: SmemResult
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dK and dV of a block, accumulated in fp32 registers."""
+
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a block works on for one query head, and everything a step needs of it."""
+
+    memory: Memory
+    operands: Operands
+    gradients: Gradients
+    load_q: BlockLoad
+    load_do: BlockLoad
+    blocks: BlockRange
+    state: ScoreState
+    dq_blocks: cute.Pointer  # query block by query block
+    key0: Int32
+    scale_log2: Float32
+    thread: Int32
+
+
+@dataclass(frozen=True)
+class BackwardSm80:
+    """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: BackwardSm80Tile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("backward", "sm80"):
+            return f"it computes backward-sm80, not {traits.op}-{traits.arch}"
+        return EpilogueChain.decline(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
+        """The tile that is taken when none is named."""
+        return first_that_fits([*preferred_tiles(traits, target), FIT_ALWAYS[0]], traits, target)
+
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return backward_fake_args(self.traits, self.epilogues.fake_args())
+
+    def score_args(self, inputs: ScoreInputs) -> tuple:
+        """The epilogues' arguments of one launch."""
+        return self.epilogues.host_args(inputs)
+
+    # ---- layouts, copies and the MMAs: override one of these to experiment ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K, V, dO and the gradients."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
+        """(rows, cols[, stages]) in shared memory."""
+        return layouts.smem_layout(rows, cols, self.dtype, stages=stages)
+
+    def gmem_copy(self, head_dim: int, asynchronous: bool) -> cute.TiledCopy:
+        """Rows between global and shared memory: cp.async or stores, of 16 bytes."""
+        return layouts.gmem_tiled_copy(
+            self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=asynchronous
+        )
+
+    def mma_sdp(self) -> cute.TiledMma:
+        """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
+        tile = self.tile
+        warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
+        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=warps_n)
+
+    def mma_dkv(self) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q."""
+        tile = self.tile
+        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K, the same for the convert that reads what this kernel has added."""
+        return dq.mma_dq(self.traits, self.tile)
+
+    @property
+    def scores_shape(self) -> tuple[int, int]:
+        """(M, N) of a scores' accumulator."""
+        tile = self.tile
+        return (tile.tile_n, tile.queries) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mDO: cute.Tensor,
+        mLSElog2: cute.Tensor,
+        mMinusD: cute.Tensor,
+        mDQaccum: cute.Tensor,
+        mDK: cute.Tensor,
+        mDV: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        schedule: KeySchedule,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        nheads = mQ.shape[-2]
+        group = nheads // cutlass.max(mK.shape[-2], 1)
+        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
+        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
+        # As an argument it takes no register. The cap is the first of the epilogues' arguments.
+        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
+        inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
+        outputs = (mDQaccum, mDK, mDV)
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, group)
+        rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
+        # Launches follow each other, so that no two blocks add to the same accumulator in an order of their own.
+        for skipped in cutlass.range(
+            0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
+        ):
+            self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped).launch(
+                grid=[order.blocks, 1, 1],
+                block=[self.tile.num_threads, 1, 1],
+                stream=stream,
+                min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
+            )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        inputs: tuple,
+        outputs: tuple,
+        seqlens: Seqlens,
+        scalars: tuple,
+        score_args: tuple,
+        order: KeyOrder,
+        skipped: Int32,
+    ) -> None:
+        # All keys that exist have gradients, those that are not used too.
+        place = place_of(order, seqlens, anew(cute.arch.block_idx()[0]))
+        key0 = (place.first + skipped) * self.tile.tile_n
+        if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch):
+            mem = self.shared_memory()
+            mem.park(
+                block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
+            )
+            gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
+            place = place_of(order, seqlens, mem.parked_int("block"))
+            key0 = (place.first + skipped) * self.tile.tile_n
+            self.store(gradients, inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
+
+    @cute.jit
+    def key_block(
+        self,
+        inputs: tuple,
+        outputs: tuple,
+        seqlens: Seqlens,
+        scalars: tuple,
+        score_args: tuple,
+        place: KeyBlocks,
+        key0: Int32,
+        mem: Memory,
+    ) -> Gradients:
+        """dK and dV of the keys from ``key0`` on, but for constants, and what they add to dQ."""
+        traits, tile, chain = self.traits, self.tile, self.epilogues
+        _, mK, mV, _, _, _ = inputs
+        mDQaccum, _, _ = outputs
+        softmax_scale, scale_log2, split_stride, nheads, group = scalars
+        thread, _, _ = cute.arch.thread_idx()
+        operands = self.operands(mem, thread)
+        self.load_keys(mK, mem.k, traits.head_dim, place, key0, thread)
+        self.load_keys(mV, mem.v, traits.head_dim_v, place, key0, thread)
+        cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(tile.v_in_regs):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+            operands.v.load_all()
+            cute.arch.barrier()
+        gradients = self.gradients(operands.mma_dkv, thread)
+        head0 = place.head_kv * group
+        for head in cutlass.range(head0, head0 + group, unroll=1):
+            context = chain.context(score_args, seqlens, place.info, place.batch, head, nheads, softmax_scale)
+            state = chain.begin(score_args, context)
+            key = anew(key0)  # what follows from key0 itself would be kept in registers through all heads
+            blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, place.info.seqlen_q, tile.tile_m)
+            row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m)
+            accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
+            head_dq = workspace_rows(
+                accumulator, place.batch, head, row0, padded(traits.head_dim), traits.varlen
+            )
+            dq_blocks = head_dq.iterator + Int64(place.first) * split_stride
+            load_q, load_do = self.query_loads(inputs, mem, place, head, row0, thread)
+            work = Work(
+                mem,
+                operands,
+                gradients,
+                load_q,
+                load_do,
+                blocks,
+                state,
+                dq_blocks,
+                key0,
+                scale_log2,
+                thread,
+            )
+            self.main_loop(work)
+        # Nothing may be on its way to shared memory, nor read there, when the gradients take it over.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        return gradients
+
+    @cute.jit
+    def store(
+        self,
+        gradients: Gradients,
+        inputs: tuple,
+        outputs: tuple,
+        seqlens: Seqlens,
+        scalars: tuple,
+        score_args: tuple,
+        place: KeyBlocks,
+        key0: Int32,
+        mem: Memory,
+    ) -> None:
+        """dK and dV of the keys that exist, times their constants."""
+        _, mDK, mDV = outputs
+        softmax_scale, _, _, nheads, _ = scalars
+        thread, _, _ = cute.arch.thread_idx()
+        rescale = self.epilogues.context(
+            score_args, seqlens, place.info, place.batch, place.head_kv, nheads, softmax_scale
+        ).gradient_scale
+        keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch) - key0
+        mma_dkv = self.mma_dkv()
+        self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, mem.dk, thread)
+        self.stage_gradient(gradients.dv, rescale, mma_dkv, mem.dv, thread)
+        cute.arch.barrier()
+        self.store_gradient(mem.dk, mDK, self.traits.head_dim, place, key0, keys, thread)
+        self.store_gradient(mem.dv, mDV, self.traits.head_dim_v, place, key0, keys, thread)
+
+    def shared_memory(self) -> Memory:
+        """Everything in shared memory."""
+        tile, areas = self.tile, self.tile.smem_areas(self.traits)
+        d, dv = padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
+
+        def area(name: str, layout: Any, dtype: Any = self.dtype) -> cute.Tensor:
+            return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
+
+        ds_shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+        return Memory(
+            k=area("k", self.smem_layout(tile.tile_n, d)),
+            v=area("v", self.smem_layout(tile.tile_n, dv)),
+            q=area("q", self.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
+            do=area("do", self.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do)),
+            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n)),
+            ds=area("ds", self.smem_layout(*ds_shape)),
+            lse=area("lse", cute.make_layout((tile.tile_m, tile.stages_q)), Float32),
+            minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
+            dk=area("dk", self.smem_layout(tile.tile_n, d, None)),
+            dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
+            parked=area("parked", cute.make_layout(len(PARKED)), Int64),
+        )
+
+    def operands(self, mem: Memory, thread: Int32) -> Operands:
+        """All products' operands: what is contiguous along the other extent is read transposed."""
+        tile, dtype = self.tile, self.dtype
+        mma_sdp, mma_dkv, mma_dq = self.mma_sdp(), self.mma_dkv(), self.mma_dq()
+
+        def a(mma: cute.TiledMma, s: cute.Tensor, transpose: bool = False) -> SmemOperand:
+            copy = layouts.ldmatrix_copy_a(mma, dtype, transpose)
+            return SmemOperand.a(mma, copy, layouts.transposed(s) if transpose else s, thread)
+
+        def b(mma: cute.TiledMma, s: cute.Tensor, transpose: bool = False) -> SmemOperand:
+            copy = layouts.ldmatrix_copy_b(mma, dtype, transpose)
+            return SmemOperand.b(mma, copy, layouts.transposed(s) if transpose else s, thread)
+
+        queries, keys = (b, a) if tile.p_in_regs else (a, b)
+        through_smem = not tile.p_in_regs
+        return Operands(
+            mma_sdp,
+            mma_dkv,
+            mma_dq,
+            q=queries(mma_sdp, mem.q),
+            k=keys(mma_sdp, mem.k),
+            do=queries(mma_sdp, mem.do),
+            v=keys(mma_sdp, mem.v),
+            p_t=a(mma_dkv, mem.p, True) if through_smem else None,
+            do_t=b(mma_dkv, mem.do, True),
+            ds_t=a(mma_dkv, mem.ds, True) if through_smem else None,
+            q_t=b(mma_dkv, mem.q, True),
+            ds=a(mma_dq, mem.ds, tile.p_in_regs),
+            k_t=b(mma_dq, mem.k, True),
+            p_out=self.scores_result(mma_sdp, mem.p, thread) if through_smem else None,
+            ds_out=self.scores_result(mma_sdp, mem.ds, thread),
+        )
+
+    def scores_result(self, mma_sdp: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
+        """Where a thread's P or dS go."""
+        tile = self.tile
+        shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+        plane = cute.make_tensor(s.iterator, self.smem_layout(*shape, None))
+        return SmemResult(mma_sdp, self.scores_shape, plane, thread)
+
+    @cute.jit
+    def load_keys(
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: KeyBlocks, key0: Int32, thread: Int32
+    ) -> None:
+        """Start loading a block of K or V; keys that are not the sequence's become zeros."""
+        tile_n, cols = self.tile.tile_n, padded(head_dim)
+        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
+        row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
+        tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
+        row_copy.copy(tile, s[None, None, 0], place.info.seqlen_k - key0, False)
+
+    def query_loads(
+        self,
+        inputs: tuple,
+        mem: Memory,
+        place: KeyBlocks,
+        head: Int32,
+        row0: Int32,
+        thread: Int32,
+    ) -> tuple[BlockLoad, BlockLoad]:
+        """Q with LSE, and dO with D, of one head."""
+        mQ, _, _, mDO, mLSElog2, mMinusD = inputs
+        packed = self.traits.varlen
+
+        def load(m, head_dim, s, stride, m_row, s_row):
+            g = sequence(m, place.batch, head, place.info.offset_q, packed)
+            g_row = workspace_rows(m_row, place.batch, head, row0, 1, packed)
+            seqlen, threads = place.info.seqlen_q, self.tile.num_threads
+            return BlockLoad(g, head_dim, s, mem.number(stride), g_row, s_row, seqlen, thread, threads)
+
+        return (
+            load(mQ, self.traits.head_dim, mem.q, "stride_q", mLSElog2, mem.lse),
+            load(mDO, self.traits.head_dim_v, mem.do, "stride_do", mMinusD, mem.minus_d),
+        )
+
+    def gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
+        """dK and dV of nothing yet."""
+        shapes = ((self.tile.tile_n, padded(dim)) for dim in (self.traits.head_dim, self.traits.head_dim_v))
+        dk, dv = (
+            cute.make_rmem_tensor(mma_dkv.get_slice(thread).partition_shape_C(shape), Float32)
+            for shape in shapes
+        )
+        dk.fill(0.0)
+        dv.fill(0.0)
+        return Gradients(dk, dv)
+
+    @cute.jit
+    def main_loop(self, work: Work) -> None:
+        """All query blocks of one head."""
+        blocks = work.blocks
+        if blocks.begin < blocks.end:
+            # The head before this one may still be reading.
+            cute.arch.barrier()
+            band = work.state.band
+            work.memory.park(dq=work.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
+            work.memory.park(**{name: getattr(blocks, name) for name in _BLOCKS})
+            work.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
+            work.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
+            cute.arch.cp_async_commit_group()
+            block, more = blocks.begin, Boolean(True)  # the step's barrier is between parking and reading
+            while more:
+                self.step(work, block)
+                block += 1
+                more = block < work.memory.parked_int("end")
+
+    def stage(self, block: Int32, stages: int) -> Int32:
+        """Which stage a block of queries goes through."""
+        return Int32(Uint32(block) % Uint32(stages)) if stages > 1 else Int32(0)
+
+    @cute.jit
+    def step(self, work: Work, block: Int32) -> None:
+        """One query block."""
+        tile, op = self.tile, work.operands
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        self.start_next(work, block, tile.stages_q == 2, tile.stages_do == 2)
+        for piece in cutlass.range_constexpr(tile.pieces):
+            self.scores(work, block, piece)
+        cute.arch.barrier()
+        if cutlass.const_expr(tile.p_in_regs):
+            self.start_next(work, block, tile.stages_q == 1, tile.stages_do == 1)
+        else:
+            unroll = tile.steps_at_once(tile.tile_m, tile.dkv_unroll)
+            stage_do = self.stage(block, tile.stages_do)
+            gemm(op.mma_dkv, work.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
+            if cutlass.const_expr(tile.stages_do == 1):
+                cute.arch.barrier()
+                self.start_next(work, block, False, True)
+            stage_q = self.stage(block, tile.stages_q)
+            gemm(op.mma_dkv, work.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
+            if cutlass.const_expr(tile.stages_q == 1):
+                cute.arch.barrier()
+                self.start_next(work, block, True, False)
+        self.add_dq(work, block)
+
+    @cute.jit
+    def start_next(self, work: Work, block: Int32, q: Constexpr, do: Constexpr) -> None:
+        """Start loading what the next step needs."""
+        block = block + 1
+        if block < work.memory.parked_int("end"):
+            if cutlass.const_expr(q):
+                work.load_q.start(block, self.stage(block, self.tile.stages_q))
+            if cutlass.const_expr(do):
+                work.load_do.start(block, self.stage(block, self.tile.stages_do))
+        if cutlass.const_expr(q or do):
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def scores(self, work: Work, block: Int32, piece: Constexpr) -> None:
+        """P and dS of a piece of the queries; with ``p_in_regs`` also what they add to dV and dK."""
+        tile, op, chain, traits = self.tile, work.operands, self.epilogues, self.traits
+        stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
+        acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
+        acc_s.fill(0.0)
+        loaded, drawn = (), ()
+        if cutlass.const_expr(bool(traits.dropout)):  # while few registers hold anything
+            drawn = chain.draw(work.state, self.score_tile(work, block, piece, acc_s))
+        if cutlass.const_expr(chain.modifiers):
+            loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
+        unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
+        if cutlass.const_expr(tile.p_in_regs):
+            gemm(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
+        else:
+            gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
+        scores = self.score_tile(work, block, piece, acc_s)
+        saved = chain.forward(work.state, scores, loaded, False)
+        full_begin, full_end = work.memory.parked_int("full_begin"), work.memory.parked_int("full_end")
+        if (block < full_begin) | (block >= full_end):
+            parked = {name: work.memory.parked_int(name) for name in _BAND}
+            chain.mask.forward(dataclasses.replace(work.state.band, **parked), scores)
+        lse = self.row_numbers(work, block, piece, work.memory.lse)
+        probabilities(scores, lse, work.scale_log2)
+        stage_do = self.stage(opaque(block), tile.stages_do) * tile.pieces + piece
+        minus_d = None
+        if cutlass.const_expr(traits.dropout):  # which zeroes some of dP, but not of D
+            acc_dp = self.dp(work, stage_do, None)
+            minus_d = self.row_numbers(work, block, piece, work.memory.minus_d)
+        else:
+            acc_dp = self.dp(work, stage_do, self.row_numbers(work, block, piece, work.memory.minus_d))
+        p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+        p.store(acc_s.load().to(self.dtype))
+        dp = self.score_tile(work, block, piece, acc_dp)
+        chain.zero_dropped(drawn, self.by_rows(op, p))
+        if cutlass.const_expr(op.p_out is None):
+            gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
+        else:
+            op.p_out.store(p)  # type: ignore[union-attr]
+        chain.zero_dropped(drawn, dp.acc)
+        score_gradient(scores.acc, dp.acc, minus_d)
+        chain.backward(work.state, dp, saved)
+        ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
+        ds.store(acc_dp.load().to(self.dtype))
+        op.ds_out.store(ds, piece * tile.queries)
+        if cutlass.const_expr(tile.p_in_regs):
+            stage_q = self.stage(opaque(block), tile.stages_q) * tile.pieces + piece
+            gemm_rs(op.mma_dkv, work.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
+
+    @cute.jit
+    def dp(self, work: Work, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
+        """dP = dO V^T, to which ``start`` is added: a number for each of the thread's rows."""
+        tile, op = self.tile, work.operands
+        acc = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
+        if cutlass.const_expr(start is None):
+            acc.fill(0.0)
+        else:
+            start_from(self.by_rows(op, acc), start)
+        unroll = tile.steps_at_once(padded(self.traits.head_dim_v), tile.sdp_unroll)
+        if cutlass.const_expr(tile.p_in_regs and tile.v_in_regs):
+            gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)
+        elif cutlass.const_expr(tile.p_in_regs):
+            gemm(op.mma_sdp, acc, op.v, op.do, stage, unroll)
+        elif cutlass.const_expr(tile.v_in_regs):
+            gemm_sr(op.mma_sdp, acc, op.do, op.v.fragment, stage)
+        else:
+            gemm(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage)
+        return acc
+
+    def score_tile(self, work: Work, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
+        """A scores' accumulator in terms of queries and keys."""
+        tile = self.tile
+        score_map = ScoreMap.make(
+            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
+        )
+        return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, work.key0)
+
+    def by_rows(self, op: Operands, p: cute.Tensor) -> cute.Tensor:
+        """P, laid out as the scores' accumulator, as (rows, cols)."""
+        modes = layouts.row_col_modes(op.mma_sdp, *self.scores_shape, self.tile.p_in_regs)
+        return layouts.row_col_view(p, modes)
+
+    def row_numbers(self, work: Work, block: Int32, piece: int, s_row: cute.Tensor) -> cute.Tensor:
+        """LSE or D of the thread's rows, from shared memory."""
+        tile = self.tile
+        score_map = ScoreMap.make(
+            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
+        )
+        rows = score_map.modes.rows
+        stage = self.stage(opaque(block), cute.size(s_row, mode=[1]))
+        numbers = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
+        mine = s_row.iterator + (stage * tile.tile_m + score_map.thr_row)
+        for r, row in enumerate(rows):
+            numbers[r] = cute.make_tensor(mine + (piece * tile.queries + row), cute.make_layout(1))[0]
+        return numbers
+
+    @cute.jit
+    def add_dq(self, work: Work, block: Int32) -> None:
+        """dQ of the query block's part of the keys, into global memory."""
+        tile, op = self.tile, work.operands
+        acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
+        acc.fill(0.0)
+        gemm(op.mma_dq, acc, op.ds, op.k_t, Int32(0), tile.steps_at_once(tile.tile_n, tile.dq_unroll))
+        floats = dq.block_floats(self.traits, tile)
+        blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
+        place = blocks + cute.assume(Int64(block) * floats, divby=4)
+        add_fragment(acc, place, small(anew(work.thread)), tile.dq_vector)
+
+    @cute.jit
+    def stage_gradient(
+        self, acc: cute.Tensor, factor: Float32, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32
+    ) -> None:
+        """A gradient times its factor to shared memory."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] * factor
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store(acc.load().to(self.dtype))
+        self.gradient_result(mma_dkv, s, thread).store(fragment)
+
+    def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
+        """Where a thread's part of dK or dV goes."""
+        return SmemResult(mma_dkv, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
+
+    @cute.jit
+    def store_gradient(
+        self,
+        s: cute.Tensor,
+        m: cute.Tensor,
+        head_dim: int,
+        place: KeyBlocks,
+        key0: Int32,
+        keys: Int32,
+        thread: Int32,
+    ) -> None:
+        """dK or dV from shared memory to global memory, in whole 16-byte pieces of rows."""
+        cols = padded(head_dim)
+        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
+        tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
+        RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
+
+
+@cute.jit
+def place_of(order: KeyOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
+    """What the running block has, as numbers that the compiler knows to be the same in all lanes: what follows from
+    them, such as pointers, stays out of the threads' registers. Each call computes them anew.
+    """
+    found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
+    first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+    info = SeqlenInfo.read(seqlens, batch)
+    lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
+    info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
+    return KeyBlocks(first, head_kv, batch, info)

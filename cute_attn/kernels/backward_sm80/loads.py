@@ -1,0 +1,100 @@
+"""How the Ampere backward brings queries, their gradients and their row statistics to shared memory."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cute_attn.device.gemm import small
+from cute_attn.device.math import anew
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """One head's Q or dO in global memory with its row statistics, and their stages in shared memory."""
+
+    g: cute.Tensor  # (seqlen_q, head_dim)
+    valid_cols: Constexpr  # head_dim
+    s: cute.Tensor  # (queries, padded head_dim, piece and stage)
+    stride: cute.Tensor  # of g's rows, parked
+    g_row: cute.Tensor  # LSE or D of the padded rows
+    s_row: cute.Tensor  # (tile_m, stage)
+    seqlen_q: Int32
+    thread: Int32
+    num_threads: Constexpr
+
+    @cute.jit
+    def start(self, block: Int32, stage: Int32) -> None:
+        """Start loading ``block``. Queries that do not exist become zeros, since 0 * NaN would be NaN."""
+        tile_m = cute.size(self.s_row, mode=[0])
+        if (block + 1) * tile_m <= self.seqlen_q:
+            self.rows(block, stage, True)
+        else:
+            self.rows(block, stage, False)
+        self.row_statistics(block, stage)
+
+    @cute.jit
+    def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows exist.
+
+        A thread's vectors lie whole rows of the swizzle's pattern apart, so that one address in shared memory serves
+        all of them. The row stride is opaque, or each vector's offset would be kept in registers.
+        """
+        (tile_m, _), (queries, cols, _) = (
+            tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
+        )
+        per_row = 8 if cols % 64 == 0 else 4
+        row_step, col_step = self.num_threads // per_row, per_row * 8
+        thread = small(anew(self.thread))
+        row, col = thread // per_row, thread % per_row * 8
+        layout = self.s.layout
+        first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
+        stride = self.stride[0]
+        source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * 2
+        exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.s.element_type, num_bits_per_copy=128
+        )
+        vector = cute.make_layout(((8, 1), 1))
+        for m in cutlass.range_constexpr(0, tile_m, row_step):
+            for k in cutlass.range_constexpr(0, cols, col_step):
+                distance = cute.crd2idx((m % queries, k, m // queries), layout.outer)
+                g, s = (
+                    cute.make_tensor(
+                        cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
+                    )
+                    for address, space in (
+                        (source + (m * stride + k) * 2, cute.AddressSpace.gmem),
+                        (first + distance * 2, cute.AddressSpace.smem),
+                    )
+                )
+                exists[0, 0] = Boolean(True)
+                if cutlass.const_expr(k + col_step > self.valid_cols):
+                    exists[0, 0] = col + k < self.valid_cols
+                if cutlass.const_expr(not whole):
+                    exists[0, 0] = exists[0, 0] & (row + m < self.seqlen_q - block * tile_m)
+                if cutlass.const_expr(whole and k + col_step <= self.valid_cols):
+                    cute.copy(atom, g, s)
+                else:
+                    cute.copy(atom, g, s, pred=exists)
+
+    @cute.jit
+    def row_statistics(self, block: Int32, stage: Int32) -> None:
+        """A number a row, 16 bytes a thread; the workspace has all rows of the block."""
+        tile_m = cute.size(self.s_row, mode=[0])
+        thread = small(anew(self.thread))
+        if thread < tile_m // 4:
+            # A 32-bit offset in bytes leaves the address before it in a uniform register.
+            source = self.g_row.iterator.toint() + Int64((block * tile_m + thread * 4) * 4)
+            target = (self.s_row.iterator + (stage * tile_m + thread * 4)).toint()
+            spaces = cute.AddressSpace.gmem, cute.AddressSpace.smem
+            pointers = (
+                cute.make_ptr(Float32, address, space, assumed_align=16)
+                for address, space in zip((source, target), spaces, strict=True)
+            )
+            atom = cute.make_copy_atom(
+                cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), Float32, num_bits_per_copy=128
+            )
+            g, s = (cute.make_tensor(pointer, cute.make_layout(4)) for pointer in pointers)
+            cute.copy(atom, g, s)

@@ -1,0 +1,46 @@
+"""Rows of other sequences in the Hopper backward's operands: perhaps NaN, and 0 * NaN is NaN."""
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+
+from cute_attn.device.pipeline import compute_barrier
+from cute_attn.kernels.backward_sm90.params import Shared, Work
+
+
+@cute.jit
+def clear_foreign_keys(kernel: Constexpr, shared: Shared, rows: Int32, thread: Int32) -> None:
+    """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
+    if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_k):
+        if rows < kernel.tile.tile_n:
+            clear(kernel, shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
+            clear(kernel, shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            compute_barrier(kernel.tile.warpgroups)
+
+
+@cute.jit
+def clear_foreign_queries(kernel: Constexpr, work: Work, block: Int32, n: Int32) -> None:
+    """Q, dO and the bias behind the sequence's last query become zeros."""
+    if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_q):
+        rows = work.seqlen_q - block * kernel.tile.tile_m
+        if rows < kernel.tile.tile_m:
+            shared = work.shared
+            shared.ring_do.wait(n)
+            clear(kernel, shared.s_q[None, None, shared.ring_q.stage(n)], rows, work.thread)
+            clear(kernel, shared.s_do[None, None, shared.ring_do.stage(n)], rows, work.thread)
+            if cutlass.const_expr(kernel.stages_bias):
+                clear(kernel, shared.bias.tensor[None, None, shared.ring_q.stage(n)], rows, work.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            compute_barrier(kernel.tile.warpgroups)
+
+
+@cute.jit
+def clear(kernel: Constexpr, tile: cute.Tensor, first: Int32, thread: Int32) -> None:
+    """Zero (rows, cols) in shared memory from row ``first`` on, by all threads that compute."""
+    rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    vectors = cols // 8
+    zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread, (rows - first) * vectors, kernel.tile.mma_threads, unroll=1):
+        row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
+        cute.autovec_copy(zeros, row[0, None])

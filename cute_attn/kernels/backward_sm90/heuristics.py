@@ -1,0 +1,77 @@
+"""Which tile the Hopper backward takes when none is named."""
+
+import dataclasses
+
+from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+
+def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
+    """Best first; the first one that fits is the default. bench/notes.md has what others did.
+
+    What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
+    would have; how many a user's needs, nobody knows here.
+    """
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if d > 128:
+        return _wide_tiles()
+    tiles = [*staged_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
+    return [_drawn_ahead(tile, traits) for tile in tiles]
+
+
+def _drawn_ahead(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
+    """Flash's mask by all warps that have nothing else to do.
+
+    Not beside a staged bias with its gradient, nor at head dim 128 beside what else an epilogue holds: threads have no
+    register left for where the mask lies.
+    """
+    crowded = tile.tile_m < 64 or (tile.bias_stages and traits.bias_grad)
+    if traits.dropout != "flash" or crowded:
+        return tile
+    return dataclasses.replace(tile, dq_bulk=False, mask_warps=3)
+
+
+def _laden(traits: Traits) -> bool:
+    """Whether epilogues hold as much as the scores: what a derivative needs, a bias, the words of a mask."""
+    return bool(traits.softcap or traits.epilogues or traits.bias or traits.dropout == "mem_efficient")
+
+
+def staged_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+    """For a bias that comes by TMA, which takes shared memory but hardly a register, and one epilogue beside it."""
+    others = [bool(x) for x in (traits.epilogues, traits.softcap, traits.alibi, traits.dropout)]
+    if traits.bias not in ("fp16", "bf16") or sum(others) > 1:
+        return []
+    tile = BackwardSm90Tile(64, 128, bias_stages=2)
+    if d <= 64:
+        return [dataclasses.replace(tile, dq_bulk=True)]
+    if d == 128 and (traits.epilogues or traits.softcap or traits.dropout):
+        return [dataclasses.replace(tile, tile_m=48, dq_transposed=True)]
+    return [tile]
+
+
+def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
+    """For head dims up to 64."""
+    tile = BackwardSm90Tile(64, 128, dq_bulk=True)
+    own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
+    if _laden(traits) or (traits.dropout and own_rows):
+        return [tile]
+    return [dataclasses.replace(tile, tile_m=128), tile]
+
+
+def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+    """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
+    tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
+    if d == 128 and _laden(traits):
+        return [BackwardSm90Tile(48, 128, dq_transposed=True), tile]
+    return [tile]
+
+
+def _wide_tiles() -> list[BackwardSm90Tile]:
+    """For head dims above 128."""
+    tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
+    return [
+        tile,
+        dataclasses.replace(tile, num_stages_do=1),
+        dataclasses.replace(tile, num_stages_do=1, num_stages_ds=1),
+        dataclasses.replace(tile, num_stages_q=1, num_stages_do=1, num_stages_ds=1),
+    ]

@@ -1,0 +1,571 @@
+"""The Hopper backward: dK, dV and dQ with TMA, wgmma and specialised warpgroups.
+
+    S = epilogues(softmax_scale * Q K^T)       (seqlen_q, seqlen_k), one tile at a time, in registers
+    P = exp(S - LSE)                           as the forward had it
+    dP = keep * (dO V^T)                       keep: which elements dropout kept
+    dS = P * (dP - D),  D = rowsum(dO * O)     then the epilogues' derivatives, last first
+    dV = rp * (keep * P)^T dO                  rp = 1 / (1 - dropout_p)
+    dK = rp * softmax_scale * dS^T Q
+    dQ = rp * softmax_scale * dS K
+
+The kernel is persistent: a CTA takes one key block after the other, and walks over all query blocks that see it, of
+every query head in the group: dK and dV add up in registers. dQ adds up in fp32 memory, over the CTAs; another kernel
+converts it.
+
+One warp is the producer: it finds out which key block is next (by counting in memory), tells the other warps, and
+loads ahead of them: K and V once a key block, Q and dO with their rows' log-sum-exps and D through pipelines, a bias
+of 16 bits beside Q; another warp stores the bias's gradient, where that is dS (``bias_stages``). The next K comes as
+soon as no product reads the last one any more, and Q while dK and dV are on their way out; V has to wait until dV has
+left its place. The two consumer warpgroups compute S and dP transposed, each for 64 keys of its own, so that P and dS
+are operands of dV and dK as they lie in registers (all as (keys, queries) here):
+
+    start S = K Q^T, dP = V dO^T
+    wait for S; epilogues, P
+    wait for dP; dS = P (dP - D); P and dS to 16 bits
+    wait until all keys' dS of the step before is in shared memory; store this step's there too
+    start dQ = dS K of the step before, each warpgroup some of its columns or rows
+    start dV += P dO
+    wait for dQ, say that this step's dS is there, and add dQ to memory
+    start dK += dS Q
+    wait for dV and dK
+
+dQ is a step late so that the warpgroups need not be at the same place at the same time: the products of one run
+beside the exponentials of the other. P stays in fp32 until dS has been computed from it.
+
+What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
+reads its rows' log-sum-exps before S, where registers are left for that; dS is stored before dQ and dV start; and D
+costs nothing, since dP starts from -D instead of 0 (without dropout, which drops dP but not D).
+
+With ``mask_warps``, warps of the producer's warpgroup that would only wait draw flash's dropout mask ahead of the
+steps: a bit an element in shared memory, as the threads hold them.
+
+With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the producer's
+warpgroup adds it to memory with one bulk reduction a step. Otherwise they add their registers.
+
+Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
+too (``p_in_smem``): the warpgroups then divide the keys of S, and the columns of dV, dK and dQ, which is not late.
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
+aligned with a contiguous last dimension.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+import layouts
+from cute_attn.device.board import KeyBlock
+from cute_attn.device.dq import make_accumulator
+from cute_attn.device.key_order import KeyOrder, KeySchedule
+from cute_attn.device.math import LOG2_E, anew, opaque, varying
+from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
+from cute_attn.device.probabilities import (
+    probabilities,
+    row_values,
+    score_gradient,
+    start_from,
+)
+from cute_attn.device.rounding import rounded
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.staged import bias_tma
+from cute_attn.device.tma import Tma, TmaRows
+from cute_attn.device.wgmma import start_gemm
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels.arguments import backward_fake_args
+from cute_attn.kernels.backward_sm90.bounds import clear_foreign_keys, clear_foreign_queries
+from cute_attn.kernels.backward_sm90.dkv import StoringBiasGradients, store_keys
+from cute_attn.kernels.backward_sm90.dq import AddingDq, add_dq, dq_of_head, stage_dq
+from cute_attn.kernels.backward_sm90.heuristics import preferred_tiles
+from cute_attn.kernels.backward_sm90.params import (
+    Fragments,
+    Inputs,
+    Outputs,
+    Problem,
+    Shared,
+    Work,
+    shared_memory,
+)
+from cute_attn.kernels.backward_sm90.philox import Drawing, drawn_for
+from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Choices
+from cute_attn.kernels.backward_sm90.producer import load_all
+from cute_attn.tiles import BackwardSm90Tile, first_that_fits
+from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
+
+
+@dataclass(frozen=True)
+class BackwardSm90(BackwardSm90Choices):
+    """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("backward", "sm90"):
+            return f"it computes backward-sm90, not {traits.op}-{traits.arch}"
+        return EpilogueChain.decline(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
+        """The tile that is taken when none is named."""
+        return first_that_fits(preferred_tiles(traits), traits, target)
+
+    def without_staged_bias(self) -> "BackwardSm90":
+        """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
+        tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
+        return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return backward_fake_args(self.traits, self.epilogues.fake_args())
+
+    def score_args(self, inputs: ScoreInputs) -> tuple:
+        """The epilogues' arguments of one launch."""
+        return self.epilogues.host_args(inputs)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mDO: cute.Tensor,
+        mLSElog2: cute.Tensor,
+        mMinusD: cute.Tensor,
+        mDQaccum: cute.Tensor,
+        mDK: cute.Tensor,
+        mDV: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        schedule: KeySchedule,
+        score_args: tuple,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
+        traits, tile = self.traits, self.tile
+        nheads = mQ.shape[-2]
+        group = nheads // cutlass.max(mK.shape[-2], 1)
+        head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
+        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        d, dv = self.dims
+        inputs = Inputs(
+            self.tma(load, mK, self.layout_k(), tile.tile_n, d),
+            self.tma(load, mV, self.layout_v(), tile.tile_n, dv),
+            self.tma(load, mQ, self.layout_q(), tile.tile_m, d),
+            self.tma(load, mDO, self.layout_do(), tile.tile_m, dv),
+            bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.stages_bias else None,
+            TmaRows.make(mLSElog2, tile.tile_m, traits.varlen),
+            TmaRows.make(mMinusD, tile.tile_m, traits.varlen),
+        )
+        outputs = Outputs(
+            self.tma(store, mDK, self.layout_k(), tile.tile_n, d),
+            self.tma(store, mDV, self.layout_v(), tile.tile_n, dv),
+            bias_tma(self.epilogues.bias_gradient(score_args), self.layout_ds(), store=True)
+            if self.stores_bias_gradient
+            else None,
+            mDK,
+            mDV,
+            mDQaccum,
+            schedule.split_stride,
+        )
+        next_position = schedule.next_position
+        problem = Problem(seqlens, softmax_scale, score_args, order, next_position, nheads, group)
+        self.kernel(problem, inputs, outputs).launch(
+            grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
+            block=[tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def tma(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> Tma:
+        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles."""
+        mode = [0, 2, 1] if self.traits.varlen else [1, 3, 2, 0]
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=mode))
+        one_stage = cute.select(layout, mode=[0, 1])
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, one_stage, (rows, head_dim))
+        return Tma(atom, coords)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        shared = shared_memory(self)
+        if warp == 0:
+            for tma in (inputs.k, inputs.v, inputs.q, inputs.do, inputs.lse, inputs.minus_d):
+                cpasync.prefetch_descriptor(tma.atom)
+            with cute.arch.elect_one():
+                for ring in (shared.ring_v, shared.ring_q, shared.ring_do):
+                    ring.init(4 * self.tile.warpgroups)
+                # warps that read the board
+                others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
+                shared.ring_k.init(4 * self.tile.warpgroups + others)
+                if cutlass.const_expr(self.tile.mask_warps > 0):
+                    shared.ring_mask.init(4 * self.tile.warpgroups, fillers=self.tile.mask_warps)
+                shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
+                shared.outbox.init(4 * self.tile.warpgroups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()  # the convert, which waits for all of this kernel
+        cute.arch.griddepcontrol_wait()  # for what the preprocess writes
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                load_all(self, problem, inputs, outputs, shared)
+            if cutlass.const_expr(self.stores_bias_gradient):
+                if warp == 1:
+                    StoringBiasGradients(self, problem, shared, outputs).follow()
+            if cutlass.const_expr(self.tile.dq_bulk):
+                if warp == 2:
+                    AddingDq(self, problem, shared, outputs).follow()
+            if cutlass.const_expr(self.tile.mask_warps > 0):
+                first = 4 - self.tile.mask_warps
+                if warp >= first:
+                    Drawing(self, problem, shared, warp - first).follow()
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            self.compute_all(problem, outputs, shared, thread - WARPGROUP)
+
+    def begin(self, problem: Problem, place: KeyBlock, head: Int32) -> tuple[ScoreContext, ScoreState]:
+        """The epilogues of one query head."""
+        chain, args = self.epilogues, problem.score_args
+        context = chain.context(
+            args, problem.seqlens, place.info, place.batch, head, problem.nheads, problem.softmax_scale
+        )
+        return context, chain.begin(args, context)
+
+    def query_blocks(self, problem: Problem, place: KeyBlock) -> BlockRange:
+        """The query blocks that see a key block, of any of its query heads, and where the walk over them begins."""
+        tile = self.tile
+        _, state = self.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
+        key0 = place.block * tile.tile_n
+        blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
+        if tile.staggered and not (self.traits.causal or self.traits.windowed):
+            return replace(blocks, first=place.block % cutlass.max(blocks.end, 1))
+        return blocks
+
+    # ---- the computing warpgroups ----
+
+    @cute.jit
+    def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
+        """All key blocks, with all query blocks of all query heads that see them."""
+        tile, group = self.tile, problem.qheads_per_kvhead
+        if cutlass.const_expr(not self.is_crowded):
+            thread = anew(thread)  # or ptxas reads it again where it is needed; see ``varying``
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        fragments = self.make_fragments(shared, warpgroup_index)
+        i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
+        while shared.board.holds(i):
+            place = shared.board.read(i, problem.seqlens)
+            blocks = self.query_blocks(problem, place)
+            score_map = self.score_map(varying(thread, i) if self.is_crowded else thread)
+            fragments.acc_dk.fill(0.0)
+            fragments.acc_dv.fill(0.0)
+            shared.ring_v.wait(i)
+            clear_foreign_keys(self, shared, place.info.seqlen_k - place.block * tile.tile_n, thread)
+            for h in cutlass.range(group, unroll=1):
+                head = place.head_kv * group + h
+                context, begun = self.begin(problem, place, head)
+                work = Work(
+                    shared,
+                    fragments,
+                    blocks,
+                    begun,
+                    score_map,
+                    place.block * tile.tile_n,
+                    place.info.seqlen_q,
+                    context.unit * LOG2_E,
+                    dq_of_head(self, problem, outputs, place, head),
+                    steps,
+                    thread,
+                    shared.bias.address_of(thread) if self.stages_bias else None,
+                )
+                self.walk(work)
+                steps += blocks.end - blocks.begin
+            store_keys(self, problem, outputs, shared, fragments, i)
+            i += 1
+
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """Which scores a thread holds."""
+        tile = self.tile
+        return ScoreMap.make(
+            self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
+        )
+
+    def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
+        """Descriptors of a warpgroup's operands, and its registers."""
+        tile, (d, dv), turn = self.tile, self.dims, layouts.transposed
+        scores, dk, dv_mma, dq = self.mma_scores(), self.mma_dkv(d), self.mma_dkv(dv), self.mma_dq()
+        in_scores, in_dk, in_dv, in_dq = (
+            mma.get_slice(group * WARPGROUP) for mma in (scores, dk, dv_mma, dq)
+        )
+        upright = tile.p_in_smem
+        a_scores, b_scores = (shared.s_q, shared.s_k) if upright else (shared.s_k, shared.s_q)
+        a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
+        ds, k = shared.s_ds, turn(shared.s_k)
+        a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
+        return Fragments(
+            scores.make_fragment_A(in_scores.partition_A(a_scores)),
+            scores.make_fragment_B(in_scores.partition_B(b_scores)),
+            scores.make_fragment_A(in_scores.partition_A(a_dp)),
+            scores.make_fragment_B(in_scores.partition_B(b_dp)),
+            dv_mma.make_fragment_B(in_dv.partition_B(turn(shared.s_do))),
+            dk.make_fragment_B(in_dk.partition_B(turn(shared.s_q))),
+            dq.make_fragment_A(in_dq.partition_A(a_dq)),
+            dq.make_fragment_B(in_dq.partition_B(b_dq)),
+            dv_mma.make_fragment_A(in_dv.partition_A(turn(shared.s_p))) if upright else None,
+            dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
+            cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
+            cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
+        )
+
+    @cute.jit
+    def walk(self, work: Work) -> None:
+        """All query blocks of one head that see the key block."""
+        blocks, end = work.blocks, work.blocks.end
+        full_begin, full_end = blocks.full_begin, blocks.full_end
+        if cutlass.const_expr(not self.traits.windowed):
+            # Without a left bound, masks are needed up to some query block, or by all.
+            full_begin, full_end = (full_begin if full_begin < full_end else end), end
+        if cutlass.const_expr(self.tile.p_in_smem):
+            self.steps(work, blocks.begin, full_begin, True)
+            self.steps(work, full_begin, full_end, False)
+            if cutlass.const_expr(self.traits.windowed):
+                self.steps(work, full_end, end, True)
+        elif blocks.begin < end:
+            # The first one by itself, because there is none before it; then dQ of the last one.
+            second = blocks.begin + 1
+            self.step(work, blocks.begin, True, first=True)
+            self.steps(work, second, full_begin, True)
+            self.steps(work, cutlass.max(full_begin, second), full_end, False)
+            if cutlass.const_expr(self.traits.windowed):
+                self.steps(work, cutlass.max(full_end, second), end, True)
+            acc_dq, n = self.dq_accumulator(), work.filling(end - 1)
+            self.wait_for_ds(work, n)
+            self.start_dq(work, acc_dq, n)
+            warpgroup.wait_group(0)
+            add_dq(self, work, acc_dq, end - 1)
+
+    @cute.jit
+    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
+        """Query blocks [begin, end)."""
+        for block in cutlass.range(begin, end, unroll=1):
+            if cutlass.const_expr(self.tile.p_in_smem):
+                self.step_with_p_in_smem(work, block, masked)
+            else:
+                self.step(work, block, masked)
+
+    @cute.jit
+    def step(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
+        """One query block, and dQ of the one before unless this is the ``first``."""
+        shared, n = work.shared, work.filling(block)
+        acc_dq = self.dq_accumulator()
+        p, ds = self.probabilities_and_gradients(work, block, masked)
+
+        if cutlass.const_expr(not first):
+            self.wait_for_ds(work, n - 1)
+        self.store_scores(work, ds, shared.s_ds, n)  # free since all have arrived at dS of the step before
+        if cutlass.const_expr(not first):
+            self.start_dq(work, acc_dq, n - 1)
+        self.start_dv(work, p, n)
+        warpgroup.wait_group(1)  # dQ, which the arrival says
+        if cutlass.const_expr(not first and self.tile.dq_bulk):
+            stage_dq(self, work, acc_dq, block)
+        shared.exchange.arrive(n)
+        if cutlass.const_expr(not first):
+            if cutlass.const_expr(self.tile.dq_bulk):
+                shared.outbox.put()
+            else:
+                add_dq(self, work, acc_dq, block - 1)
+        self.start_dk(work, ds, n)
+        warpgroup.wait_group(1)
+        shared.ring_do.release_read(n)
+        warpgroup.wait_group(0)
+        shared.ring_q.release_read(n)
+
+    @cute.jit
+    def step_with_p_in_smem(self, work: Work, block: Int32, masked: Constexpr) -> None:
+        """One query block with its own dQ: all warpgroups wait for each other's P and dS."""
+        shared, n = work.shared, work.filling(block)
+        p, ds = self.probabilities_and_gradients(work, block, masked)
+        self.share(work, p, ds, n)
+        self.start_dv(work, p, n)
+        acc_dq = self.dq_accumulator()
+        self.start_dq(work, acc_dq, n)
+        self.start_dk(work, ds, n)
+        warpgroup.wait_group(1)
+        shared.ring_do.release_read(n)
+        add_dq(self, work, acc_dq, block)
+        warpgroup.wait_group(0)
+        shared.ring_q.release_read(n)
+
+    @cute.jit
+    def wait_for_ds(self, work: Work, n: Int32) -> None:
+        """Until all warpgroups have written dS of step n, and there is room for its dQ."""
+        work.shared.exchange.wait(n)
+        if cutlass.const_expr(self.tile.dq_bulk):
+            work.shared.outbox.wait_empty(n)
+
+    # ---- what steps are made of ----
+
+    @cute.jit
+    def probabilities_and_gradients(
+        self, work: Work, block: Int32, masked: Constexpr
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P, dropped elements zero, and dS of a query block, in 16 bits."""
+        shared, n = work.shared, work.filling(block)
+        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
+        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
+        # While S and dP run: what was not read before.
+        if cutlass.const_expr(drawn is None):
+            drawn = self.epilogues.draw(work.state, scores)
+        if cutlass.const_expr(lse is None and not self.stages_bias):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        warpgroup.wait_group(1)
+        saved = self.epilogues.forward(work.state, scores, loaded, masked)
+        if cutlass.const_expr(lse is None):  # only here, where what a staged bias was read into is free again
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        probabilities(scores, lse, work.scale_log2)
+        warpgroup.wait_group(0)
+        ds = self.to_gradients(work, scores, acc_dp, saved, drawn, n)
+        p = rounded(acc_s, self.dtype)
+        self.epilogues.zero_dropped(drawn, work.score_map.view(p))
+        return p, ds
+
+    @cute.jit
+    def to_gradients(
+        self, work: Work, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, drawn: tuple, n: Int32
+    ) -> cute.Tensor:
+        """dP becomes dS; the result is dS in 16 bits."""
+        minus_d = None
+        if cutlass.const_expr(not self.dp_starts_from_d):
+            # opaque: its address is not found out, and kept in registers, before anybody needs it
+            minus_d = self.row_values(work, work.shared.s_minus_d, work.shared.ring_do, opaque(n))
+        ds_tile = scores.of(work.score_map.view(acc_dp))
+        self.epilogues.zero_dropped(drawn, ds_tile.acc)
+        score_gradient(scores.acc, ds_tile.acc, minus_d)
+        self.epilogues.backward(work.state, ds_tile, saved)
+        return rounded(acc_dp, self.dtype)
+
+    @cute.jit
+    def start_s_and_dp(
+        self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
+    ) -> tuple[tuple | None, cute.Tensor | None]:
+        """S and dP of a query block; the result is its mask and its rows' log-sum-exps, or None for what has to wait.
+
+        What threads read of shared memory they read first: loads wait in the same queue as products.
+        """
+        op, shared, n = work.fragments, work.shared, work.filling(block)
+        drawn = None
+        if cutlass.const_expr(self.tile.mask_warps > 0):
+            drawn = drawn_for(self, work, n)
+        shared.ring_q.wait(n)
+        clear_foreign_queries(self, work, work.blocks.turned(block), n)
+        lse, minus_d = None, None
+        if cutlass.const_expr(self.reads_lse_first):
+            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        if cutlass.const_expr(self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
+        if cutlass.const_expr(self.dp_starts_from_d):
+            start_from(work.score_map.view(acc_dp), minus_d)
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
+        if cutlass.const_expr(not self.dp_starts_from_d):
+            shared.ring_do.wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
+        return drawn, lse
+
+    def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
+        """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
+        shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
+        acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
+        if cutlass.const_expr(self.stages_bias):
+            stage = work.shared.ring_q.stage(work.filling(block))
+            scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))
+        return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
+
+    @cute.jit
+    def start_scores(
+        self, a: cute.Tensor, b: cute.Tensor, acc: cute.Tensor, stage: Int32, accumulate: Constexpr
+    ) -> None:
+        """acc (+)= K Q^T or V dO^T; the keys' operand has one stage."""
+        stage_a, stage_b = (stage, 0) if self.tile.p_in_smem else (0, stage)
+        a, b = a[None, None, None, stage_a], b[None, None, None, stage_b]
+        start_gemm(self.mma_scores(), acc, a, b, accumulate)
+
+    @cute.jit
+    def start_dv(self, work: Work, p: cute.Tensor, n: Int32) -> None:
+        """dV += P dO."""
+        op, stage = work.fragments, work.shared.ring_do.stage(n)
+        a = self.keys_operand(p, op.p_smem, n)
+        start_gemm(self.mma_dkv(self.dims[1]), op.acc_dv, a, op.do[None, None, None, stage], True)
+
+    @cute.jit
+    def start_dk(self, work: Work, ds: cute.Tensor, n: Int32) -> None:
+        """dK += dS Q."""
+        op, stage = work.fragments, work.shared.ring_q.stage(n)
+        a = self.keys_operand(ds, op.ds_smem, n)
+        start_gemm(self.mma_dkv(self.dims[0]), op.acc_dk, a, op.q[None, None, None, stage], True)
+
+    def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
+        """P or dS as (keys, queries), from wherever the tile takes it."""
+        if smem is not None:
+            return smem[None, None, None, self.ds_stage(n)]
+        return layouts.as_operand_a(registers)
+
+    @cute.jit
+    def start_dq(self, work: Work, acc_dq: cute.Tensor, n: Int32) -> None:
+        """acc_dq = dS K, or its transpose."""
+        a, b, stage = work.fragments.a_dq, work.fragments.b_dq, self.ds_stage(n)
+        stage_a, stage_b = (0, stage) if self.tile.dq_transposed else (stage, 0)
+        start_gemm(self.mma_dq(), acc_dq, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
+
+    def ds_stage(self, n: Int32) -> Int32:
+        """Where dS (and P) of a step lie."""
+        return Int32(0) if self.tile.num_stages_ds == 1 else n & 1
+
+    @cute.jit
+    def share(self, work: Work, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
+        """dS (and P) to shared memory, for all warpgroups to read once this returns.
+
+        With two stages nobody can still be reading: a warpgroup is here only after the others have come here in the
+        step before, which they did after all their products of the step before that.
+        """
+        tile, shared = self.tile, work.shared
+        if cutlass.const_expr(tile.num_stages_ds == 1):
+            compute_barrier(tile.warpgroups)
+        self.store_scores(work, ds, shared.s_ds, n)
+        if cutlass.const_expr(tile.p_in_smem):
+            self.store_scores(work, p, shared.s_p, n)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        compute_barrier(tile.warpgroups)
+
+    @cute.jit
+    def store_scores(self, work: Work, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
+        """P or dS of a step to its stage."""
+        upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
+        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
+        mine = store.get_slice(varying(work.thread, n))  # or addresses would be kept through the loop
+        as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
+        cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
+
+    def dq_accumulator(self) -> cute.Tensor:
+        """Registers for dQ of a query block."""
+        return make_accumulator(self.mma_dq(), self.traits, self.tile)
+
+    def row_values(self, work: Work, s_rows: cute.Tensor, ring: Ring, n: Int32) -> cute.Tensor:
+        """What filling n of (tile_m, stage) in shared memory has for each of the thread's rows."""
+        return row_values(work.score_map, s_rows[None, ring.stage(n)])

@@ -1,0 +1,101 @@
+"""The Hopper backward's layouts in shared memory, copies and MMAs: override one of these to experiment."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import cute
+
+import layouts
+from cute_attn.device.dq import mma_dq
+from cute_attn.device.wgmma import operand_layout
+from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.tiles import BackwardSm90Tile, padded
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class BackwardSm90Layouts:
+    """What the kernel of (traits, tile) is made of."""
+
+    traits: Traits
+    tile: BackwardSm90Tile
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of Q, K, V, dO, dK and dV."""
+        return CUTE_DTYPES[self.traits.dtype]
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim and head_dim_v as shared memory and registers hold them."""
+        return padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+
+    def layout_k(self) -> cute.ComposedLayout:
+        """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
+        return operand_layout(
+            self.tile.tile_n, self.dims[0], self.dtype, stages=1, parts=self.tile.dq_warps_n
+        )
+
+    def layout_v(self) -> cute.ComposedLayout:
+        """V, (tile_n, head_dim_v). dV takes it over."""
+        tile = self.tile
+        return operand_layout(tile.tile_n, self.dims[1], self.dtype, stages=1, parts=tile.dkv_warps_n)
+
+    def layout_q(self) -> cute.ComposedLayout:
+        """Q, (tile_m, head_dim, stage): an operand of S, and transposed of dK."""
+        tile = self.tile
+        return operand_layout(
+            tile.tile_m, self.dims[0], self.dtype, stages=tile.num_stages_q, parts=tile.dkv_warps_n
+        )
+
+    def layout_do(self) -> cute.ComposedLayout:
+        """dO, (tile_m, head_dim_v, stage): an operand of dP, and transposed of dV."""
+        tile = self.tile
+        return operand_layout(
+            tile.tile_m, self.dims[1], self.dtype, stages=tile.num_stages_do, parts=tile.dkv_warps_n
+        )
+
+    def layout_ds(self) -> cute.ComposedLayout:
+        """dS and P, (tile_m, tile_n, stage)."""
+        tile = self.tile
+        return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=tile.num_stages_ds)
+
+    def layout_bias(self) -> cute.ComposedLayout:
+        """The bias, (tile_m, tile_n, stage)."""
+        tile, dtype = self.tile, CUTE_DTYPES[self.traits.bias]
+        return layouts.wgmma_smem_layout(tile.tile_m, tile.tile_n, dtype, stages=tile.bias_stages)
+
+    @property
+    def scores_shape(self) -> tuple[int, int]:
+        """(M, N) of S and dP: (keys, queries), or with p_in_smem (queries, keys)."""
+        tile = self.tile
+        return (tile.tile_m, tile.tile_n) if tile.p_in_smem else (tile.tile_n, tile.tile_m)
+
+    def mma_scores(self) -> cute.TiledMma:
+        """S = K Q^T and dP = V dO^T, all from shared memory; with p_in_smem, Q K^T and dO V^T."""
+        (m, n), groups = self.scores_shape, self.tile.warpgroups
+        along_n = groups // min(groups, m // 64) if self.tile.p_in_smem else 1
+        return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
+
+    def mma_dkv(self, head_dim: int) -> cute.TiledMma:
+        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory."""
+        tile = self.tile
+        return layouts.tiled_mma_sm90(
+            self.dtype,
+            tile.tile_n,
+            head_dim,
+            warpgroups=tile.warpgroups,
+            warpgroups_n=tile.dkv_warps_n,
+            a_source="smem" if tile.p_in_smem else "rmem",
+            a_major="mn" if tile.p_in_smem else "k",
+            b_major="mn",
+        )
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
+        a, b = ("mn", "k") if self.tile.dq_transposed else ("k", "mn")
+        return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
+
+    def gmem_store(self, head_dim: int) -> cute.TiledCopy:
+        """Shared to global memory, where TMA would write rows of the next sequence."""
+        return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)

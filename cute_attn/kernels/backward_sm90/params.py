@@ -1,0 +1,176 @@
+"""What the Hopper backward's functions hand to each other, and where that lies in shared memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int16, Int32, Int64, cute, memory
+
+from cute_attn.device.board import Board
+from cute_attn.device.key_order import KeyOrder
+from cute_attn.device.outbox import Outbox
+from cute_attn.device.pipeline import Exchange, Ring
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.staged import StagedQueries
+from cute_attn.device.tma import Tma, TmaRows
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.work.block_range import BlockRange
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: operands with their stages last, and the rings that guard them."""
+
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    s_q: cute.Tensor
+    s_do: cute.Tensor
+    s_ds: cute.Tensor  # (tile_m, tile_n, stage)
+    s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
+    s_dk: cute.Tensor  # as s_k
+    s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
+    s_lse: cute.Tensor  # (tile_m, stage)
+    s_minus_d: cute.Tensor  # (tile_m, stage)
+    s_mask: cute.Tensor  # 16 bits, (2, thread, word, stage); unused without mask_warps
+    ring_k: Ring
+    ring_v: Ring
+    ring_q: Ring
+    ring_do: Ring
+    ring_mask: Ring
+    exchange: Exchange  # of s_ds, unless p_in_smem
+    outbox: Outbox  # of s_dq
+    board: Board
+    bias: Any  # StagedQueries, in Q's ring, or None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, and in which order."""
+
+    seqlens: Seqlens
+    softmax_scale: Float32
+    score_args: tuple
+    order: KeyOrder
+    next_position: cute.Tensor
+    nheads: Int32
+    qheads_per_kvhead: Int32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where operands come from."""
+
+    k: Tma
+    v: Tma
+    q: Tma
+    do: Tma
+    bias: Any  # Tma, or None
+    lse: TmaRows  # LSE * log2(e)
+    minus_d: TmaRows
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    tma_dk: Tma
+    tma_dv: Tma
+    tma_dbias: Any  # Tma, or None
+    mDK: cute.Tensor
+    mDV: cute.Tensor
+    mDQaccum: cute.Tensor
+    split_stride: Int64
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+
+    a_scores: cute.Tensor  # of S and dP
+    b_scores: cute.Tensor
+    a_dp: cute.Tensor
+    b_dp: cute.Tensor
+    do: cute.Tensor  # of dV
+    q: cute.Tensor  # of dK
+    a_dq: cute.Tensor
+    b_dq: cute.Tensor
+    p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem
+    ds_smem: cute.Tensor | None
+    acc_dk: cute.Tensor
+    acc_dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Work:
+    """One query head that a warpgroup works on, and everything a step needs of it."""
+
+    shared: Shared
+    fragments: Fragments
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    key0: Int32
+    seqlen_q: Int32
+    scale_log2: Float32
+    dq: cute.Pointer  # of the head's first query block
+    first_filling: Int32  # of the rings of Q and dO
+    thread: Int32
+    bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
+
+    def filling(self, block: Int32) -> Int32:
+        """Which filling of the rings a query block is, and of dS."""
+        return self.first_filling + (block - self.blocks.begin)
+
+
+def shared_memory(kernel: Any) -> Shared:
+    """Everything where ``tile.smem_areas`` has it."""
+    tile, (d, dv) = kernel.tile, kernel.dims
+    base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
+    start = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
+
+    def operand(name: str, layout: cute.ComposedLayout, dtype: Any = kernel.dtype) -> cute.Tensor:
+        return cute.make_tensor(cute.recast_ptr(start[name], layout.inner, dtype=dtype), layout.outer)
+
+    def rows(name: str, stages: int) -> cute.Tensor:
+        layout = cute.make_layout((tile.tile_m, stages), stride=(1, tile.row_stride))
+        return cute.make_tensor(cute.recast_ptr(start[name], dtype=Float32), layout)
+
+    bias = None
+    if kernel.stages_bias:
+        s_bias = operand("bias", kernel.layout_bias(), CUTE_DTYPES[kernel.traits.bias])
+        bias = StagedQueries(s_bias, kernel.stores_bias_gradient)
+    mask = cute.make_layout((2, tile.mma_threads, tile.mask_words, tile.MASK_STAGES))
+    barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
+    rings: list[Ring] = []
+    for stages, fill_bytes in (
+        (1, 2 * tile.tile_n * d),
+        (1, 2 * tile.tile_n * dv),
+        (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.fill_bytes if bias else 0)),
+        (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
+        (tile.MASK_STAGES, 0),  # which lanes fill
+    ):
+        rings.append(Ring(barriers, stages, fill_bytes, by_lanes=fill_bytes == 0))
+        barriers = barriers + Ring.barrier_bytes(stages) // 8
+    return Shared(
+        operand("k", kernel.layout_k()),
+        operand("v", kernel.layout_v()),
+        operand("q", kernel.layout_q()),
+        operand("do", kernel.layout_do()),
+        operand("ds", kernel.layout_ds()),
+        operand("p" if tile.p_in_smem else "ds", kernel.layout_ds()),
+        operand("dk", kernel.layout_k()),
+        cute.recast_ptr(start["dq"], dtype=Float32),
+        rows("lse", tile.num_stages_q),
+        rows("minus_d", tile.num_stages_do),
+        cute.make_tensor(cute.recast_ptr(start["mask"], dtype=Int16), mask),
+        rings[0],
+        rings[1],
+        rings[2],
+        rings[3],
+        rings[4],
+        Exchange(barriers),
+        Outbox(barriers + 2),
+        Board(cute.recast_ptr(barriers + 4, dtype=Int32), rings[0]),
+        bias,
+    )

@@ -1,0 +1,207 @@
+"""What the Hopper forward's functions hand to each other, and where that lies in shared memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Float32, Int32, Int64, cute, memory
+
+import layouts
+from cute_attn.device.pipeline import WARPGROUP, Ring, Turns
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.staged import ROWS, StagedBias
+from cute_attn.device.tma import Tma
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.tiles import padded
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import STAGES, WorkBroadcast
+from cute_attn.work.query_tiles import QueryTile, QueryTileOrder
+from cute_attn.work.replay import Replay
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory: operands with their stages last, and the rings that guard them."""
+
+    s_q: cute.Tensor  # (64, head_dim, warpgroup)
+    s_k: cute.Tensor
+    s_v: cute.Tensor
+    s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
+    ring_q: Ring
+    ring_k: Ring
+    ring_v: Ring
+    work: WorkBroadcast
+    replay: Replay
+    bias: Any  # StagedBias, or None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, and in which order."""
+
+    seqlens: Seqlens
+    softmax_scale: Float32
+    score_args: tuple
+    order: QueryTileOrder
+    counters: cute.Tensor  # see ``ForwardSchedule``
+    nheads: Int32
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where operands come from."""
+
+    q: Tma
+    k: Tma
+    v: Tma
+    bias: Any  # Tma, or None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    tma_o: Tma
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor  # P in 16 bits, laid out as the scores
+    p_operand: cute.Tensor  # and as wgmma takes it
+    acc_o: cute.Tensor
+    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
+    factors: cute.Tensor  # (rows): what the output has to be multiplied with
+
+
+@dataclass(frozen=True)
+class TileContext:
+    """Everything that a warpgroup's steps need of its work tile."""
+
+    shared: Shared
+    fragments: Fragments
+    turns: Turns
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    tile: QueryTile
+    group: Int32
+    lane: Int32
+    softmax: OnlineSoftmax
+    first_filling: Int32  # of the rings of K and V
+
+
+@dataclass(frozen=True)
+class Fillings:
+    """How often the rings have been filled so far: Q's, and K's and V's."""
+
+    queries: Int32
+    keys: Int32
+
+
+@dataclass(frozen=True)
+class Crew:
+    """A thread's place among those that compute, and what it works with."""
+
+    group: Int32
+    thread: Int32
+    turns: Turns
+    fragments: Fragments
+
+
+def shared_memory(kernel: Any) -> Shared:
+    """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share), what is as large as the scores."""
+    d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
+    base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
+    barriers = cute.recast_ptr(base, dtype=Int64)
+    rings: list[Ring] = []
+    start = 0
+    for stages, rows, head_dim in (
+        (1, tile.tile_m, d),
+        (tile.num_stages, tile.tile_n, d),
+        (tile.num_stages, tile.tile_n, dv),
+    ):
+        rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
+        start += Ring.barrier_bytes(stages) // 8
+    q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
+    k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
+    v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
+    o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
+    bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
+    work = WorkBroadcast.make(barriers + start, base + tile.NOTES_START)
+    start += Ring.barrier_bytes(STAGES) // 8
+    if tile.share_qo_smem:
+        o_start = tile.BARRIER_BYTES
+    return Shared(
+        smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups),
+        smem_tensor(kernel, base + k_start, tile.tile_n, d, tile.num_stages),
+        smem_tensor(kernel, base + v_start, tile.tile_n, dv, tile.num_stages),
+        smem_tensor(kernel, base + o_start, 64, dv, tile.warpgroups),
+        rings[0],
+        rings[1],
+        rings[2],
+        work,
+        Replay.make(base + tile.REPLAY_START, 32 + (128 + 32 * kernel.stages_bias) * tile.warpgroups),
+        _staged_bias(kernel, base + bias_start, barriers + start) if kernel.stages_bias else None,
+    )
+
+
+def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> StagedBias:
+    """Every warpgroup's tiles of the bias at ``pointer``."""
+    tile = kernel.tile
+    layout = kernel.bias_layout(1)
+    rows, cols, _ = layout.outer.shape
+    d_rows, d_cols, _ = layout.outer.stride
+    size = ROWS * tile.tile_n
+    outer = cute.make_layout(
+        (rows, cols, tile.bias_stages, tile.warpgroups),
+        stride=(d_rows, d_cols, size, size * tile.bias_stages),
+    )
+    tiles = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[kernel.traits.bias])
+    address = Int32(pointer.toint())
+    return StagedBias(cute.make_tensor(tiles, outer), address, barriers, tile.bias_stages, tile.warpgroups)
+
+
+def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:
+    """(rows, padded head_dim, stages) at ``pointer``."""
+    return _tensor(pointer, kernel.smem_layout(rows, head_dim, stages), kernel.dtype)
+
+
+def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
+
+
+def all_rows(tensor: cute.Tensor) -> cute.Tensor:
+    """(64, columns, warpgroup) as (rows of all warpgroups, columns)."""
+    rows, cols, groups = tensor.layout.shape
+    d_rows, d_cols, d_groups = tensor.layout.stride
+    layout = cute.make_layout(((rows, groups), cols), stride=((d_rows, d_groups), d_cols))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def make_fragments(kernel: Any, shared: Shared, group: Int32) -> Fragments:
+    """Descriptors of the warpgroup's operands, and its registers."""
+    tile, dv = kernel.tile, padded(kernel.traits.head_dim_v)
+    qk, pv = kernel.mma_qk(), kernel.mma_pv()
+    mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
+    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, dv)), Float32)
+    p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
+    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
+    return Fragments(
+        qk.make_fragment_A(mine_qk.partition_A(all_rows(shared.s_q))),
+        qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
+        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
+        p,
+        layouts.as_operand_a(p),
+        acc_o,
+        acc_o_rows,
+        cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
+    )
