@@ -382,7 +382,8 @@ def _make_plan(
             else blocks
         )
         check_blocks(call, tile, wanted[1][1].rows, num_splits)
-        functions = [compiler.compile(*one, target).function for one in wanted]
+        built = [compiler.build(kernel, target), *(compiler.compile(*one, target) for one in wanted[1:])]
+        functions = [one.function for one in built]
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     return replace(
         plan,

@@ -131,13 +131,17 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
 
     from cute_attn import registry  # loads the kernels, and with them the DSL
 
-    kernel = registry.lookup(traits, tile, target)
+    compiled = _requests[request] = build(registry.lookup(traits, tile, target), target)
+    return compiled
+
+
+def build(kernel: Any, target: str) -> CompiledKernel:
+    """As :func:`compile`, of a kernel that ``registry.lookup`` gave for that target."""
     options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}"
-    key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), traits))
+    key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), kernel.traits))
     compiled = _kernels.get(key)
     if compiled is None:
         compiled = _kernels[key] = _find_or_build(kernel, target, key, options)
-    _requests[request] = compiled
     return compiled
 
 

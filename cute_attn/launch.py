@@ -69,13 +69,6 @@ def as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a call's tensor goes in the arguments of the epilogues."""
-
-    tensor: int
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreArgs:
     """The epilogues' arguments, made once; each call puts its own tensors in.
 
@@ -100,27 +93,22 @@ class ScoreArgs:
 
     @classmethod
     def of(cls, kernel: Any, call: Call) -> "ScoreArgs | None":
-        """Asks the kernel with something else in the tensors' place. None where it does more than pass them on."""
-        if call.epilogues:
+        """Of the package's own epilogues: they pass the call's tensors on, and all else is the same for every call.
+
+        None where users' classes have a part in it, which may make something else of a tensor.
+        """
+        if call.epilogues or kernel.traits.variant:
             return None
-        names = ("alibi_slopes", "bias", "rng_state")
-        marks: dict[str, Any] = {
-            name: _Place(Call._fields.index(name)) for name in names if getattr(call, name) is not None
-        }
-        try:
-            parts = kernel.score_args(call._replace(**marks).score_inputs())
-        except (TypeError, AttributeError, ValueError):  # it computes with what it is given
-            return None
-        places = [
-            (i, j, x.tensor)
-            for i, part in enumerate(parts)
-            if isinstance(part, tuple)
-            for j, x in enumerate(part)
-            if isinstance(x, _Place)
-        ]
-        if sorted(tensor for _, _, tensor in places) != sorted(mark.tensor for mark in marks.values()):
-            return None
+        own = {id(getattr(call, name)): Call._fields.index(name) for name in _SCORE_TENSORS}
+        parts, places = list(kernel.score_args(call.score_inputs())), []
+        for i, part in enumerate(parts):
+            if isinstance(part, tuple):
+                places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
+                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # not to keep them
         return cls(tuple(parts), tuple(places))
+
+
+_SCORE_TENSORS = ("alibi_slopes", "bias", "rng_state")
 
 
 # ---- a plan ----
@@ -376,7 +364,7 @@ def _make_plan(call: Call) -> Plan:
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
         check_query_blocks(call, kernel)
-        function = compiler.compile(kernel.traits, kernel.tile, target).function
+        function = compiler.build(kernel, target).function
         softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
     lengths = call[3:7]
     return replace(
@@ -398,7 +386,7 @@ def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[...,
 
     kernel = registry.lookup(forward.softmax(), None, target)
     check_query_blocks(call, kernel)
-    return compiler.compile(kernel.traits, kernel.tile, target).function
+    return compiler.build(kernel, target).function
 
 
 def check_query_blocks(call: Call, kernel: Any) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -236,8 +237,8 @@ class Recorder:
     def __init__(self):
         self.built, self.launched = [], []
 
-    def compile(self, traits, tile, target):
-        self.built.append((traits, tile, target))
+    def build(self, kernel, target):
+        self.built.append((kernel.traits, kernel.tile, target))
         return self
 
     def function(self, *arguments):
@@ -247,7 +248,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(compiler, "compile", recorder.compile)
+    monkeypatch.setattr(compiler, "build", recorder.build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launch, "_plans", {})
     monkeypatch.setattr(launch, "_current_device", lambda: -1)
@@ -334,6 +335,18 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
         assert any(x is state for x in tensors) and any(x is slope for x in tensors)
 
 
+def test_plans_keep_no_tensor(recorder):
+    """They outlive the calls that they were made for."""
+    q, k, v = kernel_inputs()
+    tensors = {"bias": randn(2, 1, 1, 11), "alibi_slopes": randn(4), "rng_state": torch.tensor([1, 2])}
+    references = [weakref.ref(x) for x in tensors.values()]
+    attention(q, k, v, **tensors, dropout_p=0.5)
+    assert len(launch._plans) == 1
+    recorder.launched.clear()
+    del tensors
+    assert [reference() for reference in references] == [None] * 3
+
+
 def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
     q, k, v = kernel_inputs()
     slopes, bias = randn(4), randn(2, 1, 1, 11)
@@ -349,25 +362,21 @@ def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
     assert torch.equal(tensors[0], slopes.expand(2, 4)) and torch.equal(tensors[1], bias.expand(2, 4, 9, 11))
 
 
-def test_a_kernel_that_computes_its_arguments_is_asked_every_time(recorder, monkeypatch):
+def test_a_users_kernel_is_asked_for_its_arguments_every_time(recorder, monkeypatch):
+    """It may make of a tensor what it likes."""
     from cute_attn.kernels.forward_sm80 import ForwardSm80
 
+    class Later(ForwardSm80):
+        def score_args(self, inputs):
+            return super().score_args(dataclasses.replace(inputs, rng_state=inputs.rng_state + 1))
+
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    registry.register(Later, variant="later")
     q, k, v = kernel_inputs()
-    options = {"dropout_p": 0.5, "kernel": "sm80"}
-    plain = ForwardSm80.score_args
-    for n, change in enumerate((lambda s: s + 1, lambda s: [s])):  # refuses a mark; hides it
-        monkeypatch.setattr(launch, "_plans", {})
-        monkeypatch.setattr(
-            ForwardSm80,
-            "score_args",
-            lambda self, inputs, change=change: plain(
-                self, dataclasses.replace(inputs, rng_state=change(inputs.rng_state))
-            ),
-        )
-        for state in (torch.tensor([n, 2]), torch.tensor([n, 3])):
-            attention(q, k, v, rng_state=state, **options)
-            given = recorder.launched[-1][-1][-1][0]
-            assert given[0] is state if isinstance(given, list) else torch.equal(given, state + 1)
+    for state in (torch.tensor([0, 2]), torch.tensor([0, 3])):
+        attention(q, k, v, rng_state=state, dropout_p=0.5, kernel="sm80:later")
+        assert torch.equal(recorder.launched[-1][-1][-1][0], state + 1)
+    assert len(recorder.built) == 1
 
 
 PACKED_BIAS = {"bias": torch.zeros(1, 1, 1, 2**16)}
