@@ -164,7 +164,10 @@ class Plan:
         out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
         lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # Blocks outside the mask's band are never visited, so their zeros have to be there already.
-        softmax = None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
+        softmax = None
+        if self.softmax_shape is not None:
+            strides = contiguous_strides(self.softmax_shape)
+            softmax = new_empty_strided(q, self.softmax_shape, strides, q.dtype).zero_()
         if self.prefill:
             out.zero_()
             lse.fill_(-math.inf)
