@@ -126,6 +126,7 @@ class SoftmaxSm80:
             grid=[m_blocks * nheads * seqlens.batch(mQ), 1, 1],
             block=[self.tile.num_threads, 1, 1],
             stream=stream,
+            min_blocks_per_mp=1,  # or ptxas would rather spill a register than have a CTA less
         )
 
     # ---- device ----

@@ -207,7 +207,7 @@ def test_a_tile_that_cannot_work_says_so(tile, features, message):
     "name, target",
     [
         ("softmax-sm80-bf16-d256-causal-softcap-alibi-bias_fp32-dropout_mem_efficient-varlen", "sm86"),
-        ("softmax-sm80-fp16-d96-window-softcap-alibi-bias_fp16-dropout", "sm89"),
+        ("softmax-sm80-fp16-d128-causal-softcap-alibi-bias_fp16-dropout-varlen", "sm89"),
     ],
 )
 def test_everything_at_once_spills_nothing(name, target):
