@@ -30,6 +30,7 @@ from cute_attn.call import (
     check_count,
     check_for_kernels,
     check_gradients,
+    check_steps,
     is_aligned,
     rows_are_regular,
 )
@@ -364,7 +365,7 @@ def _make_plan(
         score_args=None,
         rest=call[NUM_TENSORS + 1 :],
     )
-    if 0 in (out.numel(), *call.longest, call.k.numel()):
+    if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return plan
     from cute_attn import compiler
     from cute_attn.tiles import padded
@@ -376,12 +377,12 @@ def _make_plan(
         traits, tile = kernel.traits, kernel.tile
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
         blocks = -(-call.longest[1] // tile.tile_n)
-        num_splits = (
-            key_splits(blocks, call.batch * call.k.shape[-2], multiprocessors(call.q.get_device()))
-            if deterministic
-            else blocks
-        )
+        processors = multiprocessors(call.q.get_device())
+        planes = call.batch * call.k.shape[-2]
+        num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
         check_blocks(call, tile, wanted[1][1].rows, num_splits)
+        if traits.arch == "sm90":
+            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
         built = [compiler.build(kernel, target), *(compiler.compile(*one, target) for one in wanted[1:])]
         functions = [one.function for one in built]
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
@@ -396,13 +397,19 @@ def _make_plan(
         bias=bias,
         num_splits=num_splits,
         split_stride=workspace.dq[1][0] if deterministic else 0,
-        multiprocessors=multiprocessors(call.q.get_device()),
+        multiprocessors=processors,
         score_args=ScoreArgs.of(kernel, call) if bias is None else None,
     )
 
 
 _MAX_PACKED_HEADS = 2**25
 """Whose rows of 16 bytes can be counted in 32 bits at any head dim."""
+
+
+def query_blocks(call: Call, tile_m: int) -> int:
+    """Of all heads and sequences, as the workspace has them."""
+    blocks = -(-call.longest[0] // tile_m) * call.batch
+    return call.nheads * (call.q.shape[0] // tile_m + call.batch if call.packed else blocks)
 
 
 def check_blocks(call: Call, tile: Any, rows: int, num_splits: int) -> None:

@@ -28,6 +28,8 @@ MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
 """The longest sequence that the kernels compute."""
 MAX_ROWS = 2**31 - 2 * _TILE
 """The most rows of packed sequences that the kernels compute, each sequence padded to whole blocks."""
+MAX_STEPS = 2**29
+"""The most steps of one CTA, each a block of queries with a block of keys: it counts them, and may repeat some."""
 
 
 class Call(NamedTuple):
@@ -413,6 +415,22 @@ def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
     """Raise where kernels could not count that far; what: says what multiplies to ``count``."""
     if count > most:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
+
+
+def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
+    """Raise where a CTA of a persistent kernel would count its steps beyond 32 bits.
+
+    Args:
+        query_blocks: of all heads and sequences.
+        tile: the kernel's.
+    """
+    seen = call.longest[1]
+    if call.mask.startswith("window"):
+        seen = min(seen, call.window_left + call.window_right + tile.tile_m)
+    key_blocks = -(-seen // tile.tile_n) + 1
+    what = f"{call.stated('k')}up to {key_blocks} key blocks for each of {query_blocks} blocks of queries"
+    steps = query_blocks * key_blocks // multiprocessors
+    check_count(f"{what}: steps of each of {multiprocessors} multiprocessors", steps, MAX_STEPS)
 
 
 def _check_last_stride(name: str, tensor: Tensor) -> None:

@@ -26,6 +26,7 @@ from cute_attn.call import (
     check_alignment,
     check_count,
     check_for_kernels,
+    check_steps,
     is_aligned,
     regular_strides,
     rows_are_regular,
@@ -358,7 +359,7 @@ def _make_plan(call: Call) -> Plan:
         softmax_scale=call.softmax_scale,
         rest=call[NUM_TENSORS + 1 :],
     )
-    if math.prod(out_shape) == 0 or 0 in (*call.longest, math.prod(call.k.shape)):
+    if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return plan
     from cute_attn import compiler
     from cute_attn.device.seqlen import Seqlens
@@ -366,7 +367,9 @@ def _make_plan(call: Call) -> Plan:
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
-        check_query_blocks(call, kernel)
+        blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
+        if kernel.traits.arch == "sm90":
+            check_steps(call, blocks, kernel.tile, processors)
         function = compiler.build(kernel, target).function
         softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
     lengths = call[3:7]
@@ -379,7 +382,7 @@ def _make_plan(call: Call) -> Plan:
         views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call),
         prefill=call.seqused_q is not None,
-        multiprocessors=multiprocessors(call.q.get_device()),
+        multiprocessors=processors,
     )
 
 
@@ -392,8 +395,8 @@ def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[...,
     return compiler.build(kernel, target).function
 
 
-def check_query_blocks(call: Call, kernel: Any) -> None:
-    """Raise where a forward or softmax kernel would have more blocks of queries than it can count in 32 bits."""
+def check_query_blocks(call: Call, kernel: Any) -> int:
+    """Raise where a forward or softmax kernel would count its blocks of queries beyond 32 bits; how many there are."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
     packs = call.nheads // getattr(kernel.tile, "pack_heads", 1)
     if call.packed and kernel.traits.arch == "sm90":  # which lists those of all sequences
@@ -401,12 +404,13 @@ def check_query_blocks(call: Call, kernel: Any) -> None:
         each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
         check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
         check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
-        return
+        return blocks * packs
     blocks = -(-call.longest[0] // queries)
     what = (
         f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
     )
     check_count(what, call.batch * packs * blocks, MAX_ROWS)
+    return call.batch * packs * blocks
 
 
 def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:

@@ -12,15 +12,16 @@ from cute_attn.call import NUM_TENSORS, Call, check, check_gradients
 from cute_attn.launch import Outputs, Plan, Tensors, plan_call
 
 _library = torch.library.Library("cute_attn", "DEF")
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "Tensor? alibi_slopes, Tensor? bias, Tensor? rng_state, Tensor[] epilogue_tensors, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
-    "str mask, SymInt window_left, SymInt window_right, float softcap, str dropout, float dropout_p, "
-    "str[] epilogues, float[] epilogue_numbers, bool return_softmax, str kernel, str tile, bool deterministic, "
-    "str backward_tile"
-)
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[str]: "str[]",
+    Sequence[float]: "float[]",
+    int: "SymInt",
+    **{kind: kind.__name__ for kind in (float, str, bool)},
+}
+_ARGUMENTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in Call.__annotations__.items())
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(

@@ -19,6 +19,7 @@ from cute_attn.backward import (
     check_blocks,
     gradients,
     key_splits,
+    query_blocks,
 )
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.tiles import BackwardSm80Tile, padded
@@ -420,6 +421,15 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
         assert main[11][0] <= -(-rows[1] // torch_kernels.built[0][1].tile_n)
 
 
+def test_no_sequences_have_gradients_of_zeros(torch_kernels):
+    none = torch.zeros(1, dtype=torch.int32)
+    call = the_call(VARLEN.build("cpu"))._replace(cu_seqlens_q=none, cu_seqlens_k=none)
+    out, lse, _ = ops.forward_cpu(call)
+    found = gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    assert not torch_kernels.launched
+    assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
+
+
 def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
     """A packed call of next to no memory, each sequence as long as all rows, as far as can be known."""
     row, cu_seqlens = torch.zeros(8, dtype=BF16), torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
@@ -475,6 +485,12 @@ TILE = BackwardSm80Tile(tile_m=64, tile_n=128)
 def test_what_32_bits_count(call, rows, splits, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_blocks(call, TILE, rows, splits)
+
+
+def test_steps_of_packed_sequences_follow_the_rows_that_there_are():
+    """However long a sequence may be that is stated."""
+    assert query_blocks(many(1000, 2**20, heads=4), 64) == 4 * (2**14 + 1000)
+    assert query_blocks(the_call(SMALL.build("cpu")), 16) == 2 * 4 * 2
 
 
 def test_what_does_not_fit_is_refused(torch_kernels):

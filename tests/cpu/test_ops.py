@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, compiler, launch, ops, registry
-from cute_attn.call import NUM_TENSORS, Call
+from cute_attn.call import NUM_TENSORS, Call, check_steps
 from cute_attn.interface import draw_rng_state
+from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 
 BF16 = torch.bfloat16
@@ -462,6 +463,26 @@ def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message)
 
 
 @pytest.mark.parametrize(
+    ("seqlen", "changes", "message"),
+    [
+        (2**24, {}, None),
+        (
+            2**27,
+            {},
+            f"k has up to {2**21 + 1} key blocks for each of {2**21} blocks of queries: steps of each of 132",
+        ),
+        (2**27, {"mask": "window", "window_left": 128, "window_right": 0}, None),
+    ],
+)
+def test_a_ctas_steps_end_where_32_bits_do(seqlen, changes, message):
+    """After half an hour, that is."""
+    x = torch.zeros(16, dtype=BF16).expand(1, seqlen, 1, 16)
+    one = call(x, x, x, **changes)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_steps(one, seqlen // 64, ForwardSm90Tile(64, 64), 132)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_seqlen_q": 8}, "max_seqlen_q is 8; accepted: 9, q's seqlen"),
@@ -501,6 +522,13 @@ def test_nothing_is_launched_for_nothing(recorder, empty):
         q.shape[1],
         k.shape[1],
     )
+
+
+def test_nothing_is_launched_for_no_sequences(recorder):
+    """A grid of none is an error of the driver's; rows that are no sequence's are there all the same."""
+    none, (q, k, v) = torch.zeros(1, dtype=torch.int32), (x[0] for x in kernel_inputs())
+    out, lse = attention_varlen(q, k, v, none, none, 5, 5, return_lse=True)
+    assert not recorder.launched and out.shape == (9, 4, 8) and not out.any() and (lse == -math.inf).all()
 
 
 def test_rows_that_no_thread_writes_are_zero(recorder):
