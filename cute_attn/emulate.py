@@ -272,7 +272,9 @@ def softmax_on_host(
     m_blocks, n_blocks = -(-seqlen_q // kernel.tile.tile_m), -(-seqlen_k // kernel.tile.tile_n)
     buffers = SoftmaxBuffers(
         products=torch.zeros(batch, nheads, m_blocks * kernel.tile.tile_m, n_blocks * kernel.tile.tile_n),
-        lse=lse.unsqueeze(1) if lse.dim() == 2 else lse,  # packed, its first stride is still that of the heads
+        lse=lse.unsqueeze(1)
+        if lse.dim() == 2
+        else lse,  # packed, its first stride is still that of the heads
         softmax=torch.full(products.shape, torch.nan, dtype=torch.float16),
     )
     buffers.products[:, :, :seqlen_q, :seqlen_k] = products

@@ -19,7 +19,7 @@ The backward's, in three launches with an fp32 workspace between them:
     mLSElog2  (batch, nheads, rows)   or packed (nheads, rows): LSE * log2(e); +inf in rows that saw nothing or are none
     mMinusD   as mLSElog2: -D, D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
     mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
-              dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.device.dq``
+              dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.outputs.dq_order``
     mNext     (16,): 0 in its first 4 bytes, see ``KeySchedule``
 
 where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
@@ -34,9 +34,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.key_order import KeySchedule
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
+from cute_attn.work.key_tiles import KeySchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}

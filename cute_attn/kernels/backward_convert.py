@@ -7,7 +7,7 @@ reads what thread t of the main kernel's blocks added up, turns it to 16 bits an
 from where rows go out 16 bytes at a time.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte aligned with a contiguous last dimension,
-otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.device.dq``.
+otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.outputs.dq_order``.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import warp
 
 import layouts
-from cute_attn.device import dq
-from cute_attn.device.accumulate import load_fragment
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
+from cute_attn.outputs import dq_order as dq
+from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryGrid, QueryTile

@@ -23,10 +23,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.dq import accumulator_rows
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.kernels.arguments import preprocess_fake_args
+from cute_attn.outputs.dq_order import accumulator_rows
 from cute_attn.tiles import BackwardPreprocessTile, padded
 from cute_attn.traits import Traits
 

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 import layouts
 from cute_attn import registry
 from cute_attn.backward import kernels_of
-from cute_attn.device import dq
-from cute_attn.device.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.device.seqlen import (
     SeqlenInfo,
     Seqlens,
@@ -30,6 +28,8 @@ from cute_attn.device.seqlen import (
 )
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
+from cute_attn.outputs import dq_order as dq
+from cute_attn.outputs.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTile

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import layouts
 from cute_attn.compiler import compile
-from cute_attn.device.dq import accumulator_shape, mma_dq
-from cute_attn.device.key_order import L2_SECTION_BYTES, KeyOrder, KeySchedule
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
+from cute_attn.outputs.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import L2_SECTION_BYTES, KeyOrder, KeySchedule
 from layouts.host import coordinate_table, offset_table
 
 FEATURES = (

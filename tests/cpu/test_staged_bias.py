@@ -12,11 +12,11 @@ from cutlass import cute
 import layouts
 from cute_attn import compiler, launch
 from cute_attn.call import NUM_TENSORS, Call
-from cute_attn.device.staged import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.kernels.backward_sm90.heuristics import staged_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.registry import Unsupported
+from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 

@@ -7,7 +7,7 @@ import pytest
 from tests.gpu.tile_cases import tile_cases, wrongly_listed
 
 
-@pytest.mark.parametrize("op", ["forward"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
 def test_what_tiles_decline_is_listed(op):
     tiles = import_module(f"tests.gpu.test_{op}").TILES
     assert wrongly_listed(op, tiles) == []

@@ -33,11 +33,8 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
-from cute_attn.device import dq
-from cute_attn.device.accumulate import add_fragment
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
-from cute_attn.device.key_order import KeyBlocks, KeyOrder, KeySchedule
 from cute_attn.device.math import LOG2_E, anew, opaque
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -47,9 +44,12 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
+from cute_attn.outputs import dq_order as dq
+from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import KeyBlocks, KeyOrder, KeySchedule
 
 _BAND = ("left", "right", "seqlen_k")
 _BLOCKS = ("full_begin", "full_end", "end")

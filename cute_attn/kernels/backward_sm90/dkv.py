@@ -11,9 +11,9 @@ from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import anew
 from cute_attn.device.pipeline import WARPGROUP, compute_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
-from cute_attn.device.staged import columns_of
 from cute_attn.kernels.backward_sm90.params import Fragments, Outputs, Problem, Shared
 from cute_attn.kernels.backward_sm90.warp_role import Follower
+from cute_attn.rows.tma_bias import columns_of
 from cute_attn.tiles import padded
 
 
@@ -48,9 +48,9 @@ def store_keys(
         store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, rows, thread)
         compute_barrier(kernel.tile.warpgroups)
     elif thread < 32:
-        n, h, b = kernel.tile.tile_n, place.head_kv, place.batch
-        outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.block(0, h, b, n, dv, False), block)
-        outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.block(0, h, b, n, d, False), block)
+        where = (Int32(0), place.head_kv, place.batch)
+        outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
+        outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(not leaves_k):
         shared.ring_k.release(i)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
-from cute_attn.device.accumulate import add_fragment, add_staged, stage_fragment
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.dq import block_floats
 from cute_attn.device.math import varying
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.kernels.backward_sm90.params import Outputs, Problem, Work
 from cute_attn.kernels.backward_sm90.warp_role import Follower
+from cute_attn.outputs.accumulate import add_fragment, add_staged, stage_fragment
+from cute_attn.outputs.dq_order import block_floats
 
 
 def dq_of_head(

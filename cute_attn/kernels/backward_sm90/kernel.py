@@ -59,8 +59,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.dq import make_accumulator
-from cute_attn.device.key_order import KeyOrder, KeySchedule
+from cute_attn.device.convert import rounded
 from cute_attn.device.math import LOG2_E, anew, opaque, varying
 from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
 from cute_attn.device.probabilities import (
@@ -69,11 +68,8 @@ from cute_attn.device.probabilities import (
     score_gradient,
     start_from,
 )
-from cute_attn.device.rounding import rounded
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.staged import bias_tma
-from cute_attn.device.tma import Tma, TmaRows
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -94,9 +90,13 @@ from cute_attn.kernels.backward_sm90.params import (
 from cute_attn.kernels.backward_sm90.philox import Drawing, drawn_for
 from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Choices
 from cute_attn.kernels.backward_sm90.producer import load_all
+from cute_attn.outputs.dq_order import make_accumulator
+from cute_attn.rows.tma import TmaTiles, TmaVectors
+from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import KeyOrder, KeySchedule
 
 
 @dataclass(frozen=True)
@@ -159,17 +159,17 @@ class BackwardSm90(BackwardSm90Choices):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = Inputs(
-            self.tma(load, mK, self.layout_k(), tile.tile_n, d),
-            self.tma(load, mV, self.layout_v(), tile.tile_n, dv),
-            self.tma(load, mQ, self.layout_q(), tile.tile_m, d),
-            self.tma(load, mDO, self.layout_do(), tile.tile_m, dv),
+            self.rows(load, mK, self.layout_k(), tile.tile_n, d),
+            self.rows(load, mV, self.layout_v(), tile.tile_n, dv),
+            self.rows(load, mQ, self.layout_q(), tile.tile_m, d),
+            self.rows(load, mDO, self.layout_do(), tile.tile_m, dv),
             bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.stages_bias else None,
-            TmaRows.make(mLSElog2, tile.tile_m, traits.varlen),
-            TmaRows.make(mMinusD, tile.tile_m, traits.varlen),
+            TmaVectors.make(mLSElog2, tile.tile_m, traits.varlen),
+            TmaVectors.make(mMinusD, tile.tile_m, traits.varlen),
         )
         outputs = Outputs(
-            self.tma(store, mDK, self.layout_k(), tile.tile_n, d),
-            self.tma(store, mDV, self.layout_v(), tile.tile_n, dv),
+            self.rows(store, mDK, self.layout_k(), tile.tile_n, d),
+            self.rows(store, mDV, self.layout_v(), tile.tile_n, dv),
             bias_tma(self.epilogues.bias_gradient(score_args), self.layout_ds(), store=True)
             if self.stores_bias_gradient
             else None,
@@ -188,13 +188,10 @@ class BackwardSm90(BackwardSm90Choices):
             use_pdl=True,
         )
 
-    def tma(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> Tma:
-        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles."""
-        mode = [0, 2, 1] if self.traits.varlen else [1, 3, 2, 0]
-        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=mode))
+    def rows(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> TmaTiles:
+        """How tiles of a tensor's rows move: see ``TmaTiles.make``."""
         one_stage = cute.select(layout, mode=[0, 1])
-        atom, coords = cpasync.make_tiled_tma_atom(op, view, one_stage, (rows, head_dim))
-        return Tma(atom, coords)
+        return TmaTiles.make(op, tensor, one_stage, (rows, head_dim), self.traits.varlen)
 
     # ---- device ----
 

@@ -6,9 +6,9 @@ from typing import Any
 from cutlass import cute
 
 import layouts
-from cute_attn.device.dq import mma_dq
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.outputs.dq_order import mma_dq
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 

@@ -6,16 +6,16 @@ from typing import Any
 from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
 from cute_attn.device.board import Board
-from cute_attn.device.key_order import KeyOrder
-from cute_attn.device.outbox import Outbox
 from cute_attn.device.pipeline import Exchange, Ring
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.staged import StagedQueries
-from cute_attn.device.tma import Tma, TmaRows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.outputs.dq_staging import Outbox
+from cute_attn.rows.tma import TmaTiles, TmaVectors
+from cute_attn.rows.tma_bias import StagedQueries
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import KeyOrder
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,22 @@ class Problem:
 class Inputs:
     """Where operands come from."""
 
-    k: Tma
-    v: Tma
-    q: Tma
-    do: Tma
-    bias: Any  # Tma, or None
-    lse: TmaRows  # LSE * log2(e)
-    minus_d: TmaRows
+    k: TmaTiles
+    v: TmaTiles
+    q: TmaTiles
+    do: TmaTiles
+    bias: Any  # TmaTiles, or None
+    lse: TmaVectors  # LSE * log2(e)
+    minus_d: TmaVectors
 
 
 @dataclass(frozen=True)
 class Outputs:
     """Where results go."""
 
-    tma_dk: Tma
-    tma_dv: Tma
-    tma_dbias: Any  # Tma, or None
+    tma_dk: TmaTiles
+    tma_dv: TmaTiles
+    tma_dbias: Any  # TmaTiles, or None
     mDK: cute.Tensor
     mDV: cute.Tensor
     mDQaccum: cute.Tensor

@@ -5,8 +5,8 @@ from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0
-from cute_attn.device.staged import columns_of
 from cute_attn.kernels.backward_sm90.params import Inputs, Outputs, Problem, Shared
+from cute_attn.rows.tma_bias import columns_of
 from cute_attn.work.block_range import BlockRange
 
 
@@ -65,8 +65,7 @@ def load_block(
 @cute.jit
 def load_keys(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock, n: Int32) -> None:
     """K of a key block, and word of it to the other warps."""
-    where = (place.info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n)
-    tiles = inputs.k.block(*where, kernel.dims[0], kernel.traits.varlen)
+    tiles = inputs.k.sequence(place.info.offset_k, place.head_kv, place.batch)
     shared.board.write(n, place.block, place.split, place.head_kv, place.batch)
     shared.ring_k.acquire(n)
     inputs.k.load(tiles, place.block, shared.s_k, shared.ring_k, n)
@@ -75,8 +74,7 @@ def load_keys(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock
 @cute.jit
 def load_values(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock, n: Int32) -> None:
     """V of a key block."""
-    where = (place.info.offset_k, place.head_kv, place.batch, kernel.tile.tile_n)
-    tiles = inputs.v.block(*where, kernel.dims[1], kernel.traits.varlen)
+    tiles = inputs.v.sequence(place.info.offset_k, place.head_kv, place.batch)
     shared.ring_v.acquire(n)
     inputs.v.load(tiles, place.block, shared.s_v, shared.ring_v, n)
 
@@ -98,12 +96,12 @@ def load_queries(
 
     Between the ``first`` Q and dO comes V: its memory is free only when dV has left it.
     """
-    (d, dv), info, packed, tile_m = kernel.dims, place.info, kernel.traits.varlen, kernel.tile.tile_m
-    g_q = inputs.q.block(info.offset_q, head, place.batch, tile_m, d, packed)
-    g_do = inputs.do.block(info.offset_q, head, place.batch, tile_m, dv, packed)
+    info, tile_m = place.info, kernel.tile.tile_m
+    g_q = inputs.q.sequence(info.offset_q, head, place.batch)
+    g_do = inputs.do.sequence(info.offset_q, head, place.batch)
     first_rows = padded_row0(problem.seqlens, info, place.batch, tile_m) // tile_m
-    g_lse = inputs.lse.blocks(head, place.batch, tile_m, packed)
-    g_minus_d = inputs.minus_d.blocks(head, place.batch, tile_m, packed)
+    g_lse = inputs.lse.sequence(head, place.batch)
+    g_minus_d = inputs.minus_d.sequence(head, place.batch)
     if cutlass.const_expr(kernel.stages_bias):
         g_bias = columns_of(inputs.bias, place.block, head, place.batch, (tile_m, kernel.tile.tile_n))
     for step in cutlass.range(blocks.begin, blocks.end, unroll=1):

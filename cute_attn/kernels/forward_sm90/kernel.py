@@ -40,12 +40,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.math import LOG2_E, anew, narrow, opaque
-from cute_attn.device.output import store_lse
 from cute_attn.device.pipeline import WARPGROUP, Turns, warpgroup_any, warpgroup_barrier
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.staged import ROWS, bias_tma
-from cute_attn.device.tma import Tma
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -67,6 +64,9 @@ from cute_attn.kernels.forward_sm90.params import (
     shared_memory,
 )
 from cute_attn.kernels.forward_sm90.producer import brings_queries, load_all, load_all_bias
+from cute_attn.outputs.lse import store_lse
+from cute_attn.rows.tma import TmaTiles
+from cute_attn.rows.tma_bias import ROWS, bias_tma
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
@@ -222,12 +222,12 @@ class ForwardSm90:
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = Inputs(
-            self.tma(load, mQ, 64, traits.head_dim, tile.pack_heads),
-            self.tma(load, mK, tile.tile_n, traits.head_dim),
-            self.tma(load, mV, tile.tile_n, traits.head_dim_v),
+            self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads),
+            self.rows(load, mK, tile.tile_n, traits.head_dim),
+            self.rows(load, mV, tile.tile_n, traits.head_dim_v),
             bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.stages_bias else None,
         )
-        tma_o = self.tma(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
+        tma_o = self.rows(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
         problem = Problem(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
         self.kernel(problem, inputs, Outputs(tma_o, mO, mLSE)).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
@@ -237,22 +237,10 @@ class ForwardSm90:
             preferred_smem_carveout=100,
         )
 
-    def tma(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> Tma:
-        """TMA's view of (batch, rows, heads, head_dim) or packed (rows, heads, head_dim), by tiles.
-
-        heads: how many of them alternate as a tile's rows.
-        """
-        packed = self.traits.varlen
-        layout = cute.select(tensor.layout, mode=[0, 2, 1] if packed else [1, 3, 2, 0])
-        extents: Any = rows
-        if heads > 1:
-            order = [1, 0, 2] if packed else [2, 1, 3, 0]
-            layout = cute.group_modes(cute.select(tensor.layout, mode=order), 0, 2)
-            extents = (heads, rows // heads)
-        view = cute.make_tensor(tensor.iterator, layout)
-        smem_layout = self.smem_layout(rows, head_dim)
-        atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, padded(head_dim)))
-        return Tma(atom, coords, heads)
+    def rows(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> TmaTiles:
+        """How tiles of a tensor's rows move: see ``TmaTiles.make``."""
+        layout, shape = self.smem_layout(rows, head_dim), (rows, padded(head_dim))
+        return TmaTiles.make(op, tensor, layout, shape, self.traits.varlen, heads)
 
     # ---- device ----
 

@@ -52,8 +52,7 @@ def store_output(
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup_barrier(group)
         if lane < 32 and row0 < place.info.seqlen_q:
-            g_o = tma_o.block(row0, place.head, place.batch, 64, padded(dv), packed)
-            tma_o.store(s_o, g_o, 0)
+            tma_o.store(s_o, tma_o.sequence(row0, place.head, place.batch), 0)
     else:
         warpgroup_barrier(group)
         o = sequence(outputs.mO, place.batch, place.head, place.info.offset_q + row0, packed)

@@ -9,11 +9,11 @@ import layouts
 from cute_attn.device.pipeline import WARPGROUP, Ring, Turns
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.staged import ROWS, StagedBias
-from cute_attn.device.tma import Tma
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.rows.tma import TmaTiles
+from cute_attn.rows.tma_bias import ROWS, StagedBias
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import STAGES, WorkBroadcast
@@ -53,17 +53,17 @@ class Problem:
 class Inputs:
     """Where operands come from."""
 
-    q: Tma
-    k: Tma
-    v: Tma
-    bias: Any  # Tma, or None
+    q: TmaTiles
+    k: TmaTiles
+    v: TmaTiles
+    bias: Any  # TmaTiles, or None
 
 
 @dataclass(frozen=True)
 class Outputs:
     """Where results go."""
 
-    tma_o: Tma
+    tma_o: TmaTiles
     mO: cute.Tensor
     mLSE: cute.Tensor
 

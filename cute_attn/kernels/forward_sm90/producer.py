@@ -8,9 +8,8 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
 
-from cute_attn.device.staged import ROWS, rows_of
 from cute_attn.kernels.forward_sm90.params import Fillings, Inputs, Problem, Shared
-from cute_attn.tiles import padded
+from cute_attn.rows.tma_bias import ROWS, rows_of
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import Note
 from cute_attn.work.query_tiles import QueryTile, WorkClaims
@@ -92,8 +91,7 @@ def brings_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
 @cute.jit
 def load_queries(kernel: Constexpr, inputs: Inputs, shared: Shared, tile: QueryTile, queries: Int32) -> None:
     """Q of one work tile, for each warpgroup its own."""
-    d, packed = padded(kernel.traits.head_dim), kernel.traits.varlen
-    tiles = inputs.q.block(tile.info.offset_q + tile.row0, tile.head, tile.batch, 64, d, packed)
+    tiles = inputs.q.sequence(tile.info.offset_q + tile.row0, tile.head, tile.batch)
     shared.ring_q.acquire(queries)
     for group in cutlass.range_constexpr(kernel.tile.warpgroups):
         inputs.q.load_part(tiles, group, shared.s_q[None, None, group], shared.ring_q, queries)
@@ -113,11 +111,9 @@ def load_blocks(
 
     The result is what was ``claimed`` when the last loads were due.
     """
-    d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
-    tile_n, packed = kernel.tile.tile_n, kernel.traits.varlen
     info, last, keys = tile.info, blocks.end - 1, filled.keys
-    g_k = inputs.k.block(info.offset_k, tile.head_kv, tile.batch, tile_n, d, packed)
-    g_v = inputs.v.block(info.offset_k, tile.head_kv, tile.batch, tile_n, dv, packed)
+    g_k = inputs.k.sequence(info.offset_k, tile.head_kv, tile.batch)
+    g_v = inputs.v.sequence(info.offset_k, tile.head_kv, tile.batch)
     ring_k, ring_v = shared.ring_k, shared.ring_v
     count, claimed = blocks.end - blocks.begin, Int32(0)
     ring_k.acquire(keys)

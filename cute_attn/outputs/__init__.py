@@ -1,0 +1,1 @@
+"""Outputs: where results go: log-sum-exps, O, additions to dQ."""

@@ -1,0 +1,79 @@
+"""The product dQ = dS K of a backward: the MMA that computes it, and how its accumulator lies in memory.
+
+The main kernel adds accumulators to fp32 memory as they lie in registers (``cute_attn.outputs.accumulate``), and the
+convert reads them the same way: what both have to agree on is here, as functions of the traits and the main kernel's
+tile. Of a tile they read
+
+    tile_m          queries of a block
+    mma_threads     threads that multiply
+    dq_transposed   whether the accumulator is dQ^T, (padded head_dim, tile_m), instead of (tile_m, padded head_dim)
+    dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
+    dq_vector       floats that one reduction adds
+
+All functions but :func:`block_floats` and :func:`accumulator_shape` run inside a trace.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+
+import layouts
+from cute_attn.device.seqlen import workspace_rows
+from cute_attn.tiles import padded
+from cute_attn.traits import Traits
+
+_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+
+
+def block_floats(traits: Traits, tile: Any) -> int:
+    """Floats of one query block in an accumulator."""
+    return tile.tile_m * padded(traits.head_dim)
+
+
+def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
+    """(M, N) of the product: (queries, head_dim), or transposed (head_dim, queries)."""
+    queries, dims = tile.tile_m, padded(traits.head_dim)
+    return (dims, queries) if tile.dq_transposed else (queries, dims)
+
+
+def mma_dq(traits: Traits, tile: Any, **operands: str) -> cute.TiledMma:
+    """The MMA of the product.
+
+    operands: on sm90 where operands lie (``a_source``, ``a_major``, ``b_major`` of ``layouts.tiled_mma_sm90``). The
+    accumulator is the same wherever they do, so that the convert names none.
+    """
+    m, n = accumulator_shape(traits, tile)
+    dtype = _DTYPES[traits.dtype]
+    if traits.arch == "sm80":
+        return layouts.tiled_mma_sm80(dtype, tile.mma_threads // 32, warps_n=tile.dq_warps_n)
+    return layouts.tiled_mma_sm90(
+        dtype, m, n, warpgroups=tile.mma_threads // 128, warpgroups_n=tile.dq_warps_n, **operands
+    )
+
+
+def make_accumulator(tiled_mma: cute.TiledMma, traits: Traits, tile: Any) -> cute.Tensor:
+    """A thread's accumulator in registers, its values not set."""
+    return cute.make_rmem_tensor(
+        tiled_mma.get_slice(0).partition_shape_C(accumulator_shape(traits, tile)), Float32
+    )
+
+
+@cute.jit
+def accumulator_rows(
+    mDQaccum: cute.Tensor,
+    accumulator: Int32,
+    batch: Int32,
+    head: Int32,
+    row0: Int32,
+    width: Constexpr,
+    packed: Constexpr,
+) -> cute.Tensor:
+    """One accumulator of one head from a row of the workspace on, flat; width: padded head_dim.
+
+    mDQaccum: (accumulators, batch, nheads, rows * width), or packed (accumulators, nheads, rows * width).
+    """
+    modes = list(range(1, cute.rank(mDQaccum)))
+    start = cute.assume(Int64(accumulator) * mDQaccum.stride[0], divby=4)
+    one = cute.make_tensor(mDQaccum.iterator + start, cute.select(mDQaccum.layout, mode=modes))
+    return workspace_rows(one, batch, head, row0, width, packed)

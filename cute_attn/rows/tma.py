@@ -1,0 +1,120 @@
+"""Tensors as the tensor memory accelerator addresses them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cute_attn.device.pipeline import Ring
+
+
+@dataclass(frozen=True)
+class TmaTiles:
+    """Rows of head_dim elements in global memory that TMA moves by tiles: (rows, head_dim, heads[, batch]).
+
+    Where ``heads`` > 1 neighbouring heads alternate as rows it is ((heads, rows), head_dim[, batch]), all heads of it.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    shape: Constexpr  # of a tile: (rows, columns)
+    varlen: Constexpr
+    heads: Constexpr = 1
+
+    @staticmethod
+    def make(
+        op: Any, tensor: cute.Tensor, smem_layout: Any, shape: tuple[int, int], varlen: bool, heads: int = 1
+    ) -> "TmaTiles":
+        """On the host: of (batch, rows, heads, head_dim), or packed (rows, heads, head_dim).
+
+        Args:
+            op: the TMA operation, a load or a store.
+            smem_layout: of one tile.
+            shape: (rows, columns) of a tile.
+            heads: how many of them alternate as a tile's rows.
+        """
+        rows, cols = shape
+        layout = cute.select(tensor.layout, mode=[0, 2, 1] if varlen else [1, 3, 2, 0])
+        extents: Any = rows
+        if heads > 1:
+            order = [1, 0, 2] if varlen else [2, 1, 3, 0]
+            layout = cute.group_modes(cute.select(tensor.layout, mode=order), 0, 2)
+            extents = (heads, rows // heads)
+        view = cute.make_tensor(tensor.iterator, layout)
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, cols))
+        return TmaTiles(atom, coords, shape, varlen, heads)
+
+    @cute.jit
+    def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> cute.Tensor:
+        """All tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, columns, n)."""
+        rows, cols = self.shape
+        where = () if cutlass.const_expr(self.varlen) else (batch,)
+        if cutlass.const_expr(self.heads > 1):
+            plane = cute.domain_offset(((head, first_row), 0), self.tensor[(None, None, *where)])
+            tiles = cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
+        else:
+            plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
+            tiles = cute.local_tile(plane, (rows, cols), (None, 0))
+        return tiles
+
+    @cute.jit
+    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+        """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
+        self.load_part(tiles, n, target[None, None, ring.stage(filling)], ring, filling)
+
+    @cute.jit
+    def load_part(
+        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32
+    ) -> None:
+        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of the ring's filling."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
+
+    @cute.jit
+    def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:
+        """Start storing ``source`` (rows, cols) to tile n of ``tiles``, as a bulk group of its own."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        cute.copy(self.atom, t_s, t_g[None, n])
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@dataclass(frozen=True)
+class TmaVectors:
+    """fp32 workspace rows in global memory as TMA addresses them: (rows, heads[, batch]).
+
+    By a tensor map, though a plain bulk copy would do: compute-sanitizer's racecheck takes that for a thread's writes,
+    which no mbarrier orders in its eyes.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    tile: Constexpr  # rows of a block
+    varlen: Constexpr
+
+    @staticmethod
+    def make(rows: cute.Tensor, tile: int, varlen: bool) -> "TmaVectors":
+        """On the host; rows: (batch, heads, rows), or packed (heads, rows)."""
+        view = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0] if varlen else [2, 1, 0]))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, cute.make_layout(tile), (tile,))
+        return TmaVectors(atom, coords, tile, varlen)
+
+    @cute.jit
+    def sequence(self, head: Int32, batch: Int32) -> cute.Tensor:
+        """All blocks of one head: (tile, n)."""
+        where = () if cutlass.const_expr(self.varlen) else (batch,)
+        return cute.local_tile(self.tensor[(None, head, *where)], (self.tile,), (None,))
+
+    @cute.jit
+    def load(self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+        """Start loading block n into its stage of ``target`` (tile, stage)."""
+        t_s, t_g = cpasync.tma_partition(
+            self.atom, 0, cute.make_layout(1), target[None, ring.stage(filling)], blocks
+        )
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))

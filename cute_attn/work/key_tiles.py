@@ -1,0 +1,145 @@
+"""Which key blocks a block of threads of a backward works on."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+
+
+class KeySchedule(NamedTuple):
+    """How a backward divides its key blocks, as a kernel's arguments.
+
+    Attributes:
+        num_splits: a block of threads takes every num_splits-th key block of a (batch, kv head) ...
+        split_stride: ... and adds to the accumulator of dQ that lies (its first one) * split_stride floats behind the
+            first; 0 lets all add to the same.
+        next_position: 4 bytes, 0 before the launch: where persistent blocks count what they have taken.
+        multiprocessors: of the GPU.
+    """
+
+    num_splits: Int32
+    split_stride: Int64
+    next_position: cute.Tensor
+    multiprocessors: Int32
+
+
+@dataclass(frozen=True)
+class KeyBlocks:
+    """One kv head's key blocks ``first``, ``first + num_splits``, ... of one batch."""
+
+    first: Int32
+    head_kv: Int32
+    batch: Int32
+    info: SeqlenInfo
+
+
+L2_SECTION_BYTES = 32 << 20
+"""How many bytes of dQ blocks that run together may add to: fp32 additions beyond L2 go at half the speed."""
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Columns of a table that are taken together, row by row."""
+
+    columns: cute.FastDivmodDivisorV2
+    last_columns: cute.FastDivmodDivisorV2  # of the last section
+    last: Int32
+
+    @cute.jit
+    def row_and_column(self, section: Int32, position: Int32):
+        """Of the table, for a position in a section."""
+        row, column = divmod(position, self.columns)
+        if section == self.last:
+            row, column = divmod(position, self.last_columns)
+        return row, column + section * self.columns.divisor
+
+
+@dataclass(frozen=True)
+class KeyOrder:
+    """All (first key block, kv head, batch) in the order in which they start; a block of threads has one of them.
+
+    They are a table. A column is a (batch, kv head), heads fastest, and has a row for each first key block. Of packed
+    sequences a column is a kv head, and rows are all sequences' first key blocks, one sequence after the other.
+
+    Without ``longest_first`` a column's rows follow each other: those that run together read the same queries and add
+    to the same dQ. With it, a section of columns is taken row by row: under a causal band a sequence's first key blocks
+    are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2 (the heads of a
+    group are walked one after the other, by all blocks at about the same time), and no more than a quarter of the
+    multiprocessors, so that a few that run together have the same queries.
+
+    Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
+    ``first_block(sequence)`` is the first one's, and which sequence a row is of is looked for.
+    """
+
+    num_splits: cute.FastDivmodDivisorV2
+    nheads_kv: cute.FastDivmodDivisorV2
+    section_blocks: cute.FastDivmodDivisorV2  # of one column without longest_first
+    sections: Sections | None
+    blocks: Int32
+    packed: Int32
+    tile_n: Constexpr
+
+    @staticmethod
+    def make(
+        seqlens: Seqlens,
+        mK: cute.Tensor,
+        schedule: KeySchedule,
+        head_bytes: Int64,
+        tile_n: int,
+        longest_first: bool,
+    ) -> "KeyOrder":
+        """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
+        batch, nheads_kv, num_splits = seqlens.batch(mK), mK.shape[-2], schedule.num_splits
+        packed = Int32(0)
+        rows, columns = Int32(num_splits), nheads_kv * batch
+        if seqlens.cu_seqlens_k is not None:
+            rows, columns = num_splits * batch, nheads_kv
+            fewest = Int32(mK.shape[0]) // tile_n + batch
+            packed = Int32((num_splits * tile_n >= seqlens.max_seqlen_k) & (fewest < rows))
+            rows = cutlass.select_(packed == 1, fewest, rows)
+        divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
+        if longest_first:
+            together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
+            together = cutlass.min(together, schedule.multiprocessors // 4)
+            together = cutlass.max(cutlass.min(together, columns), 1)
+            last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
+            last_columns = cutlass.max(columns - last * together, 1)
+            sections = Sections(divisor(together), divisor(last_columns), last)
+        return KeyOrder(
+            num_splits=divisor(cutlass.max(num_splits, 1)),
+            nheads_kv=divisor(cutlass.max(nheads_kv, 1)),
+            section_blocks=divisor(cutlass.max(rows * together, 1)),
+            sections=sections,
+            blocks=rows * columns,
+            packed=packed,
+            tile_n=tile_n,
+        )
+
+    @cute.jit
+    def find(self, block: Int32, cu_seqlens_k: cute.Tensor | None):
+        """(first key block, kv head, batch) of a block of threads; there may be no such key block."""
+        row, column = self.row_and_column(block)
+        if cutlass.const_expr(cu_seqlens_k is None):
+            first = row
+            batch, head_kv = divmod(column, self.nheads_kv)
+        else:
+            head_kv = column
+            batch, first = divmod(row, self.num_splits)
+            if self.packed != 0:
+                batch = sequence_of_block(cu_seqlens_k, row, self.tile_n)
+                first = row - first_block(cu_seqlens_k, batch, self.tile_n)
+                if first < 0:  # keys before the first sequence's
+                    first = self.num_splits.divisor
+        return first, head_kv, batch
+
+    @cute.jit
+    def row_and_column(self, block: Int32):
+        """Of the table, for a block of threads."""
+        section, position = divmod(block, self.section_blocks)
+        row, column = position, section
+        if cutlass.const_expr(self.sections is not None):
+            row, column = self.sections.row_and_column(section, position)  # type: ignore[union-attr]
+        return row, column
