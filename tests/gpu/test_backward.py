@@ -1,29 +1,26 @@
 """The backward kernels on the card: every named case by the one rule, and properties that hold between calls."""
 
 import functools
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from cute_attn import (
-    Unsupported,
     attention,
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
-    compiler,
     launch,
     reference,
     registry,
 )
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.interface import draw_rng_state
-from cute_attn.kernels.backward_sm90.heuristics import staged_tiles
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
 from tests.checks import GRADIENT, check, check_backward
 from tests.gpu.archs import runnable_archs
+from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem, Start
 
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
@@ -31,49 +28,48 @@ ARCHS = runnable_archs(OP)
 ALLOCATE = launch.new_empty_strided
 _BARE = "dq_bulk=false,mask_warps=0"
 _PLAIN = "p_in_regs=false,v_in_regs=false,queries_at_once=0"
-TILES = {
-    "sm80": (
-        f"{_PLAIN},tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1",
-        f"{_PLAIN},tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=2,stages_q=2,stages_do=1",
-        f"{_PLAIN},tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,dkv_warps_m=2,dq_warps_m=1,stages_q=2,stages_do=2",
-        "p_in_regs=true,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,"
-        "sdp_warps_m=1,dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
-        "stages_q=1,stages_do=1",
-        f"{_PLAIN},v_in_regs=true,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=2,dq_warps_m=2,stages_q=1,"
-        "stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1",
+D256, D96_D256 = ("causal-d256",), ("causal-d96", "causal-d256")
+
+
+def all_but(*names: str) -> tuple[str, ...]:
+    """The cases that every tile has to compute alike, without some."""
+    return tuple(case.name for case in FOR_EVERY_TILE if case.name not in names)
+
+
+UNTIL_D96 = all_but("causal-d128", "causal-d256")
+WITHOUT_FLASH_DROPOUT = all_but("dropout-causal", "everything-causal-dropout")
+TILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "sm80": {
+        f"{_PLAIN},tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,"
+        "stages_do=1": D256,
+        f"{_PLAIN},tile_m=64,tile_n=128,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=2,stages_q=2,"
+        "stages_do=1": D96_D256,
+        f"{_PLAIN},tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,dkv_warps_m=2,dq_warps_m=1,stages_q=2,"
+        "stages_do=2": D96_D256,
+        "p_in_regs=true,v_in_regs=false,queries_at_once=0,tile_m=64,tile_n=64,num_warps=4,sdp_warps_m=1,"
+        "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1": D256,
+        "stages_q=1,stages_do=1": (),
+        f"{_PLAIN},v_in_regs=true,tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=2,dq_warps_m=2,"
+        "stages_q=1,stages_do=1,sdp_unroll=2,dkv_unroll=2,dq_unroll=1,dq_vector=1": D96_D256,
         "p_in_regs=true,v_in_regs=true,queries_at_once=16,tile_m=32,tile_n=64,num_warps=4,sdp_warps_m=1,"
-        "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1",
-        "dq_vector=2",
-    ),
-    "sm90": (
-        "num_stages_q=1,num_stages_do=1",
-        f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64",
-        "p_in_smem=true,tile_m=64,tile_n=64,dq_bulk=false,mask_warps=0,num_stages_ds=1",
-        "dq_bulk=true,mask_warps=0",
-        "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1",
-        f"{_BARE},tile_m=64",
-        f"{_BARE},dq_transposed=true,tile_m=64",
-        "dq_bulk=true,staggered=true,mask_warps=0",
-        "mask_warps=1",
-        "dq_bulk=true,mask_warps=1",
-        "mask_warps=2",
-    ),
+        "dkv_warps_m=4,dq_warps_m=2,stages_q=1,stages_do=1": D96_D256,
+        "dq_vector=2": (),
+    },
+    "sm90": {
+        "num_stages_q=1,num_stages_do=1": (),
+        f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64": (),
+        f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64,num_stages_ds=1": (),
+        "dq_bulk=true,mask_warps=0": D256,
+        "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1": D256,
+        f"{_BARE},tile_m=64": (),
+        f"{_BARE},dq_transposed=true,tile_m=64": UNTIL_D96,
+        "dq_bulk=true,staggered=true,mask_warps=0": D256,
+        "mask_warps=1": WITHOUT_FLASH_DROPOUT,
+        "dq_bulk=true,mask_warps=1": WITHOUT_FLASH_DROPOUT,
+        "mask_warps=2": WITHOUT_FLASH_DROPOUT,
+    },
 }
-
-
-def tile_cases() -> list:
-    """(arch, tile, case) of all tiles that take a case."""
-    target = compiler.default_target("sm80") if torch.cuda.is_available() else "sm90"
-    params = []
-    for arch in ARCHS:
-        for tile in TILES.get(arch, ()):
-            for case in FOR_EVERY_TILE:
-                try:
-                    registry.lookup(case.traits(arch, OP), tile, target)
-                except Unsupported:
-                    continue
-                params.append(pytest.param(arch, tile, case, id=f"{arch}-{tile}-{case.name}"))
-    return params
+"""Tiles, and the cases that each declines."""
 
 
 @functools.lru_cache(maxsize=2)
@@ -101,7 +97,7 @@ def test_case(case, arch):
     check_case(case, kernel=arch)
 
 
-@pytest.mark.parametrize(("arch", "tile", "case"), tile_cases())
+@pytest.mark.parametrize(("arch", "tile", "case"), tile_cases(OP, {a: TILES.get(a, {}) for a in ARCHS}))
 def test_any_tile_equals_any_tile(case, arch, tile):
     check_case(case, kernel=arch, backward_tile=tile)
 
@@ -112,7 +108,9 @@ def staged_bias_cases() -> list:
     for case in BACKWARD_CASES:
         if case.name.startswith("bias-by-tma") and not (case.bias_broadcast or case.packed):
             traits = replace(case.traits("sm90", OP), bias_grad=True)
-            params.append(pytest.param("sm90", str(staged_tiles(traits)[0]), case, id=case.name))
+            tile = registry.lookup(traits, None, "sm90").tile
+            assert tile.bias_stages, f"{case.name} is given {tile}"
+            params.append(pytest.param("sm90", str(tile), case, id=case.name))
     return params if "sm90" in ARCHS else []
 
 
@@ -554,25 +552,6 @@ def test_a_second_device(tensors):
     grads = torch.autograd.grad(attention(*others, deterministic=True), others, grad.to("cuda:1"))
     assert torch.cuda.current_device() == 0
     assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(grads, expected, strict=True))
-
-
-def test_a_step_takes_little_host_time(tensors, monkeypatch):
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
-    out = attention(*tensors, causal=True)
-    grad = torch.randn_like(out)
-    for name, step in (
-        ("forward", lambda: attention(*tensors, causal=True)),
-        ("backward", lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True)),
-    ):
-        times = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(50):
-                step()
-            times.append((time.perf_counter() - start) / 50)
-        print(f"{name}: {min(times) * 1e6:.1f} us of host time a call")
-        assert min(times) < 200e-6  # a slow or busy host is no error
 
 
 def test_wrong_calls_on_the_card(tensors, monkeypatch):
