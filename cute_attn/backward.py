@@ -145,7 +145,7 @@ class Plan:
         views: as of :class:`cute_attn.launch.Plan`.
         workspace: or None where there is nothing to launch.
         bias: or None where its gradient is not asked for.
-        num_splits, split_stride, multiprocessors: see ``cute_attn.device.key_order.KeySchedule``.
+        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.KeySchedule``.
         seqlens: the lengths as the main kernel takes them and as the others do, or where tensors are among them, None.
         score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
         rest: the call's arguments that are not tensors.

@@ -205,6 +205,8 @@ def pack_epilogues(
             if isinstance(value, Tensor):
                 letters += "t"
                 tensors.append(value)
+            elif isinstance(value, int) and abs(value) > 2**53:
+                raise ValueError(f"epilogues[{name!r}] has {value}; accepted: ints up to 2**53")
             elif isinstance(value, int | float):
                 letters += "f" if isinstance(value, float) else "i"
                 numbers.append(float(value))

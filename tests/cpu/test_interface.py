@@ -210,6 +210,11 @@ WRONG = {
         TypeError,
         r"epilogues\['relu'\] has 'x'; accepted: tensors",
     ),
+    "epilogues_int": (
+        dense(epilogues={"relu": 2**53 + 1}),
+        ValueError,
+        r"epilogues\['relu'\] has 9007199254740993; accepted: ints up to",
+    ),
     "cu_none": (packed(cu_seqlens_q=None), TypeError, "cu_seqlens_q is a NoneType; accepted: a torch.Tensor"),
     "cu_dtype": (
         packed(cu_seqlens_q=torch.tensor([0, 6, 16])),
