@@ -49,8 +49,9 @@ def attention(
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)
-        fp16 or bf16 on CUDA, any float dtype on the CPU. head_dim is a multiple of 8 up to 256. The last dimension is
-        contiguous, other strides are multiples of 8 elements, the data is aligned to 16 bytes.
+        fp16 or bf16 on CUDA, any float dtype on the CPU. head_dim is a multiple of 8 up to 256, seqlens go up to
+        2**30 - 2**13. The last dimension is contiguous, other strides are multiples of 8 elements, the data is aligned
+        to 16 bytes.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
         As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
@@ -181,7 +182,8 @@ def attention_varlen(
         Where sequences start, never falling, on q's device. Their values are checked on the CPU only: reading them
         on CUDA would wait for the device. A sequence may be empty.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed.
+        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together is
+        taken as that many, but by the "mem_efficient" mask, which follows from the two numbers as they are stated.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
         How many rows of each sequence exist; what lies beyond is never read.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
