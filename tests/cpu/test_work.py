@@ -1,0 +1,491 @@
+"""Orders of work tiles, by the kernels' own code on the CPU: every work tile once, sections, and how even the end is.
+
+How even is what list scheduling makes of an order: a plain simulation, in which a tile costs a unit for each block that
+it visits and a unit beside, and whose result is compared with the least that any order could take.
+"""
+
+import functools
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Int32, Int64, cute
+from cutlass.cute.runtime import from_dlpack
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
+from cute_attn.work.key_tiles import KeyOrder, KeySchedule
+from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
+
+MAX_TILES = 3000
+MULTIPROCESSORS = (132, 114, 78)
+
+
+# ---- a problem, and its orders ----
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sequences and heads: lengths of the queries and keys of each, with rows before and behind if they are packed.
+
+    ``stated``: by how much the stated longest sequences are too long, if packed.
+    """
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    nheads: int
+    nheads_kv: int
+    packed: bool = False
+    before: int = 0
+    behind: int = 0
+    stated: int = 0
+    used_q: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        more = self.stated if self.packed else 0
+        return max(self.lengths_q) + more, max(self.lengths_k) + more
+
+    @property
+    def existing(self) -> tuple[int, ...]:
+        """How many queries of each sequence there are."""
+        used = self.used_q or self.lengths_q
+        return tuple(min(pair) for pair in zip(used, self.lengths_q, strict=True))
+
+    def tensor(self, side: str):
+        """Whose shape is that of q or k, as far as orders look at it."""
+        lengths, heads = (self.lengths_q, self.nheads) if side == "q" else (self.lengths_k, self.nheads_kv)
+        if self.packed:
+            return torch.empty(max(self.before + sum(lengths) + self.behind, 1), heads, 1)
+        return torch.empty(len(lengths), 1, heads, 1)
+
+    def cu_seqlens(self, side: str):
+        lengths = self.lengths_q if side == "q" else self.lengths_k
+        return int32([*itertools.accumulate(lengths, initial=self.before)]) if self.packed else None
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def dynamic(x):
+    return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+@cute.jit
+def _query_tiles(
+    mQ: cute.Tensor,
+    mK: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    seqused: cute.Tensor | None,
+    sizes: cute.Tensor,
+    out: cute.Tensor,
+    longest_first: Constexpr,
+):
+    """out[0] = (tiles, planes of a section, of the last one, the last section); then what each tile is."""
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[0], sizes[1])
+    order = QueryTileOrder.make(seqlens, mQ, mK, sizes[2], sizes[3], sizes[4], longest_first)
+    out[0, 0], out[0, 1] = order.total, order.planes.divisor
+    out[0, 2], out[0, 3] = order.last_planes.divisor, order.last_section
+    for i in cutlass.range(cutlass.min(order.total, out.shape[0] - 1), unroll=1):
+        tile = order.tile(i, seqlens)
+        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
+        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+
+
+@cute.jit
+def _query_grid(
+    mQ: cute.Tensor, mK: cute.Tensor, cu_seqlens: cute.Tensor | None, sizes: cute.Tensor, out: cute.Tensor
+):
+    """out[0, 0] = the CTAs; then what each has."""
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
+    m_blocks = cute.ceil_div(sizes[0], sizes[3])
+    grid = QueryGrid.make(m_blocks, mQ.shape[-2], mK.shape[-2])
+    out[0, 0] = m_blocks * mQ.shape[-2] * seqlens.batch(mQ)
+    for i in cutlass.range(out[0, 0], unroll=1):
+        tile = _tile_of_cta(grid, i, seqlens, sizes[3])
+        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
+        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+
+
+def _tile_of_cta(grid, index, seqlens, tile_m):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute.arch, "block_idx", lambda: (index, Int32(0), Int32(0)))
+        return grid.tile(seqlens, tile_m)
+
+
+@cute.jit
+def _key_blocks(
+    mK: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    sizes: cute.Tensor,
+    out: cute.Tensor,
+    longest_first: Constexpr,
+):
+    """out[0] = (blocks of threads, columns of a section, of the last one, the last section); then what each has."""
+    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
+    schedule = KeySchedule(sizes[2], Int64(0), sizes, sizes[3])
+    head_bytes = Int64(sizes[0]) * sizes[4]
+    order = KeyOrder.make(seqlens, mK, schedule, head_bytes, sizes[5], longest_first)
+    out[0, 0] = order.blocks
+    if cutlass.const_expr(longest_first):
+        sections = order.sections
+        out[0, 1], out[0, 2], out[0, 3] = (
+            sections.columns.divisor,
+            sections.last_columns.divisor,
+            sections.last,
+        )
+    for i in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1), unroll=1):
+        first, head_kv, batch = order.find(i, cu_seqlens)
+        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = batch, head_kv, first
+
+
+@functools.cache
+def compiled(function, packed, used, *options):
+    """For any sizes. No lane is another than the first on the host."""
+    x, lengths, out = torch.empty((1,) * (3 if packed else 4)), int32([0]), int32([[0]])
+    given = [x] if function is _key_blocks else [x, x]
+    given += [lengths if packed else None]
+    given += [lengths if used else None] if function is _query_tiles else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute.arch, "make_warp_uniform", lambda x: x)
+        return cute.compile(function, *map(dynamic, (*given, lengths, out)), *options)
+
+
+def run(function, tensors, sizes, *options, used=False, most=2 * MAX_TILES):
+    """(the first row, those of the work tiles) of a function above."""
+    out = torch.full((most + 1, 5), -1, dtype=torch.int32)
+    packed = tensors[0].ndim == 3
+    compiled(function, packed, used, *options)(*map(dynamic, (*tensors, int32(sizes), out)))
+    first, *rows = out.tolist()
+    return first[:4], rows[: first[0]]
+
+
+def query_tiles(problem, queries, heads=1, longest_first=False, key_bytes=512):
+    """(tiles and sections, [(batch, head, row0, head_kv, exists)])."""
+    used = int32(problem.used_q) if problem.used_q else None
+    tensors = (problem.tensor("q"), problem.tensor("k"), problem.cu_seqlens("q"), used)
+    sizes = (*problem.longest, key_bytes, queries, heads)
+    return run(_query_tiles, tensors, sizes, longest_first, used=used is not None)
+
+
+def query_grid(problem, tile_m):
+    """[(batch, head, row0, head_kv, exists)] of a grid with a CTA for each."""
+    tensors = (problem.tensor("q"), problem.tensor("k"), problem.cu_seqlens("q"))
+    return run(_query_grid, tensors, (*problem.longest, 0, tile_m))[1]
+
+
+def key_blocks(problem, tile_n, splits, longest_first, multiprocessors, head_dim=128):
+    """[(batch, kv head, first key block)] of each block of threads."""
+    tensors = (problem.tensor("k"), problem.cu_seqlens("k"))
+    sizes = (*problem.longest, splits, multiprocessors, 4 * head_dim, tile_n)
+    return [tuple(row[:3]) for row in run(_key_blocks, tensors, sizes, longest_first)[1]]
+
+
+# ---- every work tile once ----
+
+
+@st.composite
+def problems(draw, most_tiles=500, longest=900):
+    """Batches, or packed sequences of any lengths with any rows around them."""
+    packed = draw(st.booleans())
+    group, nheads_kv = draw(st.sampled_from((1, 2, 4, 8))), draw(st.integers(1, 5))
+    count = draw(st.integers(1, 8))
+    lengths = [tuple(draw(st.lists(st.integers(0, longest), min_size=count, max_size=count))) for _ in "qk"]
+    if not packed:
+        lengths = [(max(some),) * count for some in lengths]
+    used = (
+        draw(st.lists(st.integers(0, longest), min_size=count, max_size=count)) if draw(st.booleans()) else ()
+    )
+    around = [draw(st.integers(0, 300)) for _ in range(3)] if packed else [0] * 3
+    return Problem(*lengths, group * nheads_kv, nheads_kv, packed, *around, tuple(used))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_every_query_block_once(data):
+    problem = data.draw(problems(), "problem")
+    heads = data.draw(
+        st.sampled_from([n for n in (1, 2, 4, 8) if problem.nheads // problem.nheads_kv % n == 0])
+    )
+    queries = data.draw(st.sampled_from((64, 128, 192))) // heads
+    longest_first = data.draw(st.booleans(), "longest_first")
+    key_bytes = data.draw(st.sampled_from((128, 2**15, 2**24)), "key_bytes")
+    (total, *_), found = query_tiles(problem, queries, heads, longest_first, key_bytes)
+    assert len(found) == total
+    group = problem.nheads // problem.nheads_kv
+    expected = [
+        (batch, head, row0, head // group)
+        for batch, length in enumerate(problem.existing)
+        for head in range(0, problem.nheads, heads)
+        for row0 in range(0, length, queries)
+    ]
+    real = [tuple(tile[:4]) for tile in found if tile[4]]
+    assert sorted(real) == expected
+    if problem.packed or not longest_first:  # a head's blocks follow each other, the last one first
+        keys = (1, 0) if problem.packed else (0, 1)
+        assert real == sorted(real, key=lambda x: (*(x[i] for i in keys), -x[2]))
+    if problem.packed:  # what does not exist is at most a block a sequence, and what is not used
+        rows = len(problem.tensor("q"))
+        assert total <= problem.nheads // heads * (rows // queries + len(problem.lengths_q))
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.sampled_from((64, 128)))
+def test_every_cta_of_a_grid_has_a_query_block_of_its_own(problem, tile_m):
+    problem = Problem(*(getattr(problem, name) for name in problem.__dataclass_fields__ if name != "used_q"))
+    real = [tuple(tile[:4]) for tile in query_grid(problem, tile_m) if tile[4]]
+    group = problem.nheads // problem.nheads_kv
+    assert sorted(real) == [
+        (batch, head, row0, head // group)
+        for batch, length in enumerate(problem.lengths_q)
+        for head in range(problem.nheads)
+        for row0 in range(0, length, tile_m)
+    ]
+    assert real == sorted(real, key=lambda x: (x[0], x[1], -x[2]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from((1, 2, 4)),
+    st.integers(1, 1500),
+    st.integers(1, 100_000),
+    st.sampled_from((1, 2, 4)),
+)
+def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down(
+    batch, nheads_kv, group, seqlen_q, seqlen_k, heads
+):
+    assume(group % heads == 0)
+    problem = Problem((seqlen_q,) * batch, (seqlen_k,) * batch, group * nheads_kv, nheads_kv)
+    (total, *_), found = query_tiles(problem, 64, heads, True)
+    kv_heads = max(L2_SECTION_BYTES // (512 * seqlen_k), 1)  # whose K and V stay in L2
+    size = min(kv_heads, nheads_kv * batch) * (group // heads) * -(-seqlen_q // 64)
+    sections = [found[start : start + size] for start in range(0, total, size)]
+    owners = [{(b, head_kv) for b, _, _, head_kv, _ in section} for section in sections]
+    assert sum(map(len, owners)) == len(set().union(*owners)) == batch * nheads_kv
+    for section in sections:
+        rows = [row0 for _, _, row0, _, _ in section]
+        assert rows == sorted(rows, reverse=True)
+
+
+# ---- lengths that nobody has ----
+
+
+HUGE = (2**23, 2**30, 2**31 - 1)
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seqlen_k", HUGE)
+def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, longest_first):
+    x, starts = (torch.empty(40, 8, 1), int32([0, 7, 7, 40])) if packed else (torch.empty(3, 1, 8, 1), None)
+    keys = x[..., :2, :].contiguous()
+    (total, planes, last, sections), found = run(
+        _query_tiles, (x, keys, starts, None), (40, seqlen_k, 512, 64, 1), longest_first
+    )
+    assert total == (8 * 3 if packed else 24) and len(found) == total
+    if longest_first and not packed:
+        assert (planes, last, sections) == (4, 4, 5)
+    else:
+        assert last == planes == (8 if packed else 24) and sections == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("longest", HUGE)
+def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
+    """Of key blocks, with a split for each that the stated length has, as without the deterministic mode."""
+    keys, starts = (
+        (torch.empty(40, 2, 1), int32([0, 7, 7, 40])) if packed else (torch.empty(3, 1, 2, 1), None)
+    )
+    sizes = (longest, longest, -(-longest // 128), 132, 512, 128)
+    (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, most=100)
+    assert (columns, last, sections) == (1, 1, 1 if packed else 5)
+    # A packed grid follows the rows that there are, up to lengths that no call may state.
+    assert blocks == (2 * 3 if packed else 6 * sizes[2]) or longest > 2**30
+
+
+# ---- how even the end is ----
+
+CLAIM = 0.25
+"""What it costs to find that there is nothing in a work tile, in blocks."""
+STAGES = 2
+"""Blocks that are loaded ahead."""
+
+
+def makespan(costs, machines, ahead):
+    """When the last CTA is done, if each claims its next tile ``ahead`` of the end of the one it works on.
+
+    What costs ``CLAIM`` or less is no work: the next claim follows at once.
+    """
+    waiting = [(0.0, machine, 0.0) for machine in range(machines)]  # when it claims, and when it is done
+    for cost in costs:
+        claims, machine, end = heapq.heappop(waiting)
+        if cost <= CLAIM:
+            heapq.heappush(waiting, (claims + cost, machine, max(end, claims + cost)))
+        else:
+            heapq.heappush(waiting, (max(end, end + cost - ahead), machine, end + cost))
+    return max(end for _, _, end in waiting)
+
+
+def check_even(costs, machines, ahead):
+    """At most a tenth over the least that is possible, or the longest tile, whatever the order (Graham 1966).
+
+    Tiles of few blocks are claimed a tile early, since the claim comes first of all, and that may come on top.
+    """
+    machines, longest = min(machines, len(costs)), max(costs)
+    time, ideal = makespan(costs, machines, ahead), max(sum(costs) / machines, longest)
+    limit = max(1.1 * ideal, ideal + longest + (min(ahead, longest) if longest <= 2 * ahead else 0))
+    assert time <= limit + 1e-6, f"{time} of {ideal} at best, {longest} the longest, of {len(costs)} tiles"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The keys that a query sees: so many before and after its own, aligned to the last ones; None for all."""
+
+    left: int | None
+    right: int | None
+
+    def blocks(self, first, end, count, shift, tile, seen_by=False):
+        """How many blocks of ``tile`` of the other side's ``count`` rows [first, end) need.
+
+        ``seen_by``: rows are keys, and the other side their queries.
+        """
+        left, right = (self.right, self.left) if seen_by else (self.left, self.right)
+        shift = -shift if seen_by else shift
+        start = 0 if left is None else max(first + shift - left, 0)
+        stop = count if right is None else min(end + shift + right, count)
+        return -(-stop // tile) - start // tile if start < stop else 0
+
+
+@st.composite
+def about(draw, most):
+    """Of any magnitude alike, and often a power of two."""
+    bits = draw(st.integers(0, most.bit_length() - 1))
+    return min(2**bits + (draw(st.integers(0, 2**bits - 1)) if draw(st.booleans()) else 0), most)
+
+
+@st.composite
+def shapes(draw):
+    """(problem, window) with as many heads as leave ``MAX_TILES`` blocks of 64 queries or keys."""
+    packed = draw(st.booleans())
+    window = draw(
+        st.sampled_from(
+            (
+                Window(None, None),
+                Window(None, 0),
+                Window(None, 0),
+                Window(draw(about(8192)), draw(about(8192))),
+            )
+        )
+    )
+    count = draw(about(32))
+    if packed:
+        lengths_q = tuple(draw(st.lists(about(8192), min_size=count, max_size=count)))
+        lengths_k = (
+            lengths_q
+            if draw(st.booleans())
+            else tuple(draw(st.lists(about(16384), min_size=count, max_size=count)))
+        )
+    else:
+        lengths_q = (draw(about(16384)),) * count
+        lengths_k = lengths_q if draw(st.booleans()) else (draw(about(65536)),) * count
+    blocks = sum(-(-max(pair) // 64) + 1 for pair in zip(lengths_q, lengths_k, strict=True))
+    assume(blocks <= MAX_TILES)
+    group = min(draw(st.sampled_from((1, 2, 3, 4, 8))), MAX_TILES // blocks)
+    nheads_kv = min(draw(about(32)), MAX_TILES // blocks // group)
+    return Problem(lengths_q, lengths_k, group * nheads_kv, nheads_kv, packed), window
+
+
+def forward_costs(problem, window, tiles, queries, tile_n):
+    costs = []
+    for batch, _, row0, _, exists in tiles:
+        n_q, n_k = problem.lengths_q[batch], problem.lengths_k[batch]
+        end = min(row0 + queries, n_q)
+        costs.append(1 + window.blocks(row0, end, n_k, n_k - n_q, tile_n) if exists else CLAIM)
+    return costs
+
+
+def backward_costs(problem, window, tiles, tile_m, tile_n, splits):
+    group, costs = problem.nheads // problem.nheads_kv, []
+    for batch, _, first in tiles:
+        n_q, n_k = problem.lengths_q[batch], problem.lengths_k[batch]
+        cost = 0
+        for key in range(first * tile_n, n_k, splits * tile_n):
+            end = min(key + tile_n, n_k)
+            cost += 1 + group * window.blocks(key, end, n_q, n_k - n_q, tile_m, seen_by=True)
+        costs.append(cost or CLAIM)
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("nheads", "seqlen"),
+    [(5, 16384), (8, 16384), (10, 8192), (32, 4096), (20, 4096), (24, 1024), (40, 1024), (128, 512)],
+)
+def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):
+    """Beside one list of all work tiles, longest first, whatever that would do to L2."""
+    problem, causal = Problem((seqlen,), (seqlen,), nheads, nheads), Window(None, 0)
+    tiles = query_tiles(problem, 128, longest_first=True)[1]
+    splits = seqlen // 128  # a work tile for each key block
+    blocks = key_blocks(problem, 128, splits, True, 132)
+    for costs, ahead, limit in (
+        (forward_costs(problem, causal, tiles, 128, 128), CLAIM_AHEAD + STAGES, 1.2),
+        (backward_costs(problem, causal, blocks, 64, 128, splits), STAGES, 1.4),
+    ):
+        time, least = (makespan(x, 132, ahead) for x in (costs, sorted(costs, reverse=True)))
+        assert time <= limit * least, f"{time} where {least} were possible"
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    shapes(),
+    st.sampled_from(((64, 64, 3), (64, 128, 2), (128, 80, 1), (128, 128, 1), (192, 128, 1), (64, 64, 1))),
+    st.sampled_from(MULTIPROCESSORS),
+    st.booleans(),
+)
+def test_no_cta_of_the_hopper_forward_waits_long_for_the_last(shape, tile, multiprocessors, packs):
+    (problem, window), (tile_m, tile_n, blocks_per_sm) = shape, tile
+    group = problem.nheads // problem.nheads_kv
+    heads = group if packs and 64 % group == 0 else 1
+    queries = tile_m // heads
+    _, tiles = query_tiles(problem, queries, heads, window == Window(None, 0))
+    costs = forward_costs(problem, window, tiles, queries, tile_n)
+    check_even(costs, blocks_per_sm * multiprocessors, CLAIM_AHEAD + STAGES)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes(),
+    st.sampled_from(((64, 128), (128, 128), (64, 64), (48, 128))),
+    st.sampled_from(MULTIPROCESSORS),
+    st.sampled_from((0, 0, 1, 2, 5, 16)),
+    st.booleans(),
+)
+def test_no_cta_of_a_backward_waits_long_for_the_last(shape, tile, multiprocessors, splits, persistent):
+    """Persistent CTAs claim when the last loads are on their way; others follow each other as the hardware has it."""
+    (problem, window), (tile_m, tile_n) = shape, tile
+    blocks = -(-problem.longest[1] // tile_n)
+    splits = min(splits, blocks) or blocks
+    tiles = key_blocks(problem, tile_n, splits, window == Window(None, 0), multiprocessors)
+    costs = backward_costs(problem, window, tiles, tile_m, tile_n, splits)
+    check_even(costs, multiprocessors, STAGES if persistent else 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes(),
+    st.sampled_from(((128, 64), (64, 64), (128, 32))),
+    st.sampled_from((108, 132)),
+    st.integers(1, 2),
+)
+def test_no_cta_of_the_ampere_forward_waits_long_for_the_last(shape, tile, multiprocessors, blocks_per_sm):
+    (problem, window), (tile_m, tile_n) = shape, tile
+    assume(len(problem.lengths_q) * problem.nheads * -(-problem.longest[0] // tile_m) <= 2 * MAX_TILES)
+    costs = forward_costs(problem, window, query_grid(problem, tile_m), tile_m, tile_n)
+    check_even(costs, blocks_per_sm * multiprocessors, 0)
