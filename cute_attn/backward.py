@@ -145,9 +145,9 @@ class Plan:
         views: as of :class:`cute_attn.launch.Plan`.
         workspace: or None where there is nothing to launch.
         bias: or None where its gradient is not asked for.
-        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.KeySchedule``.
+        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
         seqlens: the lengths as the main kernel takes them and as the others do, or where tensors are among them, None.
-        score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
+        score_args: the epilogues' arguments, or None where the kernel has to be asked rematerialize.
         rest: the call's arguments that are not tensors.
     """
 
@@ -241,7 +241,7 @@ class Plan:
             dv,
             seqlens,
             self.softmax_scale,
-            (self.num_splits, self.split_stride, next_position, self.multiprocessors),  # a KeySchedule
+            (self.num_splits, self.split_stride, next_position, self.multiprocessors),  # a BackwardSchedule
             self._score_args(call, dbias),
         )
         if self.convert is not None:

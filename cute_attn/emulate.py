@@ -27,7 +27,7 @@ from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.device.math import LOG2_E, fmax, narrow
+from cute_attn.device.math import LOG2_E, convert_to_16_bits, fmax
 from cute_attn.device.probabilities import (
     probabilities,
     score_gradient,
@@ -364,7 +364,7 @@ def _compiled(
 ) -> _Host:
     """The emulation of a kernel, for all sizes.
 
-    ``classes`` of its epilogues, which may be registered anew under their names; ``given``: which lengths are tensors.
+    ``classes`` of its epilogues, which may be registered rematerialize under their names; ``given``: which lengths are tensors.
 
     Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
     """
@@ -543,7 +543,7 @@ def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float3
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, pack)
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
-                _query_block(Walk(plane, state, row0, info.seqlen_q, context.unit * LOG2_E, kernel))
+                _query_block(Walk(plane, state, row0, info.seqlen_q, context.score_scale * LOG2_E, kernel))
 
 
 @cute.jit
@@ -727,7 +727,7 @@ def _every_key_block(
             for col0 in cutlass.range(0, info.seqlen_k, size.tile_n):
                 blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
                 for block in cutlass.range(blocks.begin, blocks.end):
-                    row0, scale_log2 = block * size.tile_m, context.unit * LOG2_E
+                    row0, scale_log2 = block * size.tile_m, context.score_scale * LOG2_E
                     walk = Walk(plane, state, row0, info.seqlen_q, scale_log2, kernel)
                     masked = (block < blocks.full_begin) | (block >= blocks.full_end)
                     visit = Int32(MASKED) if masked else Int32(UNMASKED)
@@ -757,7 +757,7 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     if masked:
         chain.mask.forward(walk.state.band, tile)
     probabilities(tile, lse_log2, walk.scale_log2)
-    narrow(acc, p)
+    convert_to_16_bits(acc, p)
     _copy(walk.part(buffers.grad_p, thread, block), dp)
     chain.zero_dropped(drawn, score_map.view(p))
     chain.zero_dropped(drawn, score_map.view(dp))

@@ -77,7 +77,7 @@ def attention(
     dropout_mask : {"flash", "mem_efficient"}
         Which of PyTorch's two masks is drawn, bit for bit.
     rng_state : Tensor (2,), int64, optional
-        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, anew for
+        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, rematerialize for
         every replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
         How many keys of each batch exist; what lies beyond is never read.
@@ -440,7 +440,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
 
     The one that a call without ``rng_state`` would draw now. The kernels read it on the device, so what a CUDA graph
-    captures is the drawing: each replay draws anew.
+    captures is the drawing: each replay draws rematerialize.
     """
     return random_states.draw(torch.device(device)).clone()
 
@@ -475,7 +475,7 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     # A call whose like was made before, on CUDA, has been checked, and its kernel is known. Users' epilogues are
-    # looked at anew.
+    # looked at rematerialize.
     direct = ops.nobody_watches()
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))

@@ -128,7 +128,7 @@ class Plan:
         shapes, strides: of out and lse.
         softmax_shape: or None where it is not asked for.
         views: (place among the tensors, shape, strides) of those that a kernel has to see otherwise than they come.
-        score_args: the epilogues' arguments, or None where the kernel has to be asked anew.
+        score_args: the epilogues' arguments, or None where the kernel has to be asked rematerialize.
         prefill: whether there may be rows that no thread writes, so that outputs need a value beforehand.
         softmax_scale: as the call has it.
         rest: the call's arguments that are not tensors.
@@ -309,7 +309,7 @@ def remember(tensors: Tensors, options: Hashable, plan: Plan) -> None:
 def plan_call(call: Call, options: Hashable = None) -> Plan:
     """The plan of a call, which is checked; kept under its metadata and ``options``, or else what the call says itself.
 
-    Calls with users' classes, which may be registered anew at any time, keep those in their key.
+    Calls with users' classes, which may be registered rematerialize at any time, keep those in their key.
 
     Raises:
         TypeError, ValueError, Unsupported: something is wrong with the call.
@@ -465,7 +465,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             if reasons:
                 warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
             if reason:
-                kernel = kernel.without_staged_bias()
+                kernel = kernel.without_tma_bias()
             why = f"; for TMA, {reason.rstrip(',')}" if reason else ""
             _log.debug("%s on %s takes tile %s%s", kernel.traits, target, kernel.tile, why)
             return kernel

@@ -45,7 +45,9 @@ def _forward_sm80(kernel: Any) -> Things:
 
 
 def _forward_sm90(kernel: Any) -> Things:
-    bias = {"smem-bias": lambda: kernel.bias_layout(kernel.tile.bias_stages)} if kernel.stages_bias else {}
+    bias = (
+        {"smem-bias": lambda: kernel.bias_layout(kernel.tile.bias_stages)} if kernel.loads_bias_by_tma else {}
+    )
     others = {"copy-smem-to-gmem": kernel.gmem_store, "mma-qk": kernel.mma_qk, "mma-pv": kernel.mma_pv}
     return _forward_operands(kernel) | bias | others
 

@@ -113,7 +113,7 @@ def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
     if not getattr(kernel.tile, "bias_stages", 0):
         return []
     which = "cannot read or whose gradient it cannot store" if kernel.traits.bias_grad else "cannot read"
-    return [(f"a bias of one row, or that TMA {which}", kernel.without_staged_bias().tile)]
+    return [(f"a bias of one row, or that TMA {which}", kernel.without_tma_bias().tile)]
 
 
 def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:

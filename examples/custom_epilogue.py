@@ -33,7 +33,7 @@ class HeadTable:
     row: cute.Tensor
     reach: Int32
     shift: Int32  # a query's own key is at query + shift
-    inv_unit: Float32
+    inv_score_scale: Float32
 
 
 @register_epilogue("relative_position")
@@ -50,7 +50,7 @@ class RelativePosition(Epilogue):
     def begin(self, args: tuple, context: ScoreContext) -> HeadTable:
         (table,) = args
         reach = Int32(table.shape[1]) // 2
-        return HeadTable(table[context.head, None], reach, context.shift, context.inv_unit)
+        return HeadTable(table[context.head, None], reach, context.shift, context.inv_score_scale)
 
     @cute.jit
     def forward(self, state: HeadTable, tile: ScoreTile, loaded: tuple = ()) -> None:
@@ -58,7 +58,7 @@ class RelativePosition(Epilogue):
             first = tile.col0 - (tile.row0 + tile.rows[r] + state.shift)
             for c in cutlass.range_constexpr(len(tile.cols)):
                 distance = cutlass.min(cutlass.max(first + tile.cols[c], -state.reach), state.reach)
-                tile.acc[r, c] = tile.acc[r, c] + state.row[distance + state.reach] * state.inv_unit
+                tile.acc[r, c] = tile.acc[r, c] + state.row[distance + state.reach] * state.inv_score_scale
 
     @staticmethod
     def reference(scores: torch.Tensor, coords: Any, inputs: ScoreInputs) -> torch.Tensor:

@@ -168,7 +168,7 @@ class Workload:
         return 2 * self.nheads * pairs * dims[self.op]
 
     def inputs(self, device: str = "cuda") -> "Inputs":
-        """Random tensors of these sizes, anew for each call."""
+        """Random tensors of these sizes, rematerialize for each call."""
         dtype = TORCH_DTYPES[self.dtype]
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seqlen)
         keys = (sum(self.lengths_k or self.lengths),) if self.lengths else (self.batch, self.longest_k)

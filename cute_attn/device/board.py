@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutlass import Boolean, Int32, cute
 
-from cute_attn.device.pipeline import Ring
+from cute_attn.device.pipeline import Pipeline
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 
 NOTE_INTS = 4
@@ -24,7 +24,7 @@ class KeyBlock:
 
 @dataclass(frozen=True)
 class Board:
-    """Two notes in shared memory. Note n, in place n % 2, says which key block filling n of K's ring is.
+    """Two notes in shared memory. WorkItem n, in place n % 2, says which key block filling n of K's ring is.
 
     The ring guards it: who has waited for its filling n may read note n until it has released filling n + 1, and every
     warp that reads notes releases every filling. The last note, which says that nothing comes any more, is of a filling
@@ -32,7 +32,7 @@ class Board:
     """
 
     notes: cute.Pointer  # 2 * NOTE_INTS of 4 bytes, 16-byte aligned
-    ring: Ring
+    ring: Pipeline
 
     def _note(self, n: Int32) -> cute.Tensor:
         return cute.make_tensor(self.notes + (n & 1) * NOTE_INTS, cute.make_layout(NOTE_INTS))
@@ -49,13 +49,13 @@ class Board:
     def write_end(self, n: Int32) -> None:
         """Nothing comes any more."""
         self.write(n, Int32(_NONE), Int32(_NONE), Int32(_NONE), Int32(_NONE))
-        self.ring.wait_free(n)
-        self.ring.filled(n)
+        self.ring.producer_wait(n)
+        self.ring.producer_commit(n)
 
     @cute.jit
     def holds(self, n: Int32) -> Boolean:
         """Wait for filling n. Whether note n says that there is a key block."""
-        self.ring.wait(n)
+        self.ring.consumer_wait(n)
         return self._note(n)[0] != _NONE
 
     @cute.jit
@@ -69,5 +69,5 @@ class Board:
     def take(self, n: Int32, seqlens: Seqlens) -> KeyBlock:
         """What it says, by a warp that has no use for K itself: filling n is released."""
         place = self.read(n, seqlens)
-        self.ring.release_read(n)
+        self.ring.consumer_release_reads(n)
         return place

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
-from cute_attn.device.math import anew, opaque
+from cute_attn.device.math import optimization_barrier, rematerialize
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RowCopy:
         here each time: kept through a main loop they would cost it registers that it has better use for.
         """
         row_step, col_step = (cute.size(extent) for extent in self.tiled_copy.tiler_mn)
-        mine = self.tiled_copy.get_slice(anew(self.thread))
+        mine = self.tiled_copy.get_slice(rematerialize(self.thread))
         s, t = mine.partition_S(source), mine.partition_D(target)
         first = mine.partition_S(cute.make_identity_tensor((row_step, self.cols)))[0]
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1, cute.size(s, mode=[2]))), Boolean)
@@ -46,10 +46,10 @@ class RowCopy:
 def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr) -> cute.Tensor:
     """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
 
-    The row stride is opaque: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two
+    The row stride is optimization_barrier: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two
     registers for each row that a thread copies.
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)
-    row_stride = cute.assume(opaque(Int64(stride)), divby=8)
+    row_stride = cute.assume(optimization_barrier(Int64(stride)), divby=8)
     return cute.make_tensor(tensor.iterator + start, cute.make_layout((rows, cols), stride=(row_stride, 1)))

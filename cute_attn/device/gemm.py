@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
-from cute_attn.device.math import anew
+from cute_attn.device.math import rematerialize
 from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 
@@ -59,7 +59,7 @@ class SmemOperand:
     def start(self, stage: Int32) -> Int32:
         """The address of the thread's first vector in ``stage``, computed here rather than kept through a loop."""
         rows, cols, _ = self.tile.layout.shape
-        coords = self.tiled_copy.get_slice(small(anew(self.thread))).partition_S(
+        coords = self.tiled_copy.get_slice(small(rematerialize(self.thread))).partition_S(
             cute.make_identity_tensor((cute.size(rows), cute.size(cols)))
         )
         row, col = coords[0]
@@ -175,7 +175,7 @@ class SmemResult:
     def start(self) -> Int32:
         """The address of the thread's first element, computed here rather than kept through a loop."""
         rows, cols = self.shape
-        row, col = thread_row_col(self.tiled_mma, rows, cols, small(anew(self.thread)))
+        row, col = thread_row_col(self.tiled_mma, rows, cols, small(rematerialize(self.thread)))
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:

@@ -123,7 +123,7 @@ def uniform(x: Uint32) -> Uint32:
     return Uint32(cute.arch.make_warp_uniform(Int32(x))) if on_device() else x
 
 
-def opaque(x):
+def optimization_barrier(x):
     """x (Int32, Int64 or Float32), as a value about which the compiler knows nothing: what follows from it is neither
     reused nor hoisted out of a loop, where it would occupy registers."""
     if not on_device():
@@ -132,26 +132,26 @@ def opaque(x):
     return type(x)(cute.arch.inline_ptx(move, write_only_types=[type(x)], read_only_args=[x]))
 
 
-def anew(x: Int32) -> Int32:
+def rematerialize(x: Int32) -> Int32:
     """x, such that neither compiler hoists what follows from it out of a loop.
 
-    A shuffle with itself: ptxas moves ordinary instructions out of loops, opaque to NVVM or not, but no shuffle.
+    A shuffle with itself: ptxas moves ordinary instructions out of loops, optimization_barrier to NVVM or not, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
 
 
-def varying(x: Int32, n: Int32) -> Int32:
+def rematerialize_each(x: Int32, n: Int32) -> Int32:
     """x, such that neither compiler hoists what follows from it out of a loop over n >= 0.
 
-    By adding n's sign bit, of which they do not know that it is 0: :func:`anew` without the shuffle, which waits in the
-    same queue as wgmma. Of a thread's number take ``anew`` once before the loop: ptxas rather reads the special
+    By adding n's sign bit, of which they do not know that it is 0: :func:`rematerialize` without the shuffle, which waits in the
+    same queue as wgmma. Of a thread's number take ``rematerialize`` once before the loop: ptxas rather reads the special
     register again, through that queue as well.
     """
     return x + Int32(Uint32(n) >> Uint32(31))
 
 
 @cute.jit
-def narrow(wide: cute.Tensor, target: cute.Tensor) -> None:
+def convert_to_16_bits(wide: cute.Tensor, target: cute.Tensor) -> None:
     """Round fp32 registers to those of ``target``, laid out alike.
 
     In short vectors: of one whose length is no power of two, elements are rounded singly and packed afterwards.

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_attn.device.math import exp2, opaque
+from cute_attn.device.math import exp2, optimization_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 
@@ -48,7 +48,7 @@ def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
     """
     for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            acc[r, c] = opaque(values[r])
+            acc[r, c] = optimization_barrier(values[r])
 
 
 @cute.jit

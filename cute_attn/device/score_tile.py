@@ -18,7 +18,7 @@ class ScoreContext:
     """What is the same for all score tiles of one work tile.
 
     A raw score times ``unit`` is a score in natural units, as the reference has it. Epilogues that add to a score add
-    ``value * inv_unit`` instead, which costs one multiply-add and no multiply. ``unit`` is the softmax scale, or the
+    ``value * inv_score_scale`` instead, which costs one multiply-add and no multiply. ``score_scale`` is the softmax scale, or the
     cap once a softcap has brought scores into [-1, 1].
     """
 
@@ -31,8 +31,8 @@ class ScoreContext:
     max_seqlen_k: Int32
     shift: Int32  # a query's own key is at query + shift
     softmax_scale: Float32
-    unit: Float32
-    inv_unit: Float32
+    score_scale: Float32
+    inv_score_scale: Float32
     gradient_scale: Float32 | None = None  # times a backward's dS is a gradient: 1 / (1 - dropout_p)
 
 
@@ -117,7 +117,7 @@ class ScoreTile:
     col0: Int32  # the key index of the thread's first column
     transposed: Constexpr = False
     staged: Any = (
-        None  # device.staged.StagedTile: a bias for each score in shared memory, where a kernel brings it
+        None  # device.staged.TmaBiasTile: a bias for each score in shared memory, where a kernel brings it
     )
     heads: Any = (
         None  # tuple[Int32, ...]: each row's head, counted from the block's first, where it has several

@@ -20,7 +20,7 @@ class AlibiState:
 
     slopes: cute.Tensor
     slope: Float32
-    inv_unit: Float32
+    inv_score_scale: Float32
     shift: Int32
 
 
@@ -40,11 +40,11 @@ class Alibi(Epilogue):
     def begin(self, args: tuple, context: ScoreContext) -> "AlibiState":
         (slopes,) = args
         own = cute.domain_offset((context.batch, context.head), slopes)
-        return AlibiState(own, own[0, 0] * context.inv_unit, context.inv_unit, context.shift)
+        return AlibiState(own, own[0, 0] * context.inv_score_scale, context.inv_score_scale, context.shift)
 
     def load(self, state: "AlibiState", tile: ScoreTile) -> tuple[Float32, ...]:
         """The rows' own slopes, where they have several heads."""
-        return tuple(state.slopes[0, head] * state.inv_unit for head in tile.heads or ())
+        return tuple(state.slopes[0, head] * state.inv_score_scale for head in tile.heads or ())
 
     def forward(self, state: "AlibiState", tile: ScoreTile, loaded: tuple[Float32, ...] = ()) -> None:
         if tile.transposed:

@@ -43,7 +43,7 @@ class Epilogue:
         return ()
 
     def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> Any:
-        """Change ``tile.acc`` in place. A score in natural units is ``acc * context.unit``.
+        """Change ``tile.acc`` in place. A score in natural units is ``acc * context.score_scale``.
 
         Whatever is returned is given to ``backward``; a forward kernel ignores it, and it costs nothing there.
         """

@@ -20,7 +20,7 @@ from cute_attn.device.lanes import (
     exchange_pairs,
     lanes_sum,
 )
-from cute_attn.device.math import anew, narrow, on_device, uniform
+from cute_attn.device.math import convert_to_16_bits, on_device, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -49,7 +49,7 @@ class BiasRows:
     seqlen_q: Int32
     seqlen_k: Int32
     paired: Boolean  # two neighbouring elements can be read at once, wherever the first has an even column
-    inv_unit: Float32
+    inv_score_scale: Float32
     gradient: Any = None  # GradientRows, where one is wanted
 
 
@@ -108,7 +108,7 @@ class Bias(Epilogue):
             grad, grad_stride, grad_paired = self._plane(args[1], context)
             gradient = GradientRows(grad, grad_stride, args[2], grad_paired, context.gradient_scale)
         return BiasRows(
-            pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.inv_unit, gradient
+            pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.inv_score_scale, gradient
         )
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
@@ -164,12 +164,12 @@ class Bias(Epilogue):
                     layout = cute.make_layout(self._pair_words)
                     cute.autovec_copy(cute.make_tensor(source, layout), cute.make_tensor(target, layout))
         else:
-            self._load_singly(state, tile, anew(tile.row0), self._elements(loaded, along, lines))
+            self._load_singly(state, tile, rematerialize(tile.row0), self._elements(loaded, along, lines))
         return loaded
 
     @cute.jit
     def _load_transposed(self, state: BiasRows, tile: ScoreTile, elements: cute.Tensor) -> None:
-        row0 = anew(tile.row0)
+        row0 = rematerialize(tile.row0)
         if _inside(state, tile, row0):
             rows = _row_pointers(state.pointer, state.row_stride, tile, row0)
             for r in cutlass.range_constexpr(len(tile.rows)):
@@ -256,13 +256,13 @@ class Bias(Epilogue):
                     wide[0], wide[1] = Float32(elements[a, line]), Float32(elements[a + 1, line])
                 for i in cutlass.range_constexpr(2):
                     place = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
-                    tile.acc[place] = tile.acc[place] + wide[i] * state.inv_unit
+                    tile.acc[place] = tile.acc[place] + wide[i] * state.inv_score_scale
 
     @cute.jit
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """The score's gradient is what it was, and the bias's is the same."""
         if cutlass.const_expr(self.gradient and not (tile.staged is not None and tile.staged.takes_gradient)):
-            gradient, row0 = state.gradient, anew(tile.row0)
+            gradient, row0 = state.gradient, rematerialize(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
                 if cutlass.const_expr(self._exchanged(tile)):
                     self._write_exchanged(state, tile, in_place_of(tile))
@@ -280,7 +280,7 @@ class Bias(Epilogue):
     @cute.jit
     def _write_exchanged(self, state: BiasRows, tile: ScoreTile, other: ScoreTile) -> None:
         """``other``: the elements that the thread writes in place of the tile's."""
-        row0 = anew(other.row0)
+        row0 = rematerialize(other.row0)
         if uniform(Uint32(state.gradient.paired & (_end(other) <= state.seqlen_k))) != Uint32(0):
             rows = _row_pointers(state.gradient.pointer, state.gradient.row_stride, other, row0)
             for r in cutlass.range_constexpr(len(other.rows)):
@@ -291,7 +291,7 @@ class Bias(Epilogue):
                     if row0 + other.rows[r] < state.seqlen_q:
                         self._write_words(rows[r] + tile.cols[c], word)
         else:
-            self._store(state, tile, anew(tile.row0), SINGLE)
+            self._store(state, tile, rematerialize(tile.row0), SINGLE)
 
     @cute.jit
     def _store(self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr) -> None:
@@ -359,7 +359,7 @@ class Bias(Epilogue):
     def _rounded(self, wide: cute.Tensor) -> cute.Tensor:
         """In the bias's dtype."""
         target = cute.make_rmem_tensor(wide.layout, self._dtype)
-        narrow(wide, target)
+        convert_to_16_bits(wide, target)
         return target
 
     @property

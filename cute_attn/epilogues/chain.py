@@ -124,7 +124,7 @@ class EpilogueChain:
         scale: Float32,
     ) -> ScoreContext:
         """What the epilogues of one work tile share."""
-        unit = args[0] if self.softcap else scale
+        score_scale = args[0] if self.softcap else scale
         return ScoreContext(
             batch=batch,
             head=head,
@@ -135,8 +135,8 @@ class EpilogueChain:
             max_seqlen_k=seqlens.max_seqlen_k,
             shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q,
             softmax_scale=scale,
-            unit=unit,
-            inv_unit=1.0 / unit,
+            score_scale=score_scale,
+            inv_score_scale=1.0 / score_scale,
             gradient_scale=self.dropout.rescale_of(args[-1]) if self.dropout else Float32(1.0),
         )
 
@@ -151,7 +151,7 @@ class EpilogueChain:
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
 
     def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> tuple:
-        """Raw products in ``tile.acc`` become scores in the context's unit, masked if the block needs it.
+        """Raw products in ``tile.acc`` become scores in units of the context's score_scale, masked if the block needs it.
 
         Returns what :meth:`backward` needs of this tile, from each modifier: registers, or None; () in a forward.
         """

@@ -22,7 +22,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
-from cute_attn.device.math import anew, byte_permute, mul_wide, quad_or, uniform
+from cute_attn.device.math import byte_permute, mul_wide, quad_or, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
 from cute_attn.epilogues.inputs import ScoreInputs
 
@@ -296,7 +296,9 @@ def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
     for column in tile.cols:
         groups[column // 32] = column % 32 // 8 + 1
     # Anew, or each row's first number would wait in registers for the next tile.
-    corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane))
+    corner = state.base + Uint64(
+        Int64(rematerialize(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane)
+    )
     for r, row in enumerate(tile.rows):
         first = corner + Uint64(Int64(row) * state.row_stride)
         # A lane's first score is so many after the first of the quad's first call.
@@ -323,7 +325,7 @@ def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
     These divide the 4 calls of either query among them and exchange what comes out: a bit a score, 16 a query.
     """
     lane = tile.col0 & 7
-    corner = state.base + Uint64(Int64(anew(tile.row0)) * state.row_stride + Int64(tile.col0 - lane))
+    corner = state.base + Uint64(Int64(rematerialize(tile.row0)) * state.row_stride + Int64(tile.col0 - lane))
     for r in range(0, len(tile.rows), 2):
         row = corner + Uint64(Int64(tile.rows[r]) * state.row_stride)
         for c in range(0, len(tile.cols), 2):

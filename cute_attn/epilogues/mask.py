@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.device.band import Band
-from cute_attn.device.math import anew
+from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -51,7 +51,9 @@ class Mask(Epilogue):
 
     @cute.jit
     def _bound_keys(self, state: Band, tile: ScoreTile) -> None:
-        row0 = anew(tile.row0)  # or each row's bounds would wait in registers for the blocks that need them
+        row0 = rematerialize(
+            tile.row0
+        )  # or each row's bounds would wait in registers for the blocks that need them
         for r in cutlass.range_constexpr(len(tile.rows)):
             query = row0 + tile.rows[r]
             end = state.end_key(query) - tile.col0
@@ -64,7 +66,7 @@ class Mask(Epilogue):
 
     @cute.jit
     def _bound_queries(self, state: Band, tile: ScoreTile) -> None:
-        col0 = anew(tile.col0)
+        col0 = rematerialize(tile.col0)
         for c in cutlass.range_constexpr(len(tile.cols)):
             key = col0 + tile.cols[c]
             first = state.first_query(key) - tile.row0 if key < state.seqlen_k else Int32(NO_QUERY)

@@ -24,7 +24,7 @@ class Softcap(Epilogue):
     name = "softcap"
 
     def begin(self, args: tuple, context: ScoreContext) -> Float32:
-        return context.softmax_scale * context.inv_unit * TANH_UNIT
+        return context.softmax_scale * context.inv_score_scale * TANH_UNIT
 
     def forward(self, state: Float32, tile: ScoreTile, loaded=()) -> cute.Tensor | None:
         self._cap(state, tile)

@@ -20,7 +20,7 @@ The backward's, in three launches with an fp32 workspace between them:
     mMinusD   as mLSElog2: -D, D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
     mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
               dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.outputs.dq_order``
-    mNext     (16,): 0 in its first 4 bytes, see ``KeySchedule``
+    mNext     (16,): 0 in its first 4 bytes, see ``BackwardSchedule``
 
 where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
 packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All four are contiguous.
@@ -36,7 +36,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
-from cute_attn.work.key_tiles import KeySchedule
+from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 
 CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
@@ -147,7 +147,7 @@ def preprocess_fake_args(traits: Traits) -> tuple:
 def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a backward's main kernel, without the stream.
 
-    mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``KeySchedule``),
+    mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``BackwardSchedule``),
     score_args.
     """
     dtype = CUTE_DTYPES[traits.dtype]
@@ -160,7 +160,7 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         *(rows_fake(dtype, ndim) for _ in range(2)),
         seqlens_fake(traits),
         Float32(0.0),
-        KeySchedule(Int32(0), Int64(0), workspace_fake(1), Int32(0)),
+        BackwardSchedule(Int32(0), Int64(0), workspace_fake(1), Int32(0)),
         score_args,
     )
 

@@ -32,7 +32,7 @@ from cutlass import Constexpr, Float32, Int32, Uint32, cute, memory
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
-from cute_attn.device.math import LOG2_E, anew, opaque
+from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
@@ -226,7 +226,7 @@ class ForwardSm80:
             place = grid.tile(seqlens, self.tile.tile_m)
             lse = cute.make_rmem_tensor(cute.make_layout(cute.size(work.acc_o_rows, mode=[0])), Float32)
             self.statistics(work, thread).fetch().normalize(work.acc_o_rows, lse, chain.rescale(state))
-            thread = opaque(thread)
+            thread = optimization_barrier(thread)
             score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
             store_lse(mLSE, lse, score_map, place, self.traits.varlen)
             o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
@@ -300,7 +300,7 @@ class ForwardSm80:
         acc_o.fill(0.0)
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
-        parked = self.parked_statistics(place, rows, thread) if tile.park_statistics else None
+        parked = self.parked_statistics(place, rows, thread) if tile.stats_in_smem else None
         softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, parked)
         return Work(operands, load_k, load_v, blocks, state, thread, row0, softmax, place, acc_o, acc_o_rows)
 
@@ -386,7 +386,7 @@ class ForwardSm80:
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(work, block, stage)
         # The same number again, disguised: known to be the same, it would be kept in a register through the softmax.
-        stage = self.stage(opaque(block) + stages)
+        stage = self.stage(optimization_barrier(block) + stages)
         self.accumulate(work, block, acc_s, loaded, stage, masked)
 
     def stage(self, block: Int32) -> Int32:
@@ -403,7 +403,9 @@ class ForwardSm80:
         acc_s.fill(0.0)
         loaded = ()
         if cutlass.const_expr(self.epilogues.modifiers):
-            loaded = self.epilogues.load(work.state, self.score_tile(work, block, acc_s, anew(work.thread)))
+            loaded = self.epilogues.load(
+                work.state, self.score_tile(work, block, acc_s, rematerialize(work.thread))
+            )
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
         else:
@@ -430,7 +432,7 @@ class ForwardSm80:
 
     def statistics(self, work: Work, thread: Int32) -> OnlineSoftmax:
         """The online softmax, with its statistics where they are kept between steps."""
-        if not self.tile.park_statistics:
+        if not self.tile.stats_in_smem:
             return work.softmax
         parked = self.parked_statistics(work.parked, cute.size(work.acc_o_rows, mode=[0]), thread)
         return dataclasses.replace(work.softmax, row_max=parked[None, 0], row_sum=parked[None, 1])
@@ -441,7 +443,7 @@ class ForwardSm80:
     ) -> None:
         """Scores to probabilities, and O += P V."""
         chain, op = self.epilogues, work.operands
-        thread = anew(
+        thread = rematerialize(
             work.thread
         )  # or coordinates and addresses would wait in registers from the step before
         tile = self.score_tile(work, block, acc_s, thread)

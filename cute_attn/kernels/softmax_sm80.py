@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Int64, cute, memory
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm
-from cute_attn.device.math import LOG2_E, narrow
+from cute_attn.device.math import LOG2_E, convert_to_16_bits
 from cute_attn.device.probabilities import probabilities
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -231,7 +231,9 @@ class SoftmaxSm80:
             if row < info.seqlen_q:
                 lse = g_lse[row]
             lse_log2[r] = Float32.inf if lse == -Float32.inf else lse * LOG2_E
-        return QueryBlock(place, chain.begin(score_args, context), score_map, lse_log2, context.unit * LOG2_E)
+        return QueryBlock(
+            place, chain.begin(score_args, context), score_map, lse_log2, context.score_scale * LOG2_E
+        )
 
     @cute.jit
     def store(
@@ -241,7 +243,7 @@ class SoftmaxSm80:
         self.epilogues.forward(rows.state, scores, loaded, True)
         probabilities(scores, rows.lse_log2, rows.scale_log2)
         p = cute.make_rmem_tensor_like(acc_s, mSoftmax.element_type)
-        narrow(acc_s, p)
+        convert_to_16_bits(acc_s, p)
         p_rows = rows.score_map.view(p)
         self.epilogues.mark_dropped(rows.state, scores, p_rows)
         place = rows.place

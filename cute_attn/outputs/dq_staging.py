@@ -6,7 +6,7 @@ from cutlass import Constexpr, Int32, cute
 
 
 @dataclass(frozen=True)
-class Outbox:
+class DqStaging:
     """One buffer in shared memory that computing warps fill together and one warp sends; two mbarriers: full, empty."""
 
     barriers: cute.Pointer  # 2 of 8 bytes
@@ -18,23 +18,23 @@ class Outbox:
         cute.arch.mbarrier_init(self.barriers + 1, 1)
 
     @cute.jit
-    def wait_empty(self, n: Int32) -> None:
+    def producer_wait(self, n: Int32) -> None:
         """By a warp that fills: until filling n - 1 has been sent."""
         cute.arch.mbarrier_wait(self.barriers + 1, (n & 1) ^ 1)
 
     @cute.jit
-    def put(self) -> None:
+    def producer_commit(self) -> None:
         """By a warp that fills: its part is there, and all its lanes have fenced it for the asynchronous proxy."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers)
 
     @cute.jit
-    def wait_full(self, n: Int32) -> None:
+    def consumer_wait(self, n: Int32) -> None:
         """By the warp that sends: until filling n is there."""
         cute.arch.mbarrier_wait(self.barriers, n & 1)
 
     @cute.jit
-    def sent(self) -> None:
+    def consumer_release(self) -> None:
         """By one thread of the warp that sends: what it waited for has been read."""
         cute.arch.mbarrier_arrive(self.barriers + 1)

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Constexpr, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.device.pipeline import Ring
+from cute_attn.device.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class TmaTiles:
         return tiles
 
     @cute.jit
-    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32) -> None:
         """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
         self.load_part(tiles, n, target[None, None, ring.stage(filling)], ring, filling)
 
     @cute.jit
     def load_part(
-        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32
+        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32
     ) -> None:
         """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of the ring's filling."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full_barrier(filling))
 
     @cute.jit
     def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:
@@ -112,9 +112,11 @@ class TmaVectors:
         return cute.local_tile(self.tensor[(None, head, *where)], (self.tile,), (None,))
 
     @cute.jit
-    def load(self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, ring: Ring, filling: Int32) -> None:
+    def load(
+        self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32
+    ) -> None:
         """Start loading block n into its stage of ``target`` (tile, stage)."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), target[None, ring.stage(filling)], blocks
         )
-        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full_barrier(filling))

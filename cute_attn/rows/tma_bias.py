@@ -13,8 +13,8 @@ from cutlass import Constexpr, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp
 
 import layouts
-from cute_attn.device.math import anew
-from cute_attn.device.pipeline import Ring
+from cute_attn.device.math import rematerialize
+from cute_attn.device.pipeline import Pipeline
 from cute_attn.rows.tma import TmaTiles
 
 ROWS = 64
@@ -25,13 +25,13 @@ ROW_COLS = 64
 
 
 @dataclass(frozen=True)
-class StagedTile:
+class TmaBiasTile:
     """A warpgroup's tile of 16-bit numbers in shared memory, beside the accumulator of its wgmma."""
 
     dtype: Constexpr
     cols: Constexpr
     address: Int32  # ``lane_address`` of its stage
-    ring: Ring
+    ring: Pipeline
     filling: Int32
 
     PIECE: ClassVar[int] = 4
@@ -45,12 +45,12 @@ class StagedTile:
     @cute.jit
     def wait(self) -> None:
         """Until the tile is there."""
-        self.ring.wait(self.filling)
+        self.ring.consumer_wait(self.filling)
 
     @cute.jit
     def release(self) -> None:
         """By each warp once it has read everything."""
-        self.ring.release(self.filling)
+        self.ring.consumer_release(self.filling)
 
     @cute.jit
     def read(self, piece: Constexpr, words: cute.Tensor) -> None:
@@ -67,7 +67,7 @@ class StagedTile:
 
 
 @dataclass(frozen=True)
-class StagedTransposed:
+class TmaBiasTransposed:
     """A tile (queries, keys) of 16-bit numbers in shared memory, beside a warpgroup's accumulator of (keys, queries).
 
     It comes and goes with Q: who has waited for Q may read it, and has read it before Q is released.
@@ -106,14 +106,14 @@ class StagedTransposed:
 
 
 @dataclass(frozen=True)
-class StagedQueries:
+class TmaBiasOfQueries:
     """What all warpgroups of a backward read: tiles of queries and keys, of which each reads 64 keys."""
 
     tensor: cute.Tensor  # (queries, keys, stages)
-    takes_gradient: Constexpr  # see StagedTransposed
+    takes_gradient: Constexpr  # see TmaBiasTransposed
 
     @property
-    def fill_bytes(self) -> int:
+    def stage_bytes(self) -> int:
         """Of a stage."""
         queries, keys = (cute.size(self.tensor, mode=[i]) for i in (0, 1))
         return queries * keys * self.tensor.element_type.width // 8
@@ -121,12 +121,12 @@ class StagedQueries:
     def address_of(self, thread: Int32) -> Int32:
         """Where a thread finds its numbers of the first stage; to be kept in a register, rather than computed again."""
         base, queries = Int32(self.tensor.iterator.toint()), cute.size(self.tensor, mode=[0])
-        return anew(lane_address_transposed(base, thread, queries))
+        return rematerialize(lane_address_transposed(base, thread, queries))
 
-    def tile(self, address: Int32, stage: Int32) -> StagedTransposed:
+    def tile(self, address: Int32, stage: Int32) -> TmaBiasTransposed:
         """A stage's. address: ``address_of`` the thread."""
-        queries, place = cute.size(self.tensor, mode=[0]), address + stage * self.fill_bytes
-        return StagedTransposed(self.tensor.element_type, queries, place, self.takes_gradient)
+        queries, place = cute.size(self.tensor, mode=[0]), address + stage * self.stage_bytes
+        return TmaBiasTransposed(self.tensor.element_type, queries, place, self.takes_gradient)
 
 
 def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
@@ -156,7 +156,7 @@ def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
 
 
 @dataclass(frozen=True)
-class StagedBias:
+class TmaBias:
     """All warpgroups' tiles: each has a ring of its own, so that none waits for another's."""
 
     tensor: cute.Tensor  # (ROWS, columns, stages, warpgroup)
@@ -168,13 +168,13 @@ class StagedBias:
     @staticmethod
     def barrier_bytes(num_stages: int, warpgroups: int) -> int:
         """Shared memory for the barriers."""
-        return Ring.barrier_bytes(num_stages) * warpgroups
+        return Pipeline.barrier_bytes(num_stages) * warpgroups
 
-    def ring(self, group: Int32 | int) -> Ring:
+    def ring(self, group: Int32 | int) -> Pipeline:
         """Of one warpgroup."""
-        words = Ring.barrier_bytes(self.num_stages) // 8
-        fill_bytes = ROWS * cute.size(self.tensor, mode=[1]) * self.tensor.element_type.width // 8
-        return Ring(self.barriers + group * words, self.num_stages, fill_bytes)
+        words = Pipeline.barrier_bytes(self.num_stages) // 8
+        stage_bytes = ROWS * cute.size(self.tensor, mode=[1]) * self.tensor.element_type.width // 8
+        return Pipeline(self.barriers + group * words, self.num_stages, stage_bytes)
 
     @cute.jit
     def init(self) -> None:
@@ -182,17 +182,17 @@ class StagedBias:
         for group in cutlass.range_constexpr(self.warpgroups):
             self.ring(group).init(4)
 
-    def tile(self, group: Int32, lane: Int32, filling: Int32) -> StagedTile:
+    def tile(self, group: Int32, lane: Int32, filling: Int32) -> TmaBiasTile:
         """What one warpgroup was brought."""
         ring, cols = self.ring(group), cute.size(self.tensor, mode=[1])
-        base = self.address + (group * self.num_stages + ring.stage(filling)) * ring.fill_bytes
-        return StagedTile(self.tensor.element_type, cols, lane_address(base, lane, cols), ring, filling)
+        base = self.address + (group * self.num_stages + ring.stage(filling)) * ring.stage_bytes
+        return TmaBiasTile(self.tensor.element_type, cols, lane_address(base, lane, cols), ring, filling)
 
     @cute.jit
     def load(self, tiles: cute.Tensor, tma: TmaTiles, block: Int32, group: Int32, filling: Int32) -> None:
         """By one warp: start loading the columns of ``block`` for one warpgroup, once there is room."""
         ring = self.ring(group)
-        ring.acquire(filling)
+        ring.producer_acquire(filling)
         tma.load(tiles, block, self.tensor[None, None, None, group], ring, filling)
 
 

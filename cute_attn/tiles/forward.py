@@ -42,7 +42,7 @@ class ForwardSm80Tile(WarpTile):
     qk_unroll: int = 0
 
     @property
-    def park_statistics(self) -> bool:
+    def stats_in_smem(self) -> bool:
         """Whether row maxima and sums wait in shared memory while the scores are computed.
 
         Eight registers less, which is what lets 64 keys beside 128 rows of output do without spills.
@@ -50,9 +50,9 @@ class ForwardSm80Tile(WarpTile):
         return self.qk_unroll > 0
 
     @property
-    def parked_bytes(self) -> int:
+    def stats_bytes(self) -> int:
         """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
-        return 2 * 4 * 4 * self.tile_m if self.park_statistics else 0
+        return 2 * 4 * 4 * self.tile_m if self.stats_in_smem else 0
 
     @property
     def keeps_q(self) -> bool:
@@ -72,7 +72,7 @@ class ForwardSm80Tile(WarpTile):
             "k": (k_start, k_start + 2 * self.tile_n * d * self.num_stages),
             "v": (v_start, v_end),
             "o": (0, o),
-            "parked": (parked, parked + self.parked_bytes),
+            "parked": (parked, parked + self.stats_bytes),
         }
 
     def registers(self, traits: Traits) -> int:
@@ -175,7 +175,7 @@ class ForwardSm90Tile(Tile):
         return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
-    NOTES_START: ClassVar[int] = 480  # of them: the next work tiles
+    BROADCAST_START: ClassVar[int] = 480  # of them: the next work tiles
     REPLAY_START: ClassVar[int] = 512  # and which have to be computed again
 
     def registers(self, traits: Traits) -> int:
@@ -214,8 +214,8 @@ class ForwardSm90Tile(Tile):
                 f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout or users' epilogues, "
                 f"for {traits}"
             )
-        if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.NOTES_START:
-            return f"num_stages is {self.num_stages}; accepted: few enough for {self.NOTES_START} bytes of barriers"
+        if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.BROADCAST_START:
+            return f"num_stages is {self.num_stages}; accepted: few enough for {self.BROADCAST_START} bytes of barriers"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "

@@ -9,7 +9,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 
 
-class KeySchedule(NamedTuple):
+class BackwardSchedule(NamedTuple):
     """How a backward divides its key blocks, as a kernel's arguments.
 
     Attributes:
@@ -58,7 +58,7 @@ class Sections:
 
 
 @dataclass(frozen=True)
-class KeyOrder:
+class KeyTileOrder:
     """All (first key block, kv head, batch) in the order in which they start; a block of threads has one of them.
 
     They are a table. A column is a (batch, kv head), heads fastest, and has a row for each first key block. Of packed
@@ -86,11 +86,11 @@ class KeyOrder:
     def make(
         seqlens: Seqlens,
         mK: cute.Tensor,
-        schedule: KeySchedule,
+        schedule: BackwardSchedule,
         head_bytes: Int64,
         tile_n: int,
         longest_first: bool,
-    ) -> "KeyOrder":
+    ) -> "KeyTileOrder":
         """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
         batch, nheads_kv, num_splits = seqlens.batch(mK), mK.shape[-2], schedule.num_splits
         packed = Int32(0)
@@ -108,7 +108,7 @@ class KeyOrder:
             last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
             last_columns = cutlass.max(columns - last * together, 1)
             sections = Sections(divisor(together), divisor(last_columns), last)
-        return KeyOrder(
+        return KeyTileOrder(
             num_splits=divisor(cutlass.max(num_splits, 1)),
             nheads_kv=divisor(cutlass.max(nheads_kv, 1)),
             section_blocks=divisor(cutlass.max(rows * together, 1)),

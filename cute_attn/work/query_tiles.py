@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
-from cute_attn.device.math import opaque
+from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 
 L2_SECTION_BYTES = 32 << 20
@@ -56,7 +56,7 @@ class QueryGrid:
         Each call computes it again: after a main loop that is cheaper than to have kept it in registers, which the
         compiler would do otherwise, and spill.
         """
-        block = opaque(cute.arch.block_idx()[0])
+        block = optimization_barrier(cute.arch.block_idx()[0])
         plane, from_last = divmod(block, self.m_blocks)
         batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads))
         row0 = (self.last_m_block - from_last) * tile_m

@@ -21,7 +21,7 @@ from cute_attn.outputs.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import L2_SECTION_BYTES, KeyOrder, KeySchedule
+from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTileOrder
 from layouts.host import coordinate_table, offset_table
 
 FEATURES = (
@@ -149,7 +149,7 @@ def test_dq_accumulator_is_the_wgmma_one(rest, text):
 
 
 @cute.jit
-def _write_places(order: KeyOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
+def _write_places(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
     out[0, 0] = order.blocks
     for block in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1)):
         first, head, batch = order.find(block, cu_seqlens)
@@ -168,8 +168,8 @@ def _places(
     longest_first: Constexpr,
 ):
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
-    schedule = KeySchedule(sizes[1], Int64(0), sizes, sizes[3])
-    order = KeyOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, longest_first)
+    schedule = BackwardSchedule(sizes[1], Int64(0), sizes, sizes[3])
+    order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, longest_first)
     _write_places(order, cu_seqlens, out)
 
 

@@ -46,16 +46,21 @@ class Skewed(Epilogue):
         return inputs.extra["skewed"]
 
     def begin(self, args, context):
-        return (args[0][context.head, None], Float32(context.batch), context.unit, context.inv_unit)
+        return (
+            args[0][context.head, None],
+            Float32(context.batch),
+            context.score_scale,
+            context.inv_score_scale,
+        )
 
     @cute.jit
     def forward(self, state, tile, loaded=()):
-        table, batch, unit, inv_unit = state
+        table, batch, unit, inv_score_scale = state
         for r in cutlass.range_constexpr(len(tile.rows)):
             factor = 1.0 + Float32(tile.row0 + tile.rows[r]) * (1 / 64)
             for c in cutlass.range_constexpr(len(tile.cols)):
                 shift = table[(tile.col0 + tile.cols[c]) % 8] - batch
-                tile.acc[r, c] = (tile.acc[r, c] * unit * factor + shift) * inv_unit
+                tile.acc[r, c] = (tile.acc[r, c] * unit * factor + shift) * inv_score_scale
 
     @staticmethod
     def reference(scores, coords, inputs):

@@ -50,11 +50,11 @@ class Bent(Epilogue):
         return inputs.extra["bent"]
 
     def begin(self, args, context):
-        return (args[0][context.head], context.unit, context.inv_unit)
+        return (args[0][context.head], context.score_scale, context.inv_score_scale)
 
     @cute.jit
     def forward(self, state, tile, loaded=()):
-        gain, unit, inv_unit = state
+        gain, unit, inv_score_scale = state
         saved = cute.make_rmem_tensor(cute.make_layout((len(tile.rows), len(tile.cols))), Float32)
         for r in cutlass.range_constexpr(len(tile.rows)):
             own = gain / (1.0 + Float32(tile.row0 + tile.rows[r]))
@@ -62,7 +62,7 @@ class Bent(Epilogue):
                 score = tile.acc[r, c] * unit
                 inverse = 1.0 / (1.0 + score * score)
                 saved[r, c] = 1.0 + own * (1.0 - score * score) * inverse * inverse
-                tile.acc[r, c] = tile.acc[r, c] + own * score * inverse * inv_unit
+                tile.acc[r, c] = tile.acc[r, c] + own * score * inverse * inv_score_scale
         return saved
 
     @cute.jit

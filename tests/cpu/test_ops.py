@@ -655,7 +655,7 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     changed = type("ScaleKeys", (scale_keys,), {"__qualname__": scale_keys.__qualname__})
     base.register_epilogue("scale_keys")(changed)
     attention(q, k, v, epilogues={"scale_keys": (randn(11), 0.5)})
-    assert len(recorder.built) == 2, "a class that was registered anew is another kernel"
+    assert len(recorder.built) == 2, "a class that was registered rematerialize is another kernel"
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from cutlass import cute
 import layouts
 from cute_attn import compiler, launch
 from cute_attn.call import NUM_TENSORS, Call
-from cute_attn.kernels.backward_sm90.heuristics import staged_tiles
+from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.registry import Unsupported
@@ -90,7 +90,7 @@ def test_a_tile_that_is_named_is_not_given_up_silently(name):
 @pytest.fixture
 def staged_backward_default(monkeypatch):
     """The same of the backward."""
-    first = classmethod(lambda cls, traits, target: staged_tiles(traits)[0])
+    first = classmethod(lambda cls, traits, target: tma_bias_tiles(traits)[0])
     monkeypatch.setattr(BackwardSm90, "default_tile", first)
 
 
@@ -102,13 +102,13 @@ def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradie
     bias = (READABLE | OTHERS)[name]
     storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
     kernel = launch.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
-    assert kernel.stages_bias == (name in READABLE and (storable or not bias_grad))
+    assert kernel.loads_bias_by_tma == (name in READABLE and (storable or not bias_grad))
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 
 def test_a_backward_tile_that_is_named_is_not_given_up_silently():
     unstorable = call(READABLE["one head"], backward_tile="bias_stages=2")
-    assert launch.choose_kernel(unstorable, "sm90", op="backward").stages_bias
+    assert launch.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
     with pytest.raises(
         Unsupported, match=r"bias has shape .* and a gradient; accepted: \(2, 2, 64, 64\) with "
     ):
@@ -237,7 +237,7 @@ def with_constants(ptx: str) -> str:
 )
 def test_a_backward_reads_a_staged_bias_transposed_and_stores_its_gradient_by_tma(name):
     traits = Traits.parse(f"backward-sm90-bf16-{name}")
-    compiled = compiler.compile(traits, staged_tiles(traits)[0], "sm90")
+    compiled = compiler.compile(traits, tma_bias_tiles(traits)[0], "sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
     assert compiled.tile.bias_stages == 2 and "LDG" not in compiled.instructions

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
-from cute_attn.work.key_tiles import KeyOrder, KeySchedule
+from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
 
 MAX_TILES = 3000
@@ -129,9 +129,9 @@ def _key_blocks(
 ):
     """out[0] = (blocks of threads, columns of a section, of the last one, the last section); then what each has."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
-    schedule = KeySchedule(sizes[2], Int64(0), sizes, sizes[3])
+    schedule = BackwardSchedule(sizes[2], Int64(0), sizes, sizes[3])
     head_bytes = Int64(sizes[0]) * sizes[4]
-    order = KeyOrder.make(seqlens, mK, schedule, head_bytes, sizes[5], longest_first)
+    order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, sizes[5], longest_first)
     out[0, 0] = order.blocks
     if cutlass.const_expr(longest_first):
         sections = order.sections

@@ -19,16 +19,21 @@ GUARD = 4096
 
 @pytest.fixture(scope="session", autouse=True)
 def built(request: pytest.FixtureRequest) -> None:
-    """Kernels of all chosen tests that are parametrised by a case, an arch and perhaps a tile."""
+    """Kernels of all chosen tests that are parametrised by a case, an arch and perhaps a tile and an op.
+
+    And what a module's ``needed_kernels`` says: a (traits, tile, target) each, for a test's parameters and a target.
+    """
     target = compiler.default_target("sm80")
     wanted = set()
     for item in request.session.items:
         chosen = getattr(item, "callspec", None)
+        if chosen is not None and hasattr(item.module, "needed_kernels"):
+            wanted |= set(item.module.needed_kernels(chosen.params, target))
         if chosen is None or "case" not in chosen.params or not chosen.params["case"].launches:
             continue
         tile = chosen.params.get("tile")
         for arch in [chosen.params["arch"]] if "arch" in chosen.params else runnable_archs():
-            if getattr(item.module, "OP", "forward") == "backward":
+            if chosen.params.get("op", getattr(item.module, "OP", "forward")) == "backward":
                 wanted |= set(backward_requests(chosen.params["case"], arch, tile, target))
             else:
                 wanted |= set(forward_requests(chosen.params["case"], arch, tile, target))
@@ -53,7 +58,7 @@ def forward_requests(
     kernel = registry.lookup(traits, None, target)
     yield traits, kernel.for_lengths(*case.longest, case.group).tile, target
     if arch == "sm90" and traits.bias:
-        yield traits, kernel.without_staged_bias().tile, target
+        yield traits, kernel.without_tma_bias().tile, target
 
 
 def backward_requests(
@@ -67,7 +72,7 @@ def backward_requests(
         return
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:
-        others = kernels_of(main.without_staged_bias())
+        others = kernels_of(main.without_tma_bias())
         yield from ((traits, own, target) for traits, own in others)
 
 

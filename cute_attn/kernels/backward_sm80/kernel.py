@@ -35,7 +35,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, mem
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
-from cute_attn.device.math import LOG2_E, anew, opaque
+from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
@@ -49,13 +49,13 @@ from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import KeyBlocks, KeyOrder, KeySchedule
+from cute_attn.work.key_tiles import BackwardSchedule, KeyBlocks, KeyTileOrder
 
 _BAND = ("left", "right", "seqlen_k")
 _BLOCKS = ("full_begin", "full_end", "end")
 PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
 """Numbers that are the same in all threads and wait in shared memory, as 64 bits. Compilers keep what comes from a
-kernel's arguments in registers all through the loop, and spill it; shared memory they read anew after every barrier."""
+kernel's arguments in registers all through the loop, and spill it; shared memory they read rematerialize after every barrier."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Memory:
         """(1,): a parked number."""
         return cute.make_tensor(self.parked.iterator + PARKED.index(name), cute.make_layout(1))
 
-    def parked_int(self, name: str) -> Int32:
+    def reload_int(self, name: str) -> Int32:
         """A parked number that has 32 bits."""
         return Int32(self.number(name)[0])
 
     def park(self, **numbers: Int64 | Int32) -> None:
         """Every thread stores them, and all the same ones; compilers would keep what they are widened to."""
         for name, number in numbers.items():
-            self.parked[PARKED.index(name)] = Int64(opaque(number))
+            self.parked[PARKED.index(name)] = Int64(optimization_barrier(number))
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class BackwardSm80:
         mDV: cute.Tensor,
         seqlens: Seqlens,
         softmax_scale: Float32,
-        schedule: KeySchedule,
+        schedule: BackwardSchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
@@ -230,7 +230,7 @@ class BackwardSm80:
         nheads = mQ.shape[-2]
         group = nheads // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
-        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
+        order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
@@ -258,11 +258,11 @@ class BackwardSm80:
         seqlens: Seqlens,
         scalars: tuple,
         score_args: tuple,
-        order: KeyOrder,
+        order: KeyTileOrder,
         skipped: Int32,
     ) -> None:
         # All keys that exist have gradients, those that are not used too.
-        place = place_of(order, seqlens, anew(cute.arch.block_idx()[0]))
+        place = place_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
         key0 = (place.first + skipped) * self.tile.tile_n
         if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch):
             mem = self.shared_memory()
@@ -270,7 +270,7 @@ class BackwardSm80:
                 block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
             )
             gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
-            place = place_of(order, seqlens, mem.parked_int("block"))
+            place = place_of(order, seqlens, mem.reload_int("block"))
             key0 = (place.first + skipped) * self.tile.tile_n
             self.store(gradients, inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
 
@@ -306,7 +306,9 @@ class BackwardSm80:
         for head in cutlass.range(head0, head0 + group, unroll=1):
             context = chain.context(score_args, seqlens, place.info, place.batch, head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
-            key = anew(key0)  # what follows from key0 itself would be kept in registers through all heads
+            key = rematerialize(
+                key0
+            )  # what follows from key0 itself would be kept in registers through all heads
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, place.info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m)
             accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
@@ -489,7 +491,7 @@ class BackwardSm80:
             while more:
                 self.step(work, block)
                 block += 1
-                more = block < work.memory.parked_int("end")
+                more = block < work.memory.reload_int("end")
 
     def stage(self, block: Int32, stages: int) -> Int32:
         """Which stage a block of queries goes through."""
@@ -525,7 +527,7 @@ class BackwardSm80:
     def start_next(self, work: Work, block: Int32, q: Constexpr, do: Constexpr) -> None:
         """Start loading what the next step needs."""
         block = block + 1
-        if block < work.memory.parked_int("end"):
+        if block < work.memory.reload_int("end"):
             if cutlass.const_expr(q):
                 work.load_q.start(block, self.stage(block, self.tile.stages_q))
             if cutlass.const_expr(do):
@@ -552,13 +554,13 @@ class BackwardSm80:
             gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
         scores = self.score_tile(work, block, piece, acc_s)
         saved = chain.forward(work.state, scores, loaded, False)
-        full_begin, full_end = work.memory.parked_int("full_begin"), work.memory.parked_int("full_end")
+        full_begin, full_end = work.memory.reload_int("full_begin"), work.memory.reload_int("full_end")
         if (block < full_begin) | (block >= full_end):
-            parked = {name: work.memory.parked_int(name) for name in _BAND}
+            parked = {name: work.memory.reload_int(name) for name in _BAND}
             chain.mask.forward(dataclasses.replace(work.state.band, **parked), scores)
         lse = self.row_numbers(work, block, piece, work.memory.lse)
         probabilities(scores, lse, work.scale_log2)
-        stage_do = self.stage(opaque(block), tile.stages_do) * tile.pieces + piece
+        stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
         minus_d = None
         if cutlass.const_expr(traits.dropout):  # which zeroes some of dP, but not of D
             acc_dp = self.dp(work, stage_do, None)
@@ -580,7 +582,7 @@ class BackwardSm80:
         ds.store(acc_dp.load().to(self.dtype))
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
-            stage_q = self.stage(opaque(block), tile.stages_q) * tile.pieces + piece
+            stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
             gemm_rs(op.mma_dkv, work.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
 
     @cute.jit
@@ -607,7 +609,11 @@ class BackwardSm80:
         """A scores' accumulator in terms of queries and keys."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
+            work.operands.mma_sdp,
+            tile.queries,
+            tile.tile_n,
+            small(rematerialize(work.thread)),
+            tile.p_in_regs,
         )
         return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, work.key0)
 
@@ -620,10 +626,14 @@ class BackwardSm80:
         """LSE or D of the thread's rows, from shared memory."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp, tile.queries, tile.tile_n, small(anew(work.thread)), tile.p_in_regs
+            work.operands.mma_sdp,
+            tile.queries,
+            tile.tile_n,
+            small(rematerialize(work.thread)),
+            tile.p_in_regs,
         )
         rows = score_map.modes.rows
-        stage = self.stage(opaque(block), cute.size(s_row, mode=[1]))
+        stage = self.stage(optimization_barrier(block), cute.size(s_row, mode=[1]))
         numbers = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
         mine = s_row.iterator + (stage * tile.tile_m + score_map.thr_row)
         for r, row in enumerate(rows):
@@ -640,7 +650,7 @@ class BackwardSm80:
         floats = dq.block_floats(self.traits, tile)
         blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
         place = blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, place, small(anew(work.thread)), tile.dq_vector)
+        add_fragment(acc, place, small(rematerialize(work.thread)), tile.dq_vector)
 
     @cute.jit
     def stage_gradient(
@@ -676,9 +686,9 @@ class BackwardSm80:
 
 
 @cute.jit
-def place_of(order: KeyOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
+def place_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
     """What the running block has, as numbers that the compiler knows to be the same in all lanes: what follows from
-    them, such as pointers, stays out of the threads' registers. Each call computes them anew.
+    them, such as pointers, stays out of the threads' registers. Each call computes them rematerialize.
     """
     found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
     first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)

@@ -3,35 +3,35 @@
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
-from cute_attn.device.pipeline import compute_barrier
+from cute_attn.device.pipeline import consumer_barrier
 from cute_attn.kernels.backward_sm90.params import Shared, Work
 
 
 @cute.jit
-def clear_foreign_keys(kernel: Constexpr, shared: Shared, rows: Int32, thread: Int32) -> None:
+def zero_keys_out_of_bounds(kernel: Constexpr, shared: Shared, rows: Int32, thread: Int32) -> None:
     """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
     if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_k):
         if rows < kernel.tile.tile_n:
             clear(kernel, shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
             clear(kernel, shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            compute_barrier(kernel.tile.warpgroups)
+            consumer_barrier(kernel.tile.warpgroups)
 
 
 @cute.jit
-def clear_foreign_queries(kernel: Constexpr, work: Work, block: Int32, n: Int32) -> None:
+def zero_queries_out_of_bounds(kernel: Constexpr, work: Work, block: Int32, n: Int32) -> None:
     """Q, dO and the bias behind the sequence's last query become zeros."""
     if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_q):
         rows = work.seqlen_q - block * kernel.tile.tile_m
         if rows < kernel.tile.tile_m:
             shared = work.shared
-            shared.ring_do.wait(n)
-            clear(kernel, shared.s_q[None, None, shared.ring_q.stage(n)], rows, work.thread)
-            clear(kernel, shared.s_do[None, None, shared.ring_do.stage(n)], rows, work.thread)
-            if cutlass.const_expr(kernel.stages_bias):
-                clear(kernel, shared.bias.tensor[None, None, shared.ring_q.stage(n)], rows, work.thread)
+            shared.pipeline_do.consumer_wait(n)
+            clear(kernel, shared.s_q[None, None, shared.pipeline_q.stage(n)], rows, work.thread)
+            clear(kernel, shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, work.thread)
+            if cutlass.const_expr(kernel.loads_bias_by_tma):
+                clear(kernel, shared.bias.tensor[None, None, shared.pipeline_q.stage(n)], rows, work.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            compute_barrier(kernel.tile.warpgroups)
+            consumer_barrier(kernel.tile.warpgroups)
 
 
 @cute.jit

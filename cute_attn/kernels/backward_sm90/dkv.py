@@ -8,11 +8,11 @@ from cutlass import Constexpr, Float32, Int32, cute
 import layouts
 from cute_attn.device.board import KeyBlock
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.math import anew
-from cute_attn.device.pipeline import WARPGROUP, compute_barrier
+from cute_attn.device.math import rematerialize
+from cute_attn.device.pipeline import WARPGROUP, consumer_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.kernels.backward_sm90.params import Fragments, Outputs, Problem, Shared
-from cute_attn.kernels.backward_sm90.warp_role import Follower
+from cute_attn.kernels.backward_sm90.warp_role import WarpRole
 from cute_attn.rows.tma_bias import columns_of
 from cute_attn.tiles import padded
 
@@ -26,47 +26,47 @@ def store_keys(
     Which key block that is, is read again: the registers that would hold it are the main loop's. Where dK leaves K
     alone, what it takes over is free for the next key block when the next V is there.
     """
-    thread = anew(cute.arch.thread_idx()[0] - WARPGROUP)
+    thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
     place = shared.board.read(i, problem.seqlens)
     block, leaves_k = place.block, kernel.tile.dk_leaves_k(kernel.traits)
     _, state = kernel.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
     rescale = kernel.epilogues.rescale(state)
     d, dv = kernel.dims
-    compute_barrier(kernel.tile.warpgroups)  # no products read K, V and dS any more
+    consumer_barrier(kernel.tile.warpgroups)  # no products read K, V and dS any more
     if cutlass.const_expr(leaves_k):
-        shared.ring_k.release(i)
+        shared.pipeline_k.consumer_release(i)
     to_smem(kernel, fragments.acc_dv, rescale, kernel.mma_dkv(dv), shared.s_v[None, None, 0], thread)
     scale = rescale * problem.softmax_scale
     to_smem(kernel, fragments.acc_dk, scale, kernel.mma_dkv(d), shared.s_dk[None, None, 0], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
-    compute_barrier(kernel.tile.warpgroups)
+    consumer_barrier(kernel.tile.warpgroups)
     if cutlass.const_expr(kernel.traits.varlen):
         rows = (
             existing_rows(problem.seqlens.cu_seqlens_k, outputs.mDK, place.batch) - block * kernel.tile.tile_n
         )
         store_rows(kernel, shared.s_dk, outputs.mDK, kernel.traits.head_dim, place, rows, thread)
         store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, place, rows, thread)
-        compute_barrier(kernel.tile.warpgroups)
+        consumer_barrier(kernel.tile.warpgroups)
     elif thread < 32:
         where = (Int32(0), place.head_kv, place.batch)
         outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
         outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(not leaves_k):
-        shared.ring_k.release(i)
-    shared.ring_v.release(i)
+        shared.pipeline_k.consumer_release(i)
+    shared.pipeline_v.consumer_release(i)
 
 
 @dataclass(frozen=True)
-class StoringBiasGradients(Follower):
+class BiasGradientStorer(WarpRole):
     """One warp stores dS of every step as the bias's gradient, as soon as all warpgroups have written theirs.
 
-    The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``Exchange``.
+    The warp is one more of those that fill dS and read it, though it has nothing to fill: see ``SharedDoubleBuffer``.
     """
 
     outputs: Outputs
 
-    def head(self, place: KeyBlock, head: Int32) -> cute.Tensor:
+    def begin_head(self, place: KeyBlock, head: Int32) -> cute.Tensor:
         """The key block's columns of the gradient."""
         shape = (self.kernel.tile.tile_m, self.kernel.tile.tile_n)
         return columns_of(self.outputs.tma_dbias, place.block, head, place.batch, shape)

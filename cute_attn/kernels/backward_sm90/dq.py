@@ -6,10 +6,10 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.math import varying
+from cute_attn.device.math import rematerialize_each
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.kernels.backward_sm90.params import Outputs, Problem, Work
-from cute_attn.kernels.backward_sm90.warp_role import Follower
+from cute_attn.kernels.backward_sm90.warp_role import WarpRole
 from cute_attn.outputs.accumulate import add_fragment, add_staged, stage_fragment
 from cute_attn.outputs.dq_order import block_floats
 
@@ -33,25 +33,25 @@ def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> 
     if cutlass.const_expr(kernel.tile.dq_bulk):
         stage_dq(kernel, work, acc_dq, block)
         cute.arch.fence_proxy("async.shared", space="cta")
-        work.shared.outbox.put()
+        work.shared.dq_staging.producer_commit()
     else:
         base = work.dq + Int64(work.blocks.turned(block)) * block_floats(kernel.traits, kernel.tile)
-        add_fragment(acc_dq, base, varying(work.thread, block), kernel.tile.dq_vector)
+        add_fragment(acc_dq, base, rematerialize_each(work.thread, block), kernel.tile.dq_vector)
 
 
 @cute.jit
 def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
     """By the computing warps: dQ to shared memory, which is known to be empty."""
-    stage_fragment(acc_dq, work.shared.s_dq, varying(work.thread, block), kernel.tile.dq_vector)
+    stage_fragment(acc_dq, work.shared.s_dq, rematerialize_each(work.thread, block), kernel.tile.dq_vector)
 
 
 @dataclass(frozen=True)
-class AddingDq(Follower):
+class DqAdder(WarpRole):
     """One warp adds dQ of all query blocks to memory, as the computing warps hand it over."""
 
     outputs: Outputs
 
-    def head(self, place: KeyBlock, head: Int32) -> cute.Pointer:
+    def begin_head(self, place: KeyBlock, head: Int32) -> cute.Pointer:
         """Where the first query block's is added."""
         return dq_of_head(self.kernel, self.problem, self.outputs, place, head)
 
@@ -59,14 +59,14 @@ class AddingDq(Follower):
     def step(self, head_dq: cute.Pointer, place: KeyBlock, block: Int32, n: Int32) -> None:
         """Wait for dQ, and add it."""
         floats = block_floats(self.kernel.traits, self.kernel.tile)
-        self.shared.outbox.wait_full(n)
+        self.shared.dq_staging.consumer_wait(n)
         with cute.arch.elect_one():
             add_staged(self.shared.s_dq, head_dq + Int64(block) * floats, floats)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.shared.outbox.sent()
+            self.shared.dq_staging.consumer_release()
 
     @cute.jit
-    def leave(self) -> None:
+    def finish_tile(self) -> None:
         """What the next key block adds to the same place comes after it."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)

@@ -15,7 +15,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 128:
         return _wide_tiles()
-    tiles = [*staged_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
+    tiles = [*tma_bias_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
     return [_drawn_ahead(tile, traits) for tile in tiles]
 
 
@@ -36,19 +36,19 @@ def _laden(traits: Traits) -> bool:
     return bool(traits.softcap or traits.epilogues or traits.bias or traits.dropout == "mem_efficient")
 
 
-def staged_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
+def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For a bias that comes by TMA, which takes shared memory but hardly a register, and one epilogue beside it."""
     others = [bool(x) for x in (traits.epilogues, traits.softcap, traits.alibi, traits.dropout)]
     if traits.bias not in ("fp16", "bf16") or sum(others) > 1:
         return []
     tile = BackwardSm90Tile(64, 128, bias_stages=2)
     if d <= 64:
-        narrow = dataclasses.replace(tile, dq_bulk=True)
+        convert_to_16_bits = dataclasses.replace(tile, dq_bulk=True)
         from_registers = traits.bias_grad and traits.bias != traits.dtype
         if any(others) or from_registers:
-            return [narrow]
+            return [convert_to_16_bits]
         full = not (traits.causal or traits.windowed)
-        return [dataclasses.replace(tile, tile_m=128, staggered=full), narrow]
+        return [dataclasses.replace(tile, tile_m=128, staggered=full), convert_to_16_bits]
     if d == 128 and (traits.epilogues or traits.softcap or traits.dropout):
         return [dataclasses.replace(tile, tile_m=48, dq_transposed=True)]
     return [tile]

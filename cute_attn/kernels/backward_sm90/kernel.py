@@ -59,9 +59,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.convert import rounded
-from cute_attn.device.math import LOG2_E, anew, opaque, varying
-from cute_attn.device.pipeline import WARPGROUP, Ring, compute_barrier
+from cute_attn.device.convert import converted
+from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize, rematerialize_each
+from cute_attn.device.pipeline import WARPGROUP, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import (
     probabilities,
     row_values,
@@ -74,9 +74,9 @@ from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
-from cute_attn.kernels.backward_sm90.bounds import clear_foreign_keys, clear_foreign_queries
-from cute_attn.kernels.backward_sm90.dkv import StoringBiasGradients, store_keys
-from cute_attn.kernels.backward_sm90.dq import AddingDq, add_dq, dq_of_head, stage_dq
+from cute_attn.kernels.backward_sm90.bounds import zero_keys_out_of_bounds, zero_queries_out_of_bounds
+from cute_attn.kernels.backward_sm90.dkv import BiasGradientStorer, store_keys
+from cute_attn.kernels.backward_sm90.dq import DqAdder, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90.heuristics import preferred_tiles
 from cute_attn.kernels.backward_sm90.params import (
     Fragments,
@@ -87,8 +87,8 @@ from cute_attn.kernels.backward_sm90.params import (
     Work,
     shared_memory,
 )
-from cute_attn.kernels.backward_sm90.philox import Drawing, drawn_for
-from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Choices
+from cute_attn.kernels.backward_sm90.philox import PhiloxProducer, dropout_mask_of
+from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Predicates
 from cute_attn.kernels.backward_sm90.producer import load_all
 from cute_attn.outputs.dq_order import make_accumulator
 from cute_attn.rows.tma import TmaTiles, TmaVectors
@@ -96,11 +96,11 @@ from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import KeyOrder, KeySchedule
+from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 
 
 @dataclass(frozen=True)
-class BackwardSm90(BackwardSm90Choices):
+class BackwardSm90(BackwardSm90Predicates):
     """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
 
     # ---- what it serves ----
@@ -117,7 +117,7 @@ class BackwardSm90(BackwardSm90Choices):
         """The tile that is taken when none is named."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def without_staged_bias(self) -> "BackwardSm90":
+    def without_tma_bias(self) -> "BackwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read, or not store the gradient of."""
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
         return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
@@ -146,7 +146,7 @@ class BackwardSm90(BackwardSm90Choices):
         mDV: cute.Tensor,
         seqlens: Seqlens,
         softmax_scale: Float32,
-        schedule: KeySchedule,
+        schedule: BackwardSchedule,
         score_args: tuple,
         stream: cuda.CUstream,
     ) -> None:
@@ -155,7 +155,7 @@ class BackwardSm90(BackwardSm90Choices):
         nheads = mQ.shape[-2]
         group = nheads // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
-        order = KeyOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
+        order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = Inputs(
@@ -163,7 +163,7 @@ class BackwardSm90(BackwardSm90Choices):
             self.rows(load, mV, self.layout_v(), tile.tile_n, dv),
             self.rows(load, mQ, self.layout_q(), tile.tile_m, d),
             self.rows(load, mDO, self.layout_do(), tile.tile_m, dv),
-            bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.stages_bias else None,
+            bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.loads_bias_by_tma else None,
             TmaVectors.make(mLSElog2, tile.tile_m, traits.varlen),
             TmaVectors.make(mMinusD, tile.tile_m, traits.varlen),
         )
@@ -204,15 +204,15 @@ class BackwardSm90(BackwardSm90Choices):
             for tma in (inputs.k, inputs.v, inputs.q, inputs.do, inputs.lse, inputs.minus_d):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
-                for ring in (shared.ring_v, shared.ring_q, shared.ring_do):
+                for ring in (shared.pipeline_v, shared.pipeline_q, shared.pipeline_do):
                     ring.init(4 * self.tile.warpgroups)
                 # warps that read the board
                 others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
-                shared.ring_k.init(4 * self.tile.warpgroups + others)
+                shared.pipeline_k.init(4 * self.tile.warpgroups + others)
                 if cutlass.const_expr(self.tile.mask_warps > 0):
-                    shared.ring_mask.init(4 * self.tile.warpgroups, fillers=self.tile.mask_warps)
+                    shared.pipeline_mask.init(4 * self.tile.warpgroups, fillers=self.tile.mask_warps)
                 shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
-                shared.outbox.init(4 * self.tile.warpgroups)
+                shared.dq_staging.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the convert, which waits for all of this kernel
@@ -223,14 +223,14 @@ class BackwardSm90(BackwardSm90Choices):
                 load_all(self, problem, inputs, outputs, shared)
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
-                    StoringBiasGradients(self, problem, shared, outputs).follow()
+                    BiasGradientStorer(self, problem, shared, outputs).run()
             if cutlass.const_expr(self.tile.dq_bulk):
                 if warp == 2:
-                    AddingDq(self, problem, shared, outputs).follow()
+                    DqAdder(self, problem, shared, outputs).run()
             if cutlass.const_expr(self.tile.mask_warps > 0):
                 first = 4 - self.tile.mask_warps
                 if warp >= first:
-                    Drawing(self, problem, shared, warp - first).follow()
+                    PhiloxProducer(self, problem, shared, warp - first).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.compute_all(problem, outputs, shared, thread - WARPGROUP)
@@ -260,18 +260,20 @@ class BackwardSm90(BackwardSm90Choices):
         """All key blocks, with all query blocks of all query heads that see them."""
         tile, group = self.tile, problem.qheads_per_kvhead
         if cutlass.const_expr(not self.is_crowded):
-            thread = anew(thread)  # or ptxas reads it again where it is needed; see ``varying``
+            thread = rematerialize(
+                thread
+            )  # or ptxas reads it again where it is needed; see ``rematerialize_each``
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         fragments = self.make_fragments(shared, warpgroup_index)
         i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
         while shared.board.holds(i):
             place = shared.board.read(i, problem.seqlens)
             blocks = self.query_blocks(problem, place)
-            score_map = self.score_map(varying(thread, i) if self.is_crowded else thread)
+            score_map = self.score_map(rematerialize_each(thread, i) if self.is_crowded else thread)
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
-            shared.ring_v.wait(i)
-            clear_foreign_keys(self, shared, place.info.seqlen_k - place.block * tile.tile_n, thread)
+            shared.pipeline_v.consumer_wait(i)
+            zero_keys_out_of_bounds(self, shared, place.info.seqlen_k - place.block * tile.tile_n, thread)
             for h in cutlass.range(group, unroll=1):
                 head = place.head_kv * group + h
                 context, begun = self.begin(problem, place, head)
@@ -283,11 +285,11 @@ class BackwardSm90(BackwardSm90Choices):
                     score_map,
                     place.block * tile.tile_n,
                     place.info.seqlen_q,
-                    context.unit * LOG2_E,
+                    context.score_scale * LOG2_E,
                     dq_of_head(self, problem, outputs, place, head),
                     steps,
                     thread,
-                    shared.bias.address_of(thread) if self.stages_bias else None,
+                    shared.bias.address_of(thread) if self.loads_bias_by_tma else None,
                 )
                 self.walk(work)
                 steps += blocks.end - blocks.begin
@@ -383,14 +385,14 @@ class BackwardSm90(BackwardSm90Choices):
         shared.exchange.arrive(n)
         if cutlass.const_expr(not first):
             if cutlass.const_expr(self.tile.dq_bulk):
-                shared.outbox.put()
+                shared.dq_staging.producer_commit()
             else:
                 add_dq(self, work, acc_dq, block - 1)
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
-        shared.ring_do.release_read(n)
+        shared.pipeline_do.consumer_release_reads(n)
         warpgroup.wait_group(0)
-        shared.ring_q.release_read(n)
+        shared.pipeline_q.consumer_release_reads(n)
 
     @cute.jit
     def step_with_p_in_smem(self, work: Work, block: Int32, masked: Constexpr) -> None:
@@ -403,17 +405,17 @@ class BackwardSm90(BackwardSm90Choices):
         self.start_dq(work, acc_dq, n)
         self.start_dk(work, ds, n)
         warpgroup.wait_group(1)
-        shared.ring_do.release_read(n)
+        shared.pipeline_do.consumer_release_reads(n)
         add_dq(self, work, acc_dq, block)
         warpgroup.wait_group(0)
-        shared.ring_q.release_read(n)
+        shared.pipeline_q.consumer_release_reads(n)
 
     @cute.jit
     def wait_for_ds(self, work: Work, n: Int32) -> None:
         """Until all warpgroups have written dS of step n, and there is room for its dQ."""
         work.shared.exchange.wait(n)
         if cutlass.const_expr(self.tile.dq_bulk):
-            work.shared.outbox.wait_empty(n)
+            work.shared.dq_staging.producer_wait(n)
 
     # ---- what steps are made of ----
 
@@ -428,16 +430,16 @@ class BackwardSm90(BackwardSm90Choices):
         # While S and dP run: what was not read before.
         if cutlass.const_expr(drawn is None):
             drawn = self.epilogues.draw(work.state, scores)
-        if cutlass.const_expr(lse is None and not self.stages_bias):
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+        if cutlass.const_expr(lse is None and not self.loads_bias_by_tma):
+            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
         warpgroup.wait_group(1)
         saved = self.epilogues.forward(work.state, scores, loaded, masked)
         if cutlass.const_expr(lse is None):  # only here, where what a staged bias was read into is free again
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
         probabilities(scores, lse, work.scale_log2)
         warpgroup.wait_group(0)
         ds = self.to_gradients(work, scores, acc_dp, saved, drawn, n)
-        p = rounded(acc_s, self.dtype)
+        p = converted(acc_s, self.dtype)
         self.epilogues.zero_dropped(drawn, work.score_map.view(p))
         return p, ds
 
@@ -448,13 +450,15 @@ class BackwardSm90(BackwardSm90Choices):
         """dP becomes dS; the result is dS in 16 bits."""
         minus_d = None
         if cutlass.const_expr(not self.dp_starts_from_d):
-            # opaque: its address is not found out, and kept in registers, before anybody needs it
-            minus_d = self.row_values(work, work.shared.s_minus_d, work.shared.ring_do, opaque(n))
+            # optimization_barrier: its address is not found out, and kept in registers, before anybody needs it
+            minus_d = self.row_values(
+                work, work.shared.s_minus_d, work.shared.pipeline_do, optimization_barrier(n)
+            )
         ds_tile = scores.of(work.score_map.view(acc_dp))
         self.epilogues.zero_dropped(drawn, ds_tile.acc)
         score_gradient(scores.acc, ds_tile.acc, minus_d)
         self.epilogues.backward(work.state, ds_tile, saved)
-        return rounded(acc_dp, self.dtype)
+        return converted(acc_dp, self.dtype)
 
     @cute.jit
     def start_s_and_dp(
@@ -467,21 +471,21 @@ class BackwardSm90(BackwardSm90Choices):
         op, shared, n = work.fragments, work.shared, work.filling(block)
         drawn = None
         if cutlass.const_expr(self.tile.mask_warps > 0):
-            drawn = drawn_for(self, work, n)
-        shared.ring_q.wait(n)
-        clear_foreign_queries(self, work, work.blocks.turned(block), n)
+            drawn = dropout_mask_of(self, work, n)
+        shared.pipeline_q.consumer_wait(n)
+        zero_queries_out_of_bounds(self, work, work.blocks.turned(block), n)
         lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
-            lse = self.row_values(work, shared.s_lse, shared.ring_q, n)
+            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
         if cutlass.const_expr(self.dp_starts_from_d):
-            shared.ring_do.wait(n)
-            minus_d = self.row_values(work, shared.s_minus_d, shared.ring_do, n)
+            shared.pipeline_do.consumer_wait(n)
+            minus_d = self.row_values(work, shared.s_minus_d, shared.pipeline_do, n)
         if cutlass.const_expr(self.dp_starts_from_d):
             start_from(work.score_map.view(acc_dp), minus_d)
-        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.ring_q.stage(n), False)
+        self.start_scores(op.a_scores, op.b_scores, acc_s, shared.pipeline_q.stage(n), False)
         if cutlass.const_expr(not self.dp_starts_from_d):
-            shared.ring_do.wait(n)
-        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.ring_do.stage(n), self.dp_starts_from_d)
+            shared.pipeline_do.consumer_wait(n)
+        self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.pipeline_do.stage(n), self.dp_starts_from_d)
         return drawn, lse
 
     def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
@@ -489,8 +493,8 @@ class BackwardSm90(BackwardSm90Choices):
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
         scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
-        if cutlass.const_expr(self.stages_bias):
-            stage = work.shared.ring_q.stage(work.filling(block))
+        if cutlass.const_expr(self.loads_bias_by_tma):
+            stage = work.shared.pipeline_q.stage(work.filling(block))
             scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
@@ -506,14 +510,14 @@ class BackwardSm90(BackwardSm90Choices):
     @cute.jit
     def start_dv(self, work: Work, p: cute.Tensor, n: Int32) -> None:
         """dV += P dO."""
-        op, stage = work.fragments, work.shared.ring_do.stage(n)
+        op, stage = work.fragments, work.shared.pipeline_do.stage(n)
         a = self.keys_operand(p, op.p_smem, n)
         start_gemm(self.mma_dkv(self.dims[1]), op.acc_dv, a, op.do[None, None, None, stage], True)
 
     @cute.jit
     def start_dk(self, work: Work, ds: cute.Tensor, n: Int32) -> None:
         """dK += dS Q."""
-        op, stage = work.fragments, work.shared.ring_q.stage(n)
+        op, stage = work.fragments, work.shared.pipeline_q.stage(n)
         a = self.keys_operand(ds, op.ds_smem, n)
         start_gemm(self.mma_dkv(self.dims[0]), op.acc_dk, a, op.q[None, None, None, stage], True)
 
@@ -543,19 +547,21 @@ class BackwardSm90(BackwardSm90Choices):
         """
         tile, shared = self.tile, work.shared
         if cutlass.const_expr(tile.num_stages_ds == 1):
-            compute_barrier(tile.warpgroups)
+            consumer_barrier(tile.warpgroups)
         self.store_scores(work, ds, shared.s_ds, n)
         if cutlass.const_expr(tile.p_in_smem):
             self.store_scores(work, p, shared.s_p, n)
         cute.arch.fence_proxy("async.shared", space="cta")
-        compute_barrier(tile.warpgroups)
+        consumer_barrier(tile.warpgroups)
 
     @cute.jit
     def store_scores(self, work: Work, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
-        mine = store.get_slice(varying(work.thread, n))  # or addresses would be kept through the loop
+        mine = store.get_slice(
+            rematerialize_each(work.thread, n)
+        )  # or addresses would be kept through the loop
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 
@@ -563,6 +569,6 @@ class BackwardSm90(BackwardSm90Choices):
         """Registers for dQ of a query block."""
         return make_accumulator(self.mma_dq(), self.traits, self.tile)
 
-    def row_values(self, work: Work, s_rows: cute.Tensor, ring: Ring, n: Int32) -> cute.Tensor:
+    def row_values(self, work: Work, s_rows: cute.Tensor, ring: Pipeline, n: Int32) -> cute.Tensor:
         """What filling n of (tile_m, stage) in shared memory has for each of the thread's rows."""
         return row_values(work.score_map, s_rows[None, ring.stage(n)])

@@ -6,16 +6,16 @@ from typing import Any
 from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
 from cute_attn.device.board import Board
-from cute_attn.device.pipeline import Exchange, Ring
+from cute_attn.device.pipeline import Pipeline, SharedDoubleBuffer
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES
-from cute_attn.outputs.dq_staging import Outbox
+from cute_attn.outputs.dq_staging import DqStaging
 from cute_attn.rows.tma import TmaTiles, TmaVectors
-from cute_attn.rows.tma_bias import StagedQueries
+from cute_attn.rows.tma_bias import TmaBiasOfQueries
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import KeyOrder
+from cute_attn.work.key_tiles import KeyTileOrder
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Shared:
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
     s_mask: cute.Tensor  # 16 bits, (2, thread, word, stage); unused without mask_warps
-    ring_k: Ring
-    ring_v: Ring
-    ring_q: Ring
-    ring_do: Ring
-    ring_mask: Ring
-    exchange: Exchange  # of s_ds, unless p_in_smem
-    outbox: Outbox  # of s_dq
+    pipeline_k: Pipeline
+    pipeline_v: Pipeline
+    pipeline_q: Pipeline
+    pipeline_do: Pipeline
+    pipeline_mask: Pipeline
+    exchange: SharedDoubleBuffer  # of s_ds, unless p_in_smem
+    dq_staging: DqStaging  # of s_dq
     board: Board
-    bias: Any  # StagedQueries, in Q's ring, or None
+    bias: Any  # TmaBiasOfQueries, in Q's ring, or None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Problem:
     seqlens: Seqlens
     softmax_scale: Float32
     score_args: tuple
-    order: KeyOrder
+    order: KeyTileOrder
     next_position: cute.Tensor
     nheads: Int32
     qheads_per_kvhead: Int32
@@ -137,21 +137,21 @@ def shared_memory(kernel: Any) -> Shared:
         return cute.make_tensor(cute.recast_ptr(start[name], dtype=Float32), layout)
 
     bias = None
-    if kernel.stages_bias:
+    if kernel.loads_bias_by_tma:
         s_bias = operand("bias", kernel.layout_bias(), CUTE_DTYPES[kernel.traits.bias])
-        bias = StagedQueries(s_bias, kernel.stores_bias_gradient)
+        bias = TmaBiasOfQueries(s_bias, kernel.stores_bias_gradient)
     mask = cute.make_layout((2, tile.mma_threads, tile.mask_words, tile.MASK_STAGES))
     barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
-    rings: list[Ring] = []
-    for stages, fill_bytes in (
+    rings: list[Pipeline] = []
+    for stages, stage_bytes in (
         (1, 2 * tile.tile_n * d),
         (1, 2 * tile.tile_n * dv),
-        (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.fill_bytes if bias else 0)),
+        (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.stage_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
         (tile.MASK_STAGES, 0),  # which lanes fill
     ):
-        rings.append(Ring(barriers, stages, fill_bytes, by_lanes=fill_bytes == 0))
-        barriers = barriers + Ring.barrier_bytes(stages) // 8
+        rings.append(Pipeline(barriers, stages, stage_bytes, per_lane_arrivals=stage_bytes == 0))
+        barriers = barriers + Pipeline.barrier_bytes(stages) // 8
     return Shared(
         operand("k", kernel.layout_k()),
         operand("v", kernel.layout_v()),
@@ -169,8 +169,8 @@ def shared_memory(kernel: Any) -> Shared:
         rings[2],
         rings[3],
         rings[4],
-        Exchange(barriers),
-        Outbox(barriers + 2),
+        SharedDoubleBuffer(barriers),
+        DqStaging(barriers + 2),
         Board(cute.recast_ptr(barriers + 4, dtype=Int32), rings[0]),
         bias,
     )

@@ -6,43 +6,43 @@ import cutlass
 from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.board import KeyBlock
-from cute_attn.device.math import varying
+from cute_attn.device.math import rematerialize_each
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words
 from cute_attn.kernels.backward_sm90.params import Work
-from cute_attn.kernels.backward_sm90.warp_role import Follower
+from cute_attn.kernels.backward_sm90.warp_role import WarpRole
 
 
 @dataclass(frozen=True)
-class Drawing(Follower):
+class PhiloxProducer(WarpRole):
     """One of ``mask_warps`` warps draws its part of every step's mask, as long as there is a free stage ahead."""
 
     number: Int32  # of the warp among them
 
-    def head(self, place: KeyBlock, head: Int32) -> ScoreState:
+    def begin_head(self, place: KeyBlock, head: Int32) -> ScoreState:
         """The mask's key and counters."""
         return self.kernel.begin(self.problem, place, head)[1]
 
     @cute.jit
     def step(self, state: ScoreState, place: KeyBlock, block: Int32, n: Int32) -> None:
         """Units of 32 keys; in turns, as they may not be divided evenly."""
-        tile, ring = self.kernel.tile, self.shared.ring_mask
+        tile, ring = self.kernel.tile, self.shared.pipeline_mask
         row0, key0 = block * tile.tile_m, place.block * tile.tile_n
         halves = self.shared.s_mask[None, None, None, ring.stage(n)]
-        ring.wait_free(n)
+        ring.producer_wait(n)
         first = (self.number + n) % tile.mask_warps
         for unit in cutlass.range(first, tile.tile_n // UNIT_KEYS, tile.mask_warps, unroll=1):
             draw_words(state.dropout, halves, row0, key0, unit, tile.tile_m, cute.arch.lane_idx())
-        ring.filled(n)
+        ring.producer_commit(n)
 
 
 @cute.jit
-def drawn_for(kernel: Constexpr, work: Work, n: Int32) -> tuple[Int32, ...]:
+def dropout_mask_of(kernel: Constexpr, work: Work, n: Int32) -> tuple[Int32, ...]:
     """By the computing warps: a thread's part of a step's mask, as :meth:`EpilogueChain.draw` would have drawn it."""
-    ring, words = work.shared.ring_mask, kernel.tile.mask_words
-    ring.wait(n)
+    ring, words = work.shared.pipeline_mask, kernel.tile.mask_words
+    ring.consumer_wait(n)
     mask = cute.recast_tensor(work.shared.s_mask[None, None, None, ring.stage(n)], Int32)
-    thread = varying(work.thread, n)
+    thread = rematerialize_each(work.thread, n)
     drawn = tuple(mask[0, thread, word] for word in range(words))
-    ring.release_read(n)
+    ring.consumer_release_reads(n)
     return drawn

@@ -8,11 +8,11 @@ from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 
 
 @dataclass(frozen=True)
-class BackwardSm90Choices(BackwardSm90Layouts):
+class BackwardSm90Predicates(BackwardSm90Layouts):
     """Decided by the traits and the tile, and by the registers that compilers turned out to have for them."""
 
     @property
-    def stages_bias(self) -> bool:
+    def loads_bias_by_tma(self) -> bool:
         """Whether TMA brings the bias: its strides and its address then have to be as those of q, k and v."""
         return self.tile.bias_stages > 0
 
@@ -23,7 +23,7 @@ class BackwardSm90Choices(BackwardSm90Layouts):
             self.traits,
             self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient,
         )
-        return self.stages_bias and traits.bias_grad and same
+        return self.loads_bias_by_tma and traits.bias_grad and same
 
     @property
     def is_crowded(self) -> bool:
@@ -37,7 +37,7 @@ class BackwardSm90Choices(BackwardSm90Layouts):
     def reads_lse_first(self) -> bool:
         """Whether registers are left for log-sum-exps while products run: by a mask's drawing and derivatives not."""
         draws = self.traits.dropout and not self.tile.mask_warps
-        return not (self.stages_bias or draws or self.traits.softcap)
+        return not (self.loads_bias_by_tma or draws or self.traits.softcap)
 
     @property
     def dp_starts_from_d(self) -> bool:

@@ -67,16 +67,16 @@ def load_keys(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock
     """K of a key block, and word of it to the other warps."""
     tiles = inputs.k.sequence(place.info.offset_k, place.head_kv, place.batch)
     shared.board.write(n, place.block, place.split, place.head_kv, place.batch)
-    shared.ring_k.acquire(n)
-    inputs.k.load(tiles, place.block, shared.s_k, shared.ring_k, n)
+    shared.pipeline_k.producer_acquire(n)
+    inputs.k.load(tiles, place.block, shared.s_k, shared.pipeline_k, n)
 
 
 @cute.jit
 def load_values(kernel: Constexpr, inputs: Inputs, shared: Shared, place: KeyBlock, n: Int32) -> None:
     """V of a key block."""
     tiles = inputs.v.sequence(place.info.offset_k, place.head_kv, place.batch)
-    shared.ring_v.acquire(n)
-    inputs.v.load(tiles, place.block, shared.s_v, shared.ring_v, n)
+    shared.pipeline_v.producer_acquire(n)
+    inputs.v.load(tiles, place.block, shared.s_v, shared.pipeline_v, n)
 
 
 @cute.jit
@@ -102,17 +102,17 @@ def load_queries(
     first_rows = padded_row0(problem.seqlens, info, place.batch, tile_m) // tile_m
     g_lse = inputs.lse.sequence(head, place.batch)
     g_minus_d = inputs.minus_d.sequence(head, place.batch)
-    if cutlass.const_expr(kernel.stages_bias):
+    if cutlass.const_expr(kernel.loads_bias_by_tma):
         g_bias = columns_of(inputs.bias, place.block, head, place.batch, (tile_m, kernel.tile.tile_n))
     for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
         n, block = steps + (step - blocks.begin), blocks.turned(step)
-        shared.ring_q.acquire(n)
-        inputs.q.load(g_q, block, shared.s_q, shared.ring_q, n)
-        if cutlass.const_expr(kernel.stages_bias):
-            inputs.bias.load(g_bias, block, shared.bias.tensor, shared.ring_q, n)
-        inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.ring_q, n)
+        shared.pipeline_q.producer_acquire(n)
+        inputs.q.load(g_q, block, shared.s_q, shared.pipeline_q, n)
+        if cutlass.const_expr(kernel.loads_bias_by_tma):
+            inputs.bias.load(g_bias, block, shared.bias.tensor, shared.pipeline_q, n)
+        inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.pipeline_q, n)
         if n == first:
             load_values(kernel, inputs, shared, place, n_v)
-        shared.ring_do.acquire(n)
-        inputs.do.load(g_do, block, shared.s_do, shared.ring_do, n)
-        inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.ring_do, n)
+        shared.pipeline_do.producer_acquire(n)
+        inputs.do.load(g_do, block, shared.s_do, shared.pipeline_do, n)
+        inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.pipeline_do, n)

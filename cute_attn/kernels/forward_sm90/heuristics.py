@@ -36,7 +36,7 @@ def _one_warpgroup(d: int) -> ForwardSm90Tile:
 
 
 def short_tile(traits: Traits) -> ForwardSm90Tile | None:
-    """For sequences of up to ``SHORT``: narrow steps waste less at the edges, small blocks run beside each other."""
+    """For sequences of up to ``SHORT``: convert_to_16_bits steps waste less at the edges, small blocks run beside each other."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
     if laden or 64 < d <= 128:

@@ -39,8 +39,8 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
-from cute_attn.device.math import LOG2_E, anew, narrow, opaque
-from cute_attn.device.pipeline import WARPGROUP, Turns, warpgroup_any, warpgroup_barrier
+from cute_attn.device.math import LOG2_E, convert_to_16_bits, optimization_barrier, rematerialize
+from cute_attn.device.pipeline import WARPGROUP, PingPong, warpgroup_any, warpgroup_barrier
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import start_gemm
@@ -51,26 +51,26 @@ from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
 from cute_attn.kernels.forward_sm90.heuristics import preferred_tiles, tile_for_lengths
 from cute_attn.kernels.forward_sm90.output import store_output, wait_for_stores
 from cute_attn.kernels.forward_sm90.params import (
-    Crew,
-    Fillings,
+    Consumer,
     Fragments,
     Inputs,
     Outputs,
+    PipelineState,
     Problem,
+    QueryTileContext,
     Shared,
-    TileContext,
     all_rows,
     make_fragments,
     shared_memory,
 )
-from cute_attn.kernels.forward_sm90.producer import brings_queries, load_all, load_all_bias
+from cute_attn.kernels.forward_sm90.producer import load_all, load_all_bias, loads_queries
 from cute_attn.outputs.lse import store_lse
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.broadcast import Note
+from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, QueryTileOrder
 from cute_attn.work.replay import Replay
 
@@ -117,13 +117,13 @@ class ForwardSm90:
         tile = tile_for_lengths(self.traits, seqlen_q, seqlen_k, group)
         return dataclasses.replace(self, tile=tile) if tile else self
 
-    def without_staged_bias(self) -> "ForwardSm90":
+    def without_tma_bias(self) -> "ForwardSm90":
         """This kernel, which has its default tile, for a bias that TMA cannot read."""
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
         return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
 
     @property
-    def stages_bias(self) -> bool:
+    def loads_bias_by_tma(self) -> bool:
         """Whether TMA brings the bias: its strides and its address then have to be those of q, k and v."""
         return self.tile.bias_stages > 0
 
@@ -186,7 +186,7 @@ class ForwardSm90:
         return not (self.traits.varlen or self.traits.seqused_q)
 
     @property
-    def foreign_values(self) -> bool:
+    def has_values_out_of_bounds(self) -> bool:
         """Whether rows of V behind a sequence's last are somebody else's: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k
 
@@ -225,7 +225,7 @@ class ForwardSm90:
             self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads),
             self.rows(load, mK, tile.tile_n, traits.head_dim),
             self.rows(load, mV, tile.tile_n, traits.head_dim_v),
-            bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.stages_bias else None,
+            bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.loads_bias_by_tma else None,
         )
         tma_o = self.rows(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
         problem = Problem(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
@@ -253,10 +253,10 @@ class ForwardSm90:
             for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
-                for ring in (shared.ring_q, shared.ring_k, shared.ring_v):
+                for ring in (shared.pipeline_q, shared.pipeline_k, shared.pipeline_v):
                     ring.init(4 * self.tile.warpgroups)
-                shared.work.pipeline.init((4 + self.stages_bias) * self.tile.warpgroups)
-                if cutlass.const_expr(self.stages_bias):
+                shared.work.pipeline.init((4 + self.loads_bias_by_tma) * self.tile.warpgroups)
+                if cutlass.const_expr(self.loads_bias_by_tma):
                     shared.bias.init()
             cute.arch.mbarrier_init_fence()
             shared.replay.clear(thread)
@@ -265,7 +265,7 @@ class ForwardSm90:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
                 load_all(self, problem, inputs, shared)
-            if cutlass.const_expr(self.stages_bias):
+            if cutlass.const_expr(self.loads_bias_by_tma):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
                     load_all_bias(self, problem, inputs, shared, warp - 1)
         else:
@@ -291,10 +291,10 @@ class ForwardSm90:
     def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
         """Every work tile that this CTA claims, then what of each section has to be replayed."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        turns = Turns(group, self.tile.warpgroups, self.tile.warpgroups > 1)
-        crew = Crew(group, thread, turns, make_fragments(self, shared, group))
-        turns.open()
-        filled, n, more = Fillings(Int32(0), Int32(0)), Int32(0), Boolean(True)
+        ping_pong = PingPong(group, self.tile.warpgroups, self.tile.warpgroups > 1)
+        crew = Consumer(group, thread, ping_pong, make_fragments(self, shared, group))
+        ping_pong.start()
+        filled, n, more = PipelineState(Int32(0), Int32(0)), Int32(0), Boolean(True)
         while more:
             note = shared.work.take(n)
             n += 1
@@ -309,14 +309,14 @@ class ForwardSm90:
             if cutlass.const_expr(self.tile.speculative):
                 cute.arch.cp_async_bulk_wait_group(0)  # what may be wrong has arrived before what is right
                 filled = self.compute_replayed(problem, outputs, shared, crew, filled)
-            more = note.index == Note.SECTION_END
-        turns.close()
+            more = note.index == WorkItem.SECTION_END
+        ping_pong.finish()
         cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
     def compute_replayed(
-        self, problem: Problem, outputs: Outputs, shared: Shared, crew: Crew, filled: Fillings
-    ) -> Fillings:
+        self, problem: Problem, outputs: Outputs, shared: Shared, crew: Consumer, filled: PipelineState
+    ) -> PipelineState:
         """What of a section failed, with exact online softmax."""
         shared.replay.meet()
         if shared.replay.any():
@@ -335,12 +335,12 @@ class ForwardSm90:
         problem: Problem,
         outputs: Outputs,
         shared: Shared,
-        crew: Crew,
+        crew: Consumer,
         tile: QueryTile,
-        filled: Fillings,
+        filled: PipelineState,
         which: Which,
         speculative: Constexpr,
-    ) -> Fillings:
+    ) -> PipelineState:
         """One work tile; ``filled``: the pipelines' fillings before it, and then after it."""
         queries, keys = filled.queries, filled.keys
         fragments, thread = crew.fragments, crew.thread
@@ -350,41 +350,43 @@ class ForwardSm90:
         rows = len(score_map.modes.rows)
         softmax = OnlineSoftmax.make(
             rows,
-            context.unit * LOG2_E,
+            context.score_scale * LOG2_E,
             self.epilogues.may_mask_rows,
             threshold=self.tile.rescale_threshold,
         )
         lane = thread % WARPGROUP
-        work = TileContext(
-            shared, fragments, crew.turns, blocks, state, score_map, tile, crew.group, lane, softmax, keys
+        work = QueryTileContext(
+            shared, fragments, crew.ping_pong, blocks, state, score_map, tile, crew.group, lane, softmax, keys
         )
         fragments.acc_o.fill(0.0)
-        if brings_queries(self, blocks):
-            shared.ring_q.wait(queries)
+        if loads_queries(self, blocks):
+            shared.pipeline_q.consumer_wait(queries)
         if blocks.begin < blocks.end:
             if cutlass.const_expr(self.tile.q_in_regs):
                 self.read_queries(shared, fragments, thread)
                 if cutlass.const_expr(not self.releases_q_late):
-                    shared.ring_q.release(queries)
+                    shared.pipeline_q.consumer_release(queries)
             self.compute_blocks(work, queries, speculative)
             if cutlass.const_expr(speculative):
-                if self.overflowed(work, self.score_map(anew(thread))):
+                if self.overflowed(work, self.score_map(rematerialize(thread))):
                     shared.replay.mark(which.n, which.index)
-        thread = anew(thread)  # or what follows from it would wait in registers for the main loop to end
+        thread = rematerialize(
+            thread
+        )  # or what follows from it would wait in registers for the main loop to end
         lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
         softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
         store_lse(outputs.mLSE, lse, self.score_map(thread), tile, self.traits.varlen)
         store_output(self, outputs, shared, fragments, tile, crew.group, thread % WARPGROUP)
-        if brings_queries(self, blocks):
+        if loads_queries(self, blocks):
             if cutlass.const_expr(self.releases_q_late):
                 wait_for_stores(self, crew.group, thread % WARPGROUP)
-                shared.ring_q.release(queries)
+                shared.pipeline_q.consumer_release(queries)
             queries += 1
             keys += blocks.end - blocks.begin
-        return Fillings(queries, keys)
+        return PipelineState(queries, keys)
 
     @cute.jit
-    def overflowed(self, work: TileContext, score_map: ScoreMap) -> Boolean:
+    def overflowed(self, work: QueryTileContext, score_map: ScoreMap) -> Boolean:
         """Whether the thread's part of a row that exists has numbers that are too large, or none."""
         failed = Boolean(False)
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
@@ -398,9 +400,9 @@ class ForwardSm90:
         return failed
 
     @cute.jit
-    def some_row_hidden(self, work: TileContext) -> Boolean:
+    def some_row_hidden(self, work: QueryTileContext) -> Boolean:
         """Whether a row of the warpgroup has seen nothing that counts yet; a barrier of all its threads."""
-        hidden, score_map = Boolean(False), self.score_map(anew(work.lane + work.group * WARPGROUP))
+        hidden, score_map = Boolean(False), self.score_map(rematerialize(work.lane + work.group * WARPGROUP))
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
             exists = work.tile.row0 + score_map.query(r) < work.tile.info.seqlen_q
             hidden = hidden | (exists & ~work.softmax.has_seen(r, HIDDEN))
@@ -419,7 +421,7 @@ class ForwardSm90:
         cute.copy(copy, mine.partition_S(all_rows(shared.s_q)), mine.retile(fragments.q))
 
     @cute.jit
-    def compute_blocks(self, work: TileContext, queries: Int32, speculative: Constexpr) -> None:
+    def compute_blocks(self, work: QueryTileContext, queries: Int32, speculative: Constexpr) -> None:
         """All key blocks of one work tile, last first."""
         blocks = work.blocks
         self.first_step(work)
@@ -436,87 +438,90 @@ class ForwardSm90:
         if cutlass.const_expr(self.traits.windowed):
             self.steps(work, blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
         if cutlass.const_expr(not (self.releases_q_late or self.tile.q_in_regs)):
-            work.shared.ring_q.release(queries)
+            work.shared.pipeline_q.consumer_release(queries)
         self.last_product(work)
 
     @cute.jit
     def steps(
-        self, work: TileContext, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr
+        self, work: QueryTileContext, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr
     ) -> None:
         """Blocks [begin, end), from the last down; ``frozen``: under the row maxima in use."""
-        begin, end = opaque(begin), opaque(end)  # or their minima and maxima are found again in every step
+        begin, end = (
+            optimization_barrier(begin),
+            optimization_barrier(end),
+        )  # or their minima and maxima are found again in every step
         for i in cutlass.range(end - begin, unroll=1):
             self.step(work, end - 1 - i, masked, frozen)
 
     @cute.jit
-    def first_step(self, work: TileContext) -> None:
+    def first_step(self, work: QueryTileContext) -> None:
         """The last key block, which nothing precedes."""
         block, shared, n = work.blocks.end - 1, work.shared, work.first_filling
         tile, acc_s, loaded = self.score_tile(work, block, n)
-        shared.ring_k.wait(n)
+        shared.pipeline_k.consumer_wait(n)
         self.start_qk(work, acc_s, n)
         warpgroup.wait_group(0)
-        shared.ring_k.release(n)
+        shared.pipeline_k.consumer_release(n)
         self.probabilities(work, tile, loaded, True, False)
         self.convert(work, tile, acc_s)
-        self.clear_foreign_values(work, block, n)
+        self.zero_values_out_of_bounds(work, block, n)
 
     @cute.jit
-    def step(self, work: TileContext, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+    def step(self, work: QueryTileContext, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
         """Scores of ``block`` beside the output of the block before it."""
         shared, n = work.shared, work.first_filling + (work.blocks.end - 1 - block)
         tile, acc_s, loaded = self.score_tile(work, block, n)
-        shared.ring_k.wait(n)
-        work.turns.take()
+        shared.pipeline_k.consumer_wait(n)
+        work.ping_pong.sync()
         self.start_qk(work, acc_s, n)
-        shared.ring_v.wait(n - 1)
+        shared.pipeline_v.consumer_wait(n - 1)
         self.start_pv(work, n - 1)
-        work.turns.give()
+        work.ping_pong.pass_on()
         warpgroup.wait_group(1)
-        shared.ring_k.release(n)
+        shared.pipeline_k.consumer_release(n)
         self.probabilities(work, tile, loaded, masked, frozen)
         warpgroup.wait_group(0)
-        shared.ring_v.release(n - 1)
+        shared.pipeline_v.consumer_release(n - 1)
         self.convert(work, tile, acc_s)
         if cutlass.const_expr(not frozen):
             work.softmax.rescale(work.fragments.acc_o_rows, work.fragments.factors)
 
     @cute.jit
-    def last_product(self, work: TileContext) -> None:
+    def last_product(self, work: QueryTileContext) -> None:
         """The output of the first key block, which is the last one visited."""
         n = work.first_filling + (work.blocks.end - 1 - work.blocks.begin)
-        work.shared.ring_v.wait(n)
+        work.shared.pipeline_v.consumer_wait(n)
         self.start_pv(work, n)
         warpgroup.wait_group(0)
-        work.shared.ring_v.release(n)
+        work.shared.pipeline_v.consumer_release(n)
 
     @cute.jit
-    def score_tile(self, work: TileContext, block: Int32, n: Int32):
+    def score_tile(self, work: QueryTileContext, block: Int32, n: Int32):
         """Registers for the scores of ``block``, filling n, and what the epilogues read of global memory meanwhile."""
         tile = self.tile
         acc_s = cute.make_rmem_tensor(
             self.mma_qk().get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
         scores = work.score_map.tile(acc_s, work.tile.row0, block * tile.tile_n)
-        if cutlass.const_expr(self.stages_bias):
+        if cutlass.const_expr(self.loads_bias_by_tma):
             scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit
-    def start_qk(self, work: TileContext, acc_s: cute.Tensor, n: Int32) -> None:
+    def start_qk(self, work: QueryTileContext, acc_s: cute.Tensor, n: Int32) -> None:
         """acc_s = Q K^T, K from filling n."""
-        op, stage = work.fragments, work.shared.ring_k.stage(n)
+        op, stage = work.fragments, work.shared.pipeline_k.stage(n)
         start_gemm(self.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
 
     @cute.jit
-    def start_pv(self, work: TileContext, n: Int32) -> None:
+    def start_pv(self, work: QueryTileContext, n: Int32) -> None:
         """O += P V, V from filling n."""
-        op, stage = work.fragments, work.shared.ring_v.stage(n)
+        op, stage = work.fragments, work.shared.pipeline_v.stage(n)
         start_gemm(self.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
 
     @cute.jit
     def probabilities(
-        self, work: TileContext, tile: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr
+        self, work: QueryTileContext, tile: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr
     ) -> None:
         """Scores to probabilities; ``factors`` says what the output has to be multiplied with."""
         self.epilogues.forward(work.state, tile, loaded, masked)
@@ -526,21 +531,21 @@ class ForwardSm90:
             work.softmax.advance(tile.acc, work.fragments.factors, masked)
 
     @cute.jit
-    def convert(self, work: TileContext, tile: ScoreTile, acc_s: cute.Tensor) -> None:
+    def convert(self, work: QueryTileContext, tile: ScoreTile, acc_s: cute.Tensor) -> None:
         """P to 16 bits, dropped elements to zero, to where P V reads it; nothing may be reading the old P."""
         p = work.fragments.p
-        narrow(acc_s, p)
+        convert_to_16_bits(acc_s, p)
         self.epilogues.drop(work.state, tile, work.score_map.view(p))
 
     @cute.jit
-    def clear_foreign_values(self, work: TileContext, block: Int32, n: Int32) -> None:
+    def zero_values_out_of_bounds(self, work: QueryTileContext, block: Int32, n: Int32) -> None:
         """Rows of V behind the sequence's last key become zeros, where they are somebody else's."""
-        if cutlass.const_expr(self.foreign_values):
+        if cutlass.const_expr(self.has_values_out_of_bounds):
             rows = work.state.band.seqlen_k - block * self.tile.tile_n
             if rows < self.tile.tile_n:
                 shared = work.shared
-                shared.ring_v.wait(n)
-                tile = shared.s_v[None, None, shared.ring_v.stage(n)]
+                shared.pipeline_v.consumer_wait(n)
+                tile = shared.s_v[None, None, shared.pipeline_v.stage(n)]
                 lane = cute.arch.thread_idx()[0] % WARPGROUP
                 vectors = padded(self.traits.head_dim_v) // 8
                 zeros = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
@@ -549,4 +554,4 @@ class ForwardSm90:
                     row = cute.local_tile(tile, (1, 8), (rows + i // vectors, i % vectors))
                     cute.autovec_copy(zeros, row[0, None])
                 cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup_barrier(work.turns.warpgroup)
+                warpgroup_barrier(work.ping_pong.warpgroup)

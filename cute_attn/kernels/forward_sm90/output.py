@@ -7,7 +7,7 @@ from cutlass import Constexpr, Int32, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.math import narrow
+from cute_attn.device.math import convert_to_16_bits
 from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
 from cute_attn.kernels.forward_sm90.params import Fragments, Outputs, Shared
@@ -41,7 +41,7 @@ def store_output(
     s_o = shared.s_o[None, None, group]
     wait_for_stores(kernel, group, lane)
     fragment = cute.make_rmem_tensor_like(fragments.acc_o, kernel.dtype)
-    narrow(fragments.acc_o, fragment)
+    convert_to_16_bits(fragments.acc_o, fragment)
     one_group = layouts.tiled_mma_sm90(
         kernel.dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn"
     )

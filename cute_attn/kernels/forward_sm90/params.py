@@ -6,14 +6,14 @@ from typing import Any
 from cutlass import Float32, Int32, Int64, cute, memory
 
 import layouts
-from cute_attn.device.pipeline import WARPGROUP, Ring, Turns
+from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.rows.tma_bias import ROWS, StagedBias
+from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import STAGES, WorkBroadcast
@@ -29,12 +29,12 @@ class Shared:
     s_k: cute.Tensor
     s_v: cute.Tensor
     s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
-    ring_q: Ring
-    ring_k: Ring
-    ring_v: Ring
+    pipeline_q: Pipeline
+    pipeline_k: Pipeline
+    pipeline_v: Pipeline
     work: WorkBroadcast
     replay: Replay
-    bias: Any  # StagedBias, or None
+    bias: Any  # TmaBias, or None
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class TileContext:
+class QueryTileContext:
     """Everything that a warpgroup's steps need of its work tile."""
 
     shared: Shared
     fragments: Fragments
-    turns: Turns
+    ping_pong: PingPong
     blocks: BlockRange
     state: ScoreState
     score_map: ScoreMap
@@ -100,7 +100,7 @@ class TileContext:
 
 
 @dataclass(frozen=True)
-class Fillings:
+class PipelineState:
     """How often the rings have been filled so far: Q's, and K's and V's."""
 
     queries: Int32
@@ -108,12 +108,12 @@ class Fillings:
 
 
 @dataclass(frozen=True)
-class Crew:
+class Consumer:
     """A thread's place among those that compute, and what it works with."""
 
     group: Int32
     thread: Int32
-    turns: Turns
+    ping_pong: PingPong
     fragments: Fragments
 
 
@@ -122,22 +122,22 @@ def shared_memory(kernel: Any) -> Shared:
     d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     barriers = cute.recast_ptr(base, dtype=Int64)
-    rings: list[Ring] = []
+    rings: list[Pipeline] = []
     start = 0
     for stages, rows, head_dim in (
         (1, tile.tile_m, d),
         (tile.num_stages, tile.tile_n, d),
         (tile.num_stages, tile.tile_n, dv),
     ):
-        rings.append(Ring(barriers + start, stages, 2 * rows * padded(head_dim)))
-        start += Ring.barrier_bytes(stages) // 8
+        rings.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
+        start += Pipeline.barrier_bytes(stages) // 8
     q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
     k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
     v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
     o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
     bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
-    work = WorkBroadcast.make(barriers + start, base + tile.NOTES_START)
-    start += Ring.barrier_bytes(STAGES) // 8
+    work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START)
+    start += Pipeline.barrier_bytes(STAGES) // 8
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES
     return Shared(
@@ -149,12 +149,12 @@ def shared_memory(kernel: Any) -> Shared:
         rings[1],
         rings[2],
         work,
-        Replay.make(base + tile.REPLAY_START, 32 + (128 + 32 * kernel.stages_bias) * tile.warpgroups),
-        _staged_bias(kernel, base + bias_start, barriers + start) if kernel.stages_bias else None,
+        Replay.make(base + tile.REPLAY_START, 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups),
+        _staged_bias(kernel, base + bias_start, barriers + start) if kernel.loads_bias_by_tma else None,
     )
 
 
-def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> StagedBias:
+def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> TmaBias:
     """Every warpgroup's tiles of the bias at ``pointer``."""
     tile = kernel.tile
     layout = kernel.bias_layout(1)
@@ -167,7 +167,7 @@ def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> 
     )
     tiles = cute.recast_ptr(pointer, layout.inner, dtype=CUTE_DTYPES[kernel.traits.bias])
     address = Int32(pointer.toint())
-    return StagedBias(cute.make_tensor(tiles, outer), address, barriers, tile.bias_stages, tile.warpgroups)
+    return TmaBias(cute.make_tensor(tiles, outer), address, barriers, tile.bias_stages, tile.warpgroups)
 
 
 def smem_tensor(kernel: Any, pointer: cute.Pointer, rows: int, head_dim: int, stages: int) -> cute.Tensor:

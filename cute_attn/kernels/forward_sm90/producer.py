@@ -8,10 +8,10 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
 
-from cute_attn.kernels.forward_sm90.params import Fillings, Inputs, Problem, Shared
+from cute_attn.kernels.forward_sm90.params import Inputs, PipelineState, Problem, Shared
 from cute_attn.rows.tma_bias import ROWS, rows_of
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.broadcast import Note
+from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.query_tiles import QueryTile, WorkClaims
 from cute_attn.work.replay import Replay
 
@@ -24,13 +24,13 @@ def load_all(kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared
     """Claim work tiles until none is left, and load Q, K and V of each; then of those that are replayed."""
     order, claims = problem.order, WorkClaims(problem.counters)
     index, n, more = Int32(cute.arch.block_idx()[0]), Int32(0), Boolean(True)
-    filled = Fillings(Int32(0), Int32(0))
+    filled = PipelineState(Int32(0), Int32(0))
     while more:
         end = n + Replay.SECTION - 1
         while index < order.total and n < end:
             tile, claimed = order.tile(index, problem.seqlens), Int32(0)
             if tile.exists:
-                shared.work.publish(n, Note(index, tile.row0, tile.head, tile.batch))
+                shared.work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch))
                 n += 1
                 filled, claimed = load_tile(kernel, problem, inputs, shared, tile, filled, claims)
             else:
@@ -58,9 +58,9 @@ def load_tile(
     inputs: Inputs,
     shared: Shared,
     tile: QueryTile,
-    filled: Fillings,
+    filled: PipelineState,
     claims: Any,  # WorkClaims, or None where there is nothing to claim
-) -> tuple[Fillings, Int32]:
+) -> tuple[PipelineState, Int32]:
     """One work tile; the pipelines' fillings after it, and what was ``claimed`` meanwhile."""
     queries, keys, claimed = filled.queries, filled.keys, Int32(0)
     _, state = kernel.begin(problem, tile)
@@ -75,11 +75,11 @@ def load_tile(
         if cutlass.const_expr(kernel.tile.share_qo_smem):
             load_queries(kernel, inputs, shared, tile, queries)
             queries += 1
-    return Fillings(queries, keys), claimed
+    return PipelineState(queries, keys), claimed
 
 
 @cute.jit
-def brings_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
+def loads_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
     """Whether a work tile comes with a filling of Q's pipeline.
 
     One that sees no key has no use for Q. But where O takes over Q's memory, zeros go there, and the next Q must not be
@@ -92,9 +92,9 @@ def brings_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
 def load_queries(kernel: Constexpr, inputs: Inputs, shared: Shared, tile: QueryTile, queries: Int32) -> None:
     """Q of one work tile, for each warpgroup its own."""
     tiles = inputs.q.sequence(tile.info.offset_q + tile.row0, tile.head, tile.batch)
-    shared.ring_q.acquire(queries)
+    shared.pipeline_q.producer_acquire(queries)
     for group in cutlass.range_constexpr(kernel.tile.warpgroups):
-        inputs.q.load_part(tiles, group, shared.s_q[None, None, group], shared.ring_q, queries)
+        inputs.q.load_part(tiles, group, shared.s_q[None, None, group], shared.pipeline_q, queries)
 
 
 @cute.jit
@@ -104,7 +104,7 @@ def load_blocks(
     shared: Shared,
     tile: QueryTile,
     blocks: BlockRange,
-    filled: Fillings,
+    filled: PipelineState,
     claims: Any,  # WorkClaims, or None where there is nothing to claim
 ) -> Int32:
     """Q and all key blocks: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for.
@@ -114,26 +114,26 @@ def load_blocks(
     info, last, keys = tile.info, blocks.end - 1, filled.keys
     g_k = inputs.k.sequence(info.offset_k, tile.head_kv, tile.batch)
     g_v = inputs.v.sequence(info.offset_k, tile.head_kv, tile.batch)
-    ring_k, ring_v = shared.ring_k, shared.ring_v
+    pipeline_k, pipeline_v = shared.pipeline_k, shared.pipeline_v
     count, claimed = blocks.end - blocks.begin, Int32(0)
-    ring_k.acquire(keys)
-    inputs.k.load(g_k, last, shared.s_k, ring_k, keys)
+    pipeline_k.producer_acquire(keys)
+    inputs.k.load(g_k, last, shared.s_k, pipeline_k, keys)
     load_queries(kernel, inputs, shared, tile, filled.queries)
     claim_at = cutlass.max(count - CLAIM_AHEAD, 1)
     for i in cutlass.range(1, count, unroll=1):
         if cutlass.const_expr(claims is not None):
             if i == claim_at:
                 claimed = claims.claim()
-        ring_k.acquire(keys + i)
-        inputs.k.load(g_k, last - i, shared.s_k, ring_k, keys + i)
-        ring_v.acquire(keys + i - 1)
-        inputs.v.load(g_v, last - i + 1, shared.s_v, ring_v, keys + i - 1)
+        pipeline_k.producer_acquire(keys + i)
+        inputs.k.load(g_k, last - i, shared.s_k, pipeline_k, keys + i)
+        pipeline_v.producer_acquire(keys + i - 1)
+        inputs.v.load(g_v, last - i + 1, shared.s_v, pipeline_v, keys + i - 1)
     if cutlass.const_expr(claims is not None):
         if count == 1:
             claimed = claims.claim()
     end = keys + last - blocks.begin
-    ring_v.acquire(end)
-    inputs.v.load(g_v, blocks.begin, shared.s_v, ring_v, end)
+    pipeline_v.producer_acquire(end)
+    inputs.v.load(g_v, blocks.begin, shared.s_v, pipeline_v, end)
     return claimed
 
 
@@ -157,7 +157,7 @@ def load_all_bias(kernel: Constexpr, problem: Problem, inputs: Inputs, shared: S
                         tile = problem.order.tile(shared.replay.index(slot), problem.seqlens)
                         keys += load_bias(kernel, problem, inputs, shared, tile, group, keys)
                 shared.replay.reset(cute.arch.lane_idx(), False)
-        more = note.index == Note.SECTION_END
+        more = note.index == WorkItem.SECTION_END
 
 
 @cute.jit
