@@ -1,0 +1,313 @@
+"""Work on the card: which work tiles are replayed, and that no result depends on who computes what, beside what."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn.call import MAX_SEQLEN
+from cute_attn.counters import replayed_tiles
+from tests.cases import BY_NAME, FEATURES, VARLEN
+from tests.checks import check_backward, check_forward
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case
+
+ARCHS = runnable_archs()
+SPECULATIVE = [arch for arch in ARCHS if arch == "sm90"]
+OTHER_LENGTHS = ((1300, 1300), (7, 70), (0, 40), (300, 300))
+"""Of packed sequences: queries, and keys before more are added."""
+
+
+def expectations(problem):
+    """By definition: in float64, in the problem's own dtype and in float32."""
+    return [problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)]
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), f"{name} differs"
+
+
+class Replays:
+    """Counts the work tiles that are replayed while it is entered."""
+
+    def __enter__(self):
+        torch.cuda.synchronize()
+        self.before, self.count = replayed_tiles(), 0
+        return self
+
+    def __exit__(self, *_):
+        torch.cuda.synchronize()
+        self.count = replayed_tiles() - self.before
+
+
+# ---- nothing is replayed ----
+
+
+def more_keys(case: Case, more: int) -> Case:
+    """The case with ``more`` keys for each sequence."""
+    return replace(case, seqlen_k=case.seqlen_k + more, lengths_k=tuple(n + more for n in case.lengths_k))
+
+
+def normal_cases():
+    """Every kernel once: short sequences and long ones, which have tiles of their own, and packed ones."""
+    masks = {"causal": {"causal": True}}
+    masks |= {f"window-{a}-{b}": {"window": (a, b)} for a, b in ((1024, 127), (100, 63), (7, 255))}
+    packed = dict(zip(("lengths_q", "lengths_k"), zip(*OTHER_LENGTHS, strict=True), strict=True))
+    lengths = {"short": {"seqlen_q": 300, "seqlen_k": 300}, "long": {"seqlen_q": 1100, "seqlen_k": 1100}}
+    for dtype in ("bf16", "fp16"):
+        for head_dim in (64, 128, 256):
+            for mask in masks:
+                for name, own in (lengths | {"packed": packed}).items():
+                    title = f"{dtype}-d{head_dim}-{mask}-{name}"
+                    yield Case(title, dtype=dtype, head_dim=head_dim, **masks[mask], **own)
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize("case", list(normal_cases()), ids=lambda case: case.name)
+def test_nothing_is_replayed_of_normal_inputs(case, arch):
+    """However the diagonal lies in key blocks of 64, 80, 96 or 128."""
+    for more in (0, 1, 63, 64, 127, 128, 191, 255) if case.causal else (0, 1, 64):
+        problem = more_keys(case, more).build("cuda", seed=more)
+        with Replays() as replays:
+            actual = problem.run(kernel=arch)
+        assert replays.count == 0, f"{replays.count} work tiles were replayed with {more} keys before"
+        check_forward(actual, *expectations(problem))
+
+
+USED = [
+    Case(
+        f"used-d{head_dim}",
+        head_dim=head_dim,
+        causal=True,
+        lengths_q=(300, 64, 700, 5),
+        lengths_k=(300, 64, 900, 70),
+        seqused_q=(130, 0, 700, 1),
+        seqused_k=(300, 10, 801, 69),
+    )
+    for head_dim in (64, 128)
+]
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize("case", USED, ids=lambda case: case.name)
+def test_what_does_not_exist_is_never_replayed(case, arch):
+    """Queries beyond seqused_q may be NaN."""
+    problem = case.build("cuda")
+    starts = problem.lengths.cu_seqlens_q.tolist()
+    for start, length, used in zip(starts, case.lengths_q, case.seqused_q, strict=False):
+        problem.tensors[0][start + used : start + length] = math.nan
+    with Replays() as replays:
+        actual = problem.run(kernel=arch)
+    assert replays.count == 0
+    check_forward(actual, *expectations(problem))
+
+
+# ---- what has to be replayed ----
+
+EARLY = 5
+"""The key that all queries see last."""
+RISING = [
+    Case(f"{dtype}-d{head_dim}-{name}", dtype=dtype, head_dim=head_dim, **mask, **lengths)
+    for dtype in ("bf16", "fp16")
+    for head_dim in (64, 128)
+    for name, mask, lengths in (
+        ("full", {}, {"seqlen_q": 600, "seqlen_k": 700}),
+        ("causal", {"causal": True}, {"seqlen_q": 1100, "seqlen_k": 1163}),
+        ("causal-short", {"causal": True}, {"seqlen_q": 500, "seqlen_k": 627}),
+        ("window", {"window": (5000, 63)}, {"seqlen_q": 1100, "seqlen_k": 1100}),
+        ("packed", {"causal": True}, {"lengths_q": (900, 0, 70), "lengths_k": (1000, 30, 400)}),
+    )
+]
+
+
+def rising(case: Case, nats: float):
+    """A problem in which the score of key ``EARLY`` is above all others by about ``nats``."""
+    problem = case.build("cuda")
+    q, k, _ = problem.tensors
+    factor = math.sqrt(nats * math.sqrt(case.head_dim))
+    cu_seqlens = problem.lengths.cu_seqlens_k
+    starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
+    q[..., 0], k[..., 0] = factor, 0.0
+    for start, length in zip(starts, case.lengths_k or (case.seqlen_k,), strict=True):
+        if length > EARLY:
+            k[..., start + EARLY, :, 0] = factor
+    return problem
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize("case", RISING, ids=lambda case: case.name)
+@pytest.mark.parametrize("nats", [40, 200])
+def test_scores_that_rise_beyond_frozen_maxima_are_replayed(case, arch, nats):
+    """By more than 2^40: by as much as fp32 still holds, and by more."""
+    problem = rising(case, nats)
+    with Replays() as replays:
+        actual = problem.run(kernel=arch)
+    assert replays.count > 0
+    check_forward(actual, *expectations(problem))
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize(
+    "case", [case for case in RISING if "causal" in case.name], ids=lambda case: case.name
+)
+def test_scores_that_rise_less_are_replayed_where_16_bits_end(case, arch):
+    """e^15 is beyond fp16's largest number, and nothing to bf16."""
+    problem = rising(case, 15.0)
+    with Replays() as replays:
+        actual = problem.run(kernel=arch)
+    assert (replays.count > 0) == (case.dtype == "fp16")
+    check_forward(actual, *expectations(problem))
+
+
+AGAIN = [case for case in RISING if case.name.endswith(("d64-causal", "d128-causal", "packed"))]
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
+def test_launches_after_a_replay_are_as_those_before(case, arch):
+    """The counters that launches of a stream share are as they were."""
+    plain, problem = case.build("cuda"), rising(case, 60.0)
+    expected_plain = plain.run(kernel=arch)
+    with Replays() as first:
+        expected = problem.run(kernel=arch)
+    with Replays() as both:
+        results = [problem.run(kernel=arch), plain.run(kernel=arch), problem.run(kernel=arch)]
+    assert both.count == 2 * first.count > 0
+    for actual, wanted in zip(results, (expected, expected_plain, expected), strict=True):
+        assert_same(actual, wanted)
+    check_forward(expected, *expectations(problem))
+    check_forward(expected_plain, *expectations(plain))
+
+
+@pytest.mark.parametrize("arch", SPECULATIVE)
+@pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
+def test_a_graph_replays_work_tiles_too(case, arch):
+    """A graph of two launches, whose inputs change between its replays from such as need it to others and back."""
+    plain, problem = case.build("cuda"), rising(case, 60.0)
+    expected = [x.run(kernel=arch) for x in (problem, plain)]
+    static = replace(problem, tensors=tuple(x.clone() for x in problem.tensors))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [static.run(kernel=arch) for _ in range(2)]
+    for i in (0, 1, 0, 0):
+        for tensor, source in zip(static.tensors, (problem, plain)[i].tensors, strict=True):
+            tensor.copy_(source)
+        graph.replay()
+        for actual in captured:
+            assert_same(actual, expected[i])
+    check_forward(expected[0], *expectations(problem))
+
+
+# ---- stated lengths that nobody has ----
+
+# As few rows as have the same tile and the same splits, whether by the longest sequence or by all of them.
+FEW_TOKENS = [
+    Case(f"few-tokens-{name}", lengths_q=(3, 0, 10, 4), lengths_k=(9, 3, 12, 1), **options)
+    for name, options in (
+        ("full", {}),
+        ("causal", {"causal": True}),
+        ("window-d128", {"window": (4, 3), "head_dim": 128}),
+        ("dropout", {"dropout_p": 0.3}),
+        ("d256", {"head_dim": 256, "causal": True}),
+    )
+]
+HUGE = (2**23, 2**30, 2**31 - 1)
+
+
+def stated(problem, longest):
+    """The problem with other stated maxima."""
+    return replace(problem, lengths=replace(problem.lengths, max_seqlen_q=longest, max_seqlen_k=longest))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", ["backward"])  # is built beside the forward
+@pytest.mark.parametrize("case", FEW_TOKENS, ids=lambda case: case.name)
+def test_huge_stated_maxima_change_no_bit(case, op, arch):
+    problem = case.build("cuda")
+    start, options = problem.start(), {"kernel": arch, "deterministic": True}
+    outputs, gradients = problem.run(kernel=arch), problem.gradients(start, **options)
+    check_forward(outputs, *expectations(problem))
+    for longest in HUGE:
+        assert_same(stated(problem, longest).run(kernel=arch), outputs)
+        assert_same(stated(problem, longest).gradients(start, **options), gradients)
+
+
+NUMBERED = replace(FEW_TOKENS[1], name="mem_efficient", **FEATURES["mem_efficient"])
+"""Its mask numbers scores by the stated maxima, so that kernels take them as they are."""
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("op", ["backward"])
+@pytest.mark.parametrize("case", [NUMBERED], ids=lambda case: case.name)
+def test_stated_maxima_that_count(case, op, arch):
+    problem = stated(case.build("cuda"), 2**23)
+    start = problem.start()
+    check_forward(problem.run(kernel=arch), *expectations(problem))
+    exact, plain = (problem.expected_gradients(start, dtype) for dtype in (torch.float64, torch.bfloat16))
+    check_backward(problem.gradients(start, kernel=arch), exact, plain)
+    for longest in HUGE[1:]:
+        with pytest.raises(
+            ValueError, match=f"max_seqlen_q is {longest}; accepted on CUDA: up to {MAX_SEQLEN}"
+        ):
+            stated(problem, longest).run(kernel=arch)
+
+
+# ---- few queries, many keys ----
+
+FEW_QUERIES = [
+    Case(
+        f"few-queries-{name}",
+        batch=1,
+        nheads=32,
+        nheads_kv=8,
+        seqlen_q=sq,
+        seqlen_k=16384,
+        head_dim=d,
+        causal=True,
+    )
+    for name, sq, d in (("512-d128", 512, 128), ("256-d64", 256, 64))
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", FEW_QUERIES, ids=lambda case: case.name)
+def test_few_queries_with_many_keys(case, arch):
+    """Whose sections of heads have fewer work tiles than there are multiprocessors."""
+    problem = case.build("cuda")
+    with Replays() as replays:
+        actual = problem.run(kernel=arch)
+    assert replays.count == 0
+    check_forward(actual, *expectations(problem))
+
+
+# ---- streams ----
+
+BESIDE = [
+    replace(
+        BY_NAME["causal-d128"], name="causal", batch=2, nheads=16, nheads_kv=4, seqlen_q=1500, seqlen_k=1500
+    ),
+    replace(BY_NAME["full-d256"], name="d256", batch=2, nheads=8, nheads_kv=8, seqlen_q=900, seqlen_k=900),
+    Case("packed", causal=True, nheads=16, **{name: lengths * 8 for name, lengths in VARLEN.items()}),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
+def test_two_streams_at_a_time_give_the_same_bits(case, arch):
+    """Each claims its work tiles from counters of its own, also while the other one's are replayed."""
+    other = rising(RISING[1], 60.0)
+    problems = [case.build("cuda"), other if arch in SPECULATIVE else RISING[1].build("cuda")]
+    expected = [problem.run(kernel=arch) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for problem, stream in zip(problems, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(problem.run(kernel=arch))
+    torch.cuda.synchronize()
+    for i, actual in enumerate(results):
+        assert_same(actual, expected[i % 2])
