@@ -609,7 +609,7 @@ def _score(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     _copy(walk.part(walk.buffers.products, thread, block), acc)
     chain.forward(walk.state, tile, loaded, masked)
     _copy(acc, walk.part(walk.buffers.scores, thread, block))
-    softmax = walk.online_softmax(thread, len(tile.rows)).fetch()
+    softmax = walk.online_softmax(thread, len(tile.rows)).load_stats()
     maxima = walk.buffers.maxima
     for r in cutlass.range_constexpr(len(rows)):
         maxima[rows[r]] = fmax(maxima[rows[r]], softmax.block_max(tile.acc, r))
@@ -622,11 +622,11 @@ def _exponentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
     tile, rows = walk.score_tile(thread, acc, block * walk.kernel.tile.tile_n), walk.rows(thread)
     _copy(walk.part(walk.buffers.scores, thread, block), acc)
     parked = walk.online_softmax(thread, len(rows))
-    softmax = parked.fetch()
+    softmax = parked.load_stats()
     for r in cutlass.range_constexpr(len(rows)):
         row_max = softmax.max_to_use(r, walk.buffers.maxima[rows[r]])
         walk.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
-    parked.park(softmax)
+    parked.store_stats(softmax)
     _copy(acc, p)
     _copy(p, walk.part(walk.buffers.p, thread, block))
 
@@ -655,7 +655,7 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 def _add_up(walk: Walk, thread: Int32):
     """A thread's part of its rows' sums."""
     rows = walk.rows(thread)
-    row_sum = walk.online_softmax(thread, len(rows)).fetch().row_sum
+    row_sum = walk.online_softmax(thread, len(rows)).load_stats().row_sum
     for r in cutlass.range_constexpr(len(rows)):
         walk.buffers.sums[rows[r]] = walk.buffers.sums[rows[r]] + row_sum[r]
 
@@ -664,7 +664,7 @@ def _add_up(walk: Walk, thread: Int32):
 def _finish(walk: Walk, thread: Int32):
     """The row sums of all lanes are there: what each row's output is multiplied with, and its log-sum-exp."""
     rows, rescale = walk.rows(thread), walk.kernel.epilogues.rescale(walk.state)
-    softmax = walk.online_softmax(thread, len(rows)).fetch()
+    softmax = walk.online_softmax(thread, len(rows)).load_stats()
     for r in cutlass.range_constexpr(len(rows)):
         factor, lse = softmax.finish(r, walk.buffers.sums[rows[r]], rescale)
         walk.buffers.factors[rows[r]], walk.buffers.lse[rows[r]] = factor, lse
@@ -751,7 +751,7 @@ def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
         lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
-    loaded, drawn = chain.load(walk.state, tile), chain.draw(walk.state, tile)
+    loaded, drawn = chain.load(walk.state, tile), chain.dropout_mask(walk.state, tile)
     _copy(walk.part(buffers.products, thread, block), acc)
     saved = chain.forward(walk.state, tile, loaded, False)
     if masked:

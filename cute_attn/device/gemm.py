@@ -59,7 +59,7 @@ class SmemOperand:
     def start(self, stage: Int32) -> Int32:
         """The address of the thread's first vector in ``stage``, computed here rather than kept through a loop."""
         rows, cols, _ = self.tile.layout.shape
-        coords = self.tiled_copy.get_slice(small(rematerialize(self.thread))).partition_S(
+        coords = self.tiled_copy.get_slice(below_1024(rematerialize(self.thread))).partition_S(
             cute.make_identity_tensor((cute.size(rows), cute.size(cols)))
         )
         row, col = coords[0]
@@ -175,7 +175,7 @@ class SmemResult:
     def start(self) -> Int32:
         """The address of the thread's first element, computed here rather than kept through a loop."""
         rows, cols = self.shape
-        row, col = thread_row_col(self.tiled_mma, rows, cols, small(rematerialize(self.thread)))
+        row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
@@ -201,7 +201,7 @@ class SmemResult:
                 cute.make_tensor(target, cute.make_layout(1))[0] = pair
 
 
-def small(thread: Int32) -> Int32:
+def below_1024(thread: Int32) -> Int32:
     """A thread's number as one that the compiler knows to be small and not negative: divisions of it are shifts."""
     return thread & Int32(1023)
 

@@ -116,7 +116,7 @@ class ScoreTile:
     row0: Int32  # the query index of the thread's first row
     col0: Int32  # the key index of the thread's first column
     transposed: Constexpr = False
-    staged: Any = (
+    tma_bias: Any = (
         None  # device.staged.TmaBiasTile: a bias for each score in shared memory, where a kernel brings it
     )
     heads: Any = (

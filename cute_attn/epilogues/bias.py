@@ -64,7 +64,7 @@ class Bias(Epilogue):
     In a transposed tile its pairs are neighbours in a column. 16 bits are read, and gradients written, as in an upright
     one all the same, and lanes exchange them; 32 bits singly.
 
-    A kernel may bring 16 bits to shared memory by itself (``tile.staged``). Then they are read there, when they are
+    A kernel may bring 16 bits to shared memory by itself (``tile.tma_bias``). Then they are read there, when they are
     added, and need no registers to wait in.
     """
 
@@ -137,7 +137,7 @@ class Bias(Epilogue):
 
     def load(self, state: BiasRows, tile: ScoreTile) -> Any:
         """Registers for ``forward``, of the tile's own layout or, where lanes exchange, of an upright tile's."""
-        if tile.staged is not None:
+        if tile.tma_bias is not None:
             return None
         return self._load(state, in_place_of(tile) if self._exchanged(tile) else tile)
 
@@ -198,8 +198,8 @@ class Bias(Epilogue):
         return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
 
     def forward(self, state: BiasRows, tile: ScoreTile, loaded: Any) -> None:
-        if tile.staged is not None:
-            self._add_staged(state, tile)
+        if tile.tma_bias is not None:
+            self._add_tma_bias(state, tile)
             return
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
 
@@ -213,21 +213,21 @@ class Bias(Epilogue):
         return words
 
     @cute.jit
-    def _add_staged(self, state: BiasRows, tile: ScoreTile) -> None:
+    def _add_tma_bias(self, state: BiasRows, tile: ScoreTile) -> None:
         """From shared memory, a piece of each line at a time: while it is added, the next one is on its way."""
-        staged, size = tile.staged, tile.staged.PIECE
+        tma_bias, size = tile.tma_bias, tile.tma_bias.PIECE
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
         words = cute.make_rmem_tensor(cute.make_layout((along // 2, lines)), Int32)
-        staged.wait()
-        staged.read(0, words)
-        for piece in cutlass.range_constexpr(staged.pieces):
+        tma_bias.wait()
+        tma_bias.read(0, words)
+        for piece in cutlass.range_constexpr(tma_bias.pieces):
             if cutlass.const_expr(piece % 2 == 1):
                 cute.arch.sync_warp()  # or all of it would be read at once, into registers that nobody has
-            if cutlass.const_expr(piece + 1 < staged.pieces):
-                staged.read(piece + 1, words)
+            if cutlass.const_expr(piece + 1 < tma_bias.pieces):
+                tma_bias.read(piece + 1, words)
             else:
-                staged.release()
+                tma_bias.release()
             self._add_to_scores(state, tile, words, piece * size, (piece + 1) * size)
 
     @cute.jit
@@ -261,7 +261,9 @@ class Bias(Epilogue):
     @cute.jit
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """The score's gradient is what it was, and the bias's is the same."""
-        if cutlass.const_expr(self.gradient and not (tile.staged is not None and tile.staged.takes_gradient)):
+        if cutlass.const_expr(
+            self.gradient and not (tile.tma_bias is not None and tile.tma_bias.takes_gradient)
+        ):
             gradient, row0 = state.gradient, rematerialize(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
                 if cutlass.const_expr(self._exchanged(tile)):
@@ -354,9 +356,9 @@ class Bias(Epilogue):
         wide = cute.make_rmem_tensor(len(places), Float32)
         for i, place in enumerate(places):
             wide[i] = tile.acc[place] * gradient.scale
-        return self._rounded(wide)
+        return self._converted(wide)
 
-    def _rounded(self, wide: cute.Tensor) -> cute.Tensor:
+    def _converted(self, wide: cute.Tensor) -> cute.Tensor:
         """In the bias's dtype."""
         target = cute.make_rmem_tensor(wide.layout, self._dtype)
         convert_to_16_bits(wide, target)

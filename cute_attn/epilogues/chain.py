@@ -177,7 +177,7 @@ class EpilogueChain:
         if self.dropout and state.dropout:
             self.dropout.forward(state.dropout, tile, p)
 
-    def draw(self, state: ScoreState, tile: ScoreTile) -> tuple:
+    def dropout_mask(self, state: ScoreState, tile: ScoreTile) -> tuple:
         """Dropout's mask of a tile in few registers, to be had while products are still running; () without dropout.
 
         For :meth:`zero_dropped` and :meth:`dropped_pair`. ``tile.acc`` is not looked at. By whole warps: lanes exchange
@@ -187,15 +187,15 @@ class EpilogueChain:
             return self.dropout.draw(state.dropout, tile)
         return ()
 
-    def zero_dropped(self, drawn: tuple, view: cute.Tensor) -> None:
+    def zero_dropped(self, mask: tuple, view: cute.Tensor) -> None:
         """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32."""
         if self.dropout:
-            self.dropout.zero_dropped(drawn, view)
+            self.dropout.zero_dropped(mask, view)
 
-    def dropped_pair(self, drawn: tuple, pair: int) -> Int32:
+    def dropped_pair(self, mask: tuple, pair: int) -> Int32:
         """16 ones for each dropped element of the ``pair``-th word of two, in the order of registers."""
         assert self.dropout
-        return self.dropout.dropped_pair(drawn, pair)
+        return self.dropout.dropped_pair(mask, pair)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

@@ -28,22 +28,22 @@ class OnlineSoftmax:
         rows: int,
         scale_log2: Float32,
         may_be_empty: bool,
-        parked: cute.Tensor | None = None,
+        stats: cute.Tensor | None = None,
         threshold: int = 0,
     ) -> "OnlineSoftmax":
-        """Nothing seen yet. ``parked``: a thread's own (rows, 2) of shared memory to keep the statistics in.
+        """Nothing seen yet. ``stats``: a thread's own (rows, 2) of shared memory to keep the statistics in.
 
         ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of
         two, so that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
         """
-        if parked is None:
-            parked = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
-        row_max, row_sum = parked[None, 0], parked[None, 1]
+        if stats is None:
+            stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
+        row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
 
-    def fetch(self) -> "OnlineSoftmax":
+    def load_stats(self) -> "OnlineSoftmax":
         """With the statistics in registers, from wherever they are kept."""
         if self.row_max.memspace == cute.AddressSpace.rmem:
             return self
@@ -52,11 +52,11 @@ class OnlineSoftmax:
         cute.autovec_copy(self.row_sum, row_sum)
         return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty, self.threshold)
 
-    def park(self, fetched: "OnlineSoftmax") -> None:
+    def store_stats(self, loaded: "OnlineSoftmax") -> None:
         """Put the statistics back after a step."""
-        if fetched is not self:
-            cute.autovec_copy(fetched.row_max, self.row_max)
-            cute.autovec_copy(fetched.row_sum, self.row_sum)
+        if loaded is not self:
+            cute.autovec_copy(loaded.row_max, self.row_max)
+            cute.autovec_copy(loaded.row_sum, self.row_sum)
 
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:

@@ -34,7 +34,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, mem
 
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr, small
+from cute_attn.device.gemm import SmemOperand, SmemResult, below_1024, gemm, gemm_rs, gemm_sr
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -544,7 +544,7 @@ class BackwardSm80:
         acc_s.fill(0.0)
         loaded, drawn = (), ()
         if cutlass.const_expr(bool(traits.dropout)):  # while few registers hold anything
-            drawn = chain.draw(work.state, self.score_tile(work, block, piece, acc_s))
+            drawn = chain.dropout_mask(work.state, self.score_tile(work, block, piece, acc_s))
         if cutlass.const_expr(chain.modifiers):
             loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
         unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
@@ -612,7 +612,7 @@ class BackwardSm80:
             work.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            small(rematerialize(work.thread)),
+            below_1024(rematerialize(work.thread)),
             tile.p_in_regs,
         )
         return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, work.key0)
@@ -629,7 +629,7 @@ class BackwardSm80:
             work.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            small(rematerialize(work.thread)),
+            below_1024(rematerialize(work.thread)),
             tile.p_in_regs,
         )
         rows = score_map.modes.rows
@@ -650,7 +650,7 @@ class BackwardSm80:
         floats = dq.block_floats(self.traits, tile)
         blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
         place = blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, place, small(rematerialize(work.thread)), tile.dq_vector)
+        add_fragment(acc, place, below_1024(rematerialize(work.thread)), tile.dq_vector)
 
     @cute.jit
     def stage_gradient(

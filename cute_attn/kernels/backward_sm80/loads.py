@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_attn.device.gemm import small
+from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize
 
 
@@ -46,7 +46,7 @@ class BlockLoad:
         )
         per_row = 8 if cols % 64 == 0 else 4
         row_step, col_step = self.num_threads // per_row, per_row * 8
-        thread = small(rematerialize(self.thread))
+        thread = below_1024(rematerialize(self.thread))
         row, col = thread // per_row, thread % per_row * 8
         layout = self.s.layout
         first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
@@ -83,7 +83,7 @@ class BlockLoad:
     def row_statistics(self, block: Int32, stage: Int32) -> None:
         """A number a row, 16 bytes a thread; the workspace has all rows of the block."""
         tile_m = cute.size(self.s_row, mode=[0])
-        thread = small(rematerialize(self.thread))
+        thread = below_1024(rematerialize(self.thread))
         if thread < tile_m // 4:
             # A 32-bit offset in bytes leaves the address before it in a uniform register.
             source = self.g_row.iterator.toint() + Int64((block * tile_m + thread * 4) * 4)

@@ -429,7 +429,7 @@ class BackwardSm90(BackwardSm90Predicates):
         drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
         # While S and dP run: what was not read before.
         if cutlass.const_expr(drawn is None):
-            drawn = self.epilogues.draw(work.state, scores)
+            drawn = self.epilogues.dropout_mask(work.state, scores)
         if cutlass.const_expr(lse is None and not self.loads_bias_by_tma):
             lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
         warpgroup.wait_group(1)
@@ -495,7 +495,7 @@ class BackwardSm90(BackwardSm90Predicates):
         scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
         if cutlass.const_expr(self.loads_bias_by_tma):
             stage = work.shared.pipeline_q.stage(work.filling(block))
-            scores = replace(scores, staged=work.shared.bias.tile(work.bias_address, stage))
+            scores = replace(scores, tma_bias=work.shared.bias.tile(work.bias_address, stage))
         return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
 
     @cute.jit

@@ -38,7 +38,7 @@ class PhiloxProducer(WarpRole):
 
 @cute.jit
 def dropout_mask_of(kernel: Constexpr, work: Work, n: Int32) -> tuple[Int32, ...]:
-    """By the computing warps: a thread's part of a step's mask, as :meth:`EpilogueChain.draw` would have drawn it."""
+    """By the computing warps: a thread's part of a step's mask, as :meth:`EpilogueChain.dropout_mask` gives it."""
     ring, words = work.shared.pipeline_mask, kernel.tile.mask_words
     ring.consumer_wait(n)
     mask = cute.recast_tensor(work.shared.s_mask[None, None, None, ring.stage(n)], Int32)

@@ -504,7 +504,7 @@ class ForwardSm90:
         )
         scores = work.score_map.tile(acc_s, work.tile.row0, block * tile.tile_n)
         if cutlass.const_expr(self.loads_bias_by_tma):
-            scores = dataclasses.replace(scores, staged=work.shared.bias.tile(work.group, work.lane, n))
+            scores = dataclasses.replace(scores, tma_bias=work.shared.bias.tile(work.group, work.lane, n))
         return scores, acc_s, self.epilogues.load(work.state, scores)
 
     @cute.jit
