@@ -4,7 +4,7 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-As in :mod:`cute_attn.launch`, all that follows from metadata is kept as a plan under that metadata.
+As in :mod:`cute_attn.launcher`, all that follows from metadata is kept as a plan under that metadata.
 
 Memory beside the gradients themselves: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole
 blocks, and two numbers a query and head. Deterministic: as many times that as there are splits, at most
@@ -20,11 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import launch
-from cute_attn.call import (
+from cute_attn import launcher
+from cute_attn.counters import multiprocessors
+from cute_attn.launcher import (
+    ScoreArgs,
+    as_strided,
+    choose_kernel,
+    contiguous_strides,
+    launcher_key,
+    user_classes,
+)
+from cute_attn.params import (
     MAX_ROWS,
     NUM_TENSORS,
-    Call,
+    AttentionParams,
     check,
     check_alignment,
     check_count,
@@ -34,8 +43,6 @@ from cute_attn.call import (
     is_aligned,
     rows_are_regular,
 )
-from cute_attn.counters import multiprocessors
-from cute_attn.launch import ScoreArgs, as_strided, choose_kernel, contiguous_strides, plan_key, user_classes
 from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -62,14 +69,14 @@ class Workspace:
     next: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @staticmethod
-    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
+    def of(params: AttentionParams, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
         """Rows are padded to whole blocks of tile_m, packed sequences each."""
-        if call.packed:
-            rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
-            heads: tuple[int, ...] = (call.nheads,)
+        if params.varlen:
+            rows = (params.q.shape[0] // tile_m + params.batch) * tile_m
+            heads: tuple[int, ...] = (params.nheads,)
         else:
-            rows = -(-call.longest[0] // tile_m) * tile_m
-            heads = (call.batch, call.nheads)
+            rows = -(-params.longest[0] // tile_m) * tile_m
+            heads = (params.batch, params.nheads)
         shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
         places, size = [], 0
         for shape in shapes:
@@ -98,29 +105,30 @@ class BiasGradient:
     result: torch.dtype
 
     @staticmethod
-    def of(call: Call, deterministic: bool) -> "BiasGradient":
+    def of(params: AttentionParams, deterministic: bool) -> "BiasGradient":
         """For a call with a bias."""
-        assert call.bias is not None
-        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
-        shape = tuple(call.bias.shape)
+        assert params.bias is not None
+        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
+        shape = tuple(params.bias.shape)
         shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
         lengths_differ = any(
-            x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+            x is not None
+            for x in (params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q, params.seqused_k)
         )
         if not shared:
-            clear = bool(call.mask) or lengths_differ
+            clear = bool(params.mask) or lengths_differ
             return BiasGradient(
-                shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
+                shape, params.bias.dtype, (full, contiguous_strides(full)), clear, (), params.bias.dtype
             )
         if deterministic:
             seen = (full, contiguous_strides(full))
-            return BiasGradient(full, torch.float32, seen, True, shared, call.bias.dtype)
+            return BiasGradient(full, torch.float32, seen, True, shared, params.bias.dtype)
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
-        return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
 
     def allocate(self, like: Tensor) -> Tensor:
         """What the kernel fills."""
-        gradient = launch.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
+        gradient = launcher.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
         return gradient.zero_() if self.clear else gradient
 
     def finish(self, gradient: Tensor) -> Tensor:
@@ -131,7 +139,7 @@ class BiasGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BackwardLauncher:
     """What follows from the metadata of a call and of its outputs' gradients.
 
     Attributes:
@@ -140,9 +148,9 @@ class Plan:
         kernel: the main kernel object, which picks the epilogues' arguments.
         needed: which of the gradients of q, k, v and bias are asked for.
         shapes, strides: of those of q, k and v.
-        packed: whether those have rows that may be no sequence's.
+        varlen: whether rows of those may belong to no sequence.
         copy: which of grad_out and out no kernel can read as they lie.
-        views: as of :class:`cute_attn.launch.Plan`.
+        views: as of :class:`cute_attn.launcher.Launcher`.
         workspace: or None where there is nothing to launch.
         bias: or None where its gradient is not asked for.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
@@ -158,7 +166,7 @@ class Plan:
     needed: tuple[bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
-    packed: bool
+    varlen: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     workspace: Workspace | None
@@ -173,7 +181,7 @@ class Plan:
     rest: tuple
 
     def launch(
-        self, call: Call, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+        self, params: AttentionParams, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
     ) -> Gradients:
         """Allocate everything and launch on the current stream of q's device.
 
@@ -181,43 +189,43 @@ class Plan:
             grads: of out and lse.
             outputs: out and lse.
         """
-        device = call.q.get_device()
-        if device == launch._current_device():
-            return self._launch(call, grads, outputs)
+        device = params.q.get_device()
+        if device == launcher._current_device():
+            return self._launch(params, grads, outputs)
         with torch.cuda.device(device):
-            return self._launch(call, grads, outputs)
+            return self._launch(params, grads, outputs)
 
     def _launch(
-        self, call: Call, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+        self, params: AttentionParams, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
     ) -> Gradients:
-        q = call.q
+        q = params.q
         if self.main is None or self.workspace is None:
-            return self._zeros(call)
-        check_alignment(*call[:3])
+            return self._zeros(params)
+        check_alignment(*params[:3])
         grad_out, out = _readable(grads[0], self.copy[0]), _readable(outputs[0], self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
         dq, dk, dv = (
-            launch.new_empty_strided(q, shape, strides, q.dtype)
+            launcher.new_empty_strided(q, shape, strides, q.dtype)
             for shape, strides in zip(self.shapes, self.strides, strict=True)
         )
         space = self.workspace
-        memory = launch.new_empty_strided(q, (space.size,), (1,), torch.float32)
+        memory = launcher.new_empty_strided(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(memory, *space.lse_log2)
         minus_d = as_strided(memory, *space.minus_d)
         accumulators = as_strided(memory, *space.dq)
-        next_position = as_strided(memory, *space.next)
+        counter = as_strided(memory, *space.next)
         dbias = self.bias.allocate(q) if self.bias is not None else None
         if self.views:
-            seen: list[Any] = list(call)
+            seen: list[Any] = list(params)
             for place, shape, strides in self.views:
                 seen[place] = as_strided(seen[place], shape, strides)
-            call = Call._make(seen)
-        seqlens, part_seqlens = self.seqlens or _seqlens(call)
+            params = AttentionParams._make(seen)
+        seqlens, part_seqlens = self.seqlens or _seqlens(params)
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
-        cleared = (dq, dk, dv) if self.packed else None
+        cleared = (dq, dk, dv) if self.varlen else None
         self.preprocess(
             grad_out,
             out,
@@ -226,13 +234,13 @@ class Plan:
             lse_log2,
             minus_d,
             accumulators,
-            next_position,
+            counter,
             cleared,
             part_seqlens,
             keep,
         )
         self.main(
-            *call[:3],
+            *params[:3],
             grad_out,
             lse_log2,
             minus_d,
@@ -241,8 +249,8 @@ class Plan:
             dv,
             seqlens,
             self.softmax_scale,
-            (self.num_splits, self.split_stride, next_position, self.multiprocessors),  # a BackwardSchedule
-            self._score_args(call, dbias),
+            (self.num_splits, self.split_stride, counter, self.multiprocessors),  # a BackwardSchedule
+            self._score_args(params, dbias),
         )
         if self.convert is not None:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
@@ -251,27 +259,27 @@ class Plan:
         needed = self.needed
         return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, dbias
 
-    def _score_args(self, call: Call, dbias: Tensor | None) -> tuple:
+    def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
-            return self.score_args.fill(call)
+            return self.score_args.fill(params)
         if dbias is not None and self.bias is not None:
             dbias = as_strided(dbias, *self.bias.seen)
-        return self.kernel.score_args(call.score_inputs(dbias))
+        return self.kernel.score_args(params.score_inputs(dbias))
 
-    def _zeros(self, call: Call) -> Gradients:
-        tensors = (call.q, call.k, call.v, call.bias)
+    def _zeros(self, params: AttentionParams) -> Gradients:
+        tensors = (params.q, params.k, params.v, params.bias)
         return tuple(
             x.new_zeros(x.shape) if needed and x is not None else None
             for x, needed in zip(tensors, self.needed, strict=True)
         )  # type: ignore[return-value]
 
 
-def _seqlens(call: Call) -> tuple[Any, Any]:
+def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
     """The lengths as the main kernel takes them, and as the preprocess and the convert do, which know of no keys."""
     from cute_attn.device.seqlen import Seqlens
 
-    lengths, longest = call[3:6], call.longest
-    return Seqlens(*lengths, call.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+    lengths, longest = params[3:6], params.longest
+    return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
@@ -283,18 +291,18 @@ def _readable(x: Tensor, copy: bool) -> Tensor:
 
 # ---- plans ----
 
-_MAX_PLANS = 4096
-_plans: dict[tuple[Any, ...], Plan] = {}
+_MAX_LAUNCHERS = 4096
+_launchers: dict[tuple[Any, ...], BackwardLauncher] = {}
 
 
 def gradients(
-    call: Call,
+    params: AttentionParams,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
-    forward: launch.Plan | None = None,
+    forward: launcher.Launcher | None = None,
 ) -> Gradients:
     """The gradients of q, k, v and bias, those that are needed, where ``out`` and ``lse`` are what the call gave.
 
@@ -308,42 +316,42 @@ def gradients(
         TypeError, ValueError, Unsupported: something is wrong with the call, or no kernel serves it.
     """
     if grad_out is None:  # a row of zeros, again and again
-        shape, _, _ = call.output_shapes()
-        grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    classes = user_classes(call, "backward")
+        shape, _, _ = params.output_shapes()
+        grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
+    deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
+    classes = user_classes(params, "backward")
     key: tuple[Any, ...]
     if forward is not None and not classes:
         # What is saved for a backward may come back with other strides, after a trip to the host for example.
-        seen = (call.q, call.k, call.v, out, lse, grad_out, grad_lse, call.alibi_slopes, call.bias)
+        seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, params.alibi_slopes, params.bias)
         strides = [None if x is None else x.stride() for x in seen]
-        aligned = call.bias is None or is_aligned(call.bias)
+        aligned = params.bias is None or is_aligned(params.bias)
         key = (forward, needed, deterministic, aligned, *strides)
     else:
-        tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
-        key = plan_key(tensors, (call[NUM_TENSORS + 1 :], needed, deterministic, classes))
-    plan = _plans.get(key)
-    if plan is None:
-        check(call)
-        check_for_kernels(call)
-        check_gradients(call, grad_out, grad_lse, out, lse)
-        plan = _make_plan(call, grad_out, grad_lse, out, needed, deterministic)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan.launch(call, (grad_out, grad_lse), (out, lse))
+        tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
+        key = launcher_key(tensors, (params[NUM_TENSORS + 1 :], needed, deterministic, classes))
+    backward_launcher = _launchers.get(key)
+    if backward_launcher is None:
+        check(params)
+        check_for_kernels(params)
+        check_gradients(params, grad_out, grad_lse, out, lse)
+        backward_launcher = _make_launcher(params, grad_out, grad_lse, out, needed, deterministic)
+        if len(_launchers) >= _MAX_LAUNCHERS:
+            _launchers.clear()
+        _launchers[key] = backward_launcher
+    return backward_launcher.launch(params, (grad_out, grad_lse), (out, lse))
 
 
-def _make_plan(
-    call: Call,
+def _make_launcher(
+    params: AttentionParams,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
     needed: tuple[bool, ...],
     deterministic: bool,
-) -> Plan:
-    shapes = tuple(tuple(x.shape) for x in call[:3])
-    plan = Plan(
+) -> BackwardLauncher:
+    shapes = tuple(tuple(x.shape) for x in params[:3])
+    backward_launcher = BackwardLauncher(
         preprocess=None,
         main=None,
         convert=None,
@@ -351,7 +359,7 @@ def _make_plan(
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
-        packed=call.packed,
+        varlen=params.varlen,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,
@@ -359,60 +367,60 @@ def _make_plan(
         num_splits=0,
         split_stride=0,
         multiprocessors=0,
-        seqlens=None if any(x is not None for x in call[3:7]) else _seqlens(call),
-        softmax_scale=call.softmax_scale,
-        dropout_p=call.dropout_p,
+        seqlens=None if any(x is not None for x in params[3:7]) else _seqlens(params),
+        softmax_scale=params.softmax_scale,
+        dropout_p=params.dropout_p,
         score_args=None,
-        rest=call[NUM_TENSORS + 1 :],
+        rest=params[NUM_TENSORS + 1 :],
     )
-    if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
-        return plan
+    if 0 in (params.batch, *params.longest, out.numel(), params.k.numel()):
+        return backward_launcher
     from cute_attn import compiler
     from cute_attn.tiles import padded
 
-    bias = BiasGradient.of(call, deterministic) if needed[3] else None
-    with torch.cuda.device(call.q.device):
+    bias = BiasGradient.of(params, deterministic) if needed[3] else None
+    with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
+        kernel = choose_kernel(params, target, op="backward", bias_grad=bias is not None)
         traits, tile = kernel.traits, kernel.tile
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
-        blocks = -(-call.longest[1] // tile.tile_n)
-        processors = multiprocessors(call.q.get_device())
-        planes = call.batch * call.k.shape[-2]
+        blocks = -(-params.longest[1] // tile.tile_n)
+        processors = multiprocessors(params.q.get_device())
+        planes = params.batch * params.k.shape[-2]
         num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
-        check_blocks(call, tile, wanted[1][1].rows, num_splits)
+        check_blocks(params, tile, wanted[1][1].rows, num_splits)
         if traits.arch == "sm90":
-            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
+            check_steps(params, query_blocks(params, tile.tile_m), tile, min(processors, planes * num_splits))
         built = [compiler.build(kernel, target), *(compiler.compile(*one, target) for one in wanted[1:])]
         functions = [one.function for one in built]
-    workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     return replace(
-        plan,
+        backward_launcher,
         main=functions[0],
         preprocess=functions[1],
         convert=functions[2] if needed[0] else None,
         kernel=kernel,
-        views=tuple(launch.views(call)),
+        views=tuple(launcher.views(params)),
         workspace=workspace,
         bias=bias,
         num_splits=num_splits,
         split_stride=workspace.dq[1][0] if deterministic else 0,
         multiprocessors=processors,
-        score_args=ScoreArgs.of(kernel, call) if bias is None else None,
+        score_args=ScoreArgs.of(kernel, params) if bias is None else None,
     )
 
 
-_MAX_PACKED_HEADS = 2**25
+_MAX_VARLEN_HEADS = 2**25
 """Whose rows of 16 bytes can be counted in 32 bits at any head dim."""
 
 
-def query_blocks(call: Call, tile_m: int) -> int:
+def query_blocks(params: AttentionParams, tile_m: int) -> int:
     """Of all heads and sequences, as the workspace has them."""
-    blocks = -(-call.longest[0] // tile_m) * call.batch
-    return call.nheads * (call.q.shape[0] // tile_m + call.batch if call.packed else blocks)
+    blocks = -(-params.longest[0] // tile_m) * params.batch
+    return params.nheads * (params.q.shape[0] // tile_m + params.batch if params.varlen else blocks)
 
 
-def check_blocks(call: Call, tile: Any, rows: int, num_splits: int) -> None:
+def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int) -> None:
     """Raise where a launch of the backward would count beyond 32 bits.
 
     Args:
@@ -420,23 +428,25 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int) -> None:
         rows: queries of a block of threads of the preprocess.
         num_splits: how many blocks of threads divide a sequence's key blocks.
     """
-    batch, nheads, nheads_kv = call.batch, call.nheads, call.k.shape[-2]
-    blocks = -(-call.longest[0] // tile.tile_m) * (tile.tile_m // rows)
+    batch, nheads, nheads_kv = params.batch, params.nheads, params.k.shape[-2]
+    blocks = -(-params.longest[0] // tile.tile_m) * (tile.tile_m // rows)
     splits, spare = batch * num_splits, 0
-    if call.packed:
-        for name, x, size in (("q", call.q, tile.tile_m), ("k", call.k, tile.tile_n)):
+    if params.varlen:
+        for name, x, size in (("q", params.q, tile.tile_m), ("k", params.k, tile.tile_n)):
             what = f"{name} has {x.shape[0]} rows in {batch} sequences, each padded to blocks of {size} rows"
             check_count(what, (x.shape[0] // size + batch) * size, MAX_ROWS)
-        check_count("q has heads", nheads, _MAX_PACKED_HEADS)
-        check_count(f"{call.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits)
-        if num_splits * tile.tile_n >= call.longest[1]:  # the grid follows the rows that there are
-            splits = min(splits, call.k.shape[0] // tile.tile_n + batch)
+        check_count("q has heads", nheads, _MAX_VARLEN_HEADS)
+        check_count(
+            f"{params.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits
+        )
+        if num_splits * tile.tile_n >= params.longest[1]:  # the grid follows the rows that there are
+            splits = min(splits, params.k.shape[0] // tile.tile_n + batch)
         # Each block of the preprocess clears every so-many-th row that no sequence owns.
-        spare = max(call.q.shape[0], call.k.shape[0])
-    what = f"{call.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
+        spare = max(params.q.shape[0], params.k.shape[0])
+    what = f"{params.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
     check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
     # Each multiprocessor asks for one more than there are.
-    what = f"{call.stated('k')}{nheads_kv} heads of {splits} splits of their key blocks"
+    what = f"{params.stated('k')}{nheads_kv} heads of {splits} splits of their key blocks"
     check_count(what, splits * nheads_kv, MAX_ROWS)
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cute_attn import ops, random_states
-from cute_attn.call import NUM_TENSORS, Call, pack_epilogues
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.launch import Outputs, Tensors, known_plan, plan_call, recall, remember
+from cute_attn.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
+from cute_attn.params import NUM_TENSORS, AttentionParams, pack_epilogues
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -309,10 +309,10 @@ deterministic
         deterministic,
         tile,
     )
-    call = _call(tensors, options)
-    if lse.dim() == 3 and lse.shape[2] > call.max_seqlen_q:
-        lse = lse[:, :, : call.max_seqlen_q]
-    return _backward(call, grad_out, grad_lse, out, lse, wanted)
+    params = _params_of(tensors, options)
+    if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
+        lse = lse[:, :, : params.max_seqlen_q]
+    return _backward(params, grad_out, grad_lse, out, lse, wanted)
 
 
 def attention_varlen_backward(
@@ -385,28 +385,28 @@ def attention_varlen_backward(
         deterministic,
         tile,
     )
-    call = _call(tensors, options)
+    params = _params_of(tensors, options)
     if lse.dim() == 3:
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
-    return _backward(call, grad_out, grad_lse, out, lse, wanted)
+    return _backward(params, grad_out, grad_lse, out, lse, wanted)
 
 
 def _backward(
-    call: Call,
+    params: AttentionParams,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     wanted: Sequence[str],
 ) -> tuple[Tensor, ...]:
-    accepted = [name for name in ops.DIFFERENTIABLE if getattr(call, name) is not None]
+    accepted = [name for name in ops.DIFFERENTIABLE if getattr(params, name) is not None]
     if isinstance(wanted, str) or not all(name in accepted for name in wanted):
         raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {', '.join(map(repr, accepted))}")
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
     needed = tuple(name in wanted for name in ops.DIFFERENTIABLE)
     grads = dict(
-        zip(ops.DIFFERENTIABLE, ops.backward(call, grad_out, grad_lse, out, lse, needed), strict=True)
+        zip(ops.DIFFERENTIABLE, ops.backward(params, grad_out, grad_lse, out, lse, needed), strict=True)
     )
     return tuple(grads[name] for name in wanted)  # type: ignore[misc]
 
@@ -448,7 +448,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
 class _Options(NamedTuple):
     """What a call says beside its tensors, as the caller wrote it."""
 
-    packed: bool
+    varlen: bool
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     softmax_scale: float | None
@@ -482,16 +482,16 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     if direct and not given[_EPILOGUES]:
         seen = recall(tensors, given)
         if seen is not None:
-            return _result(ops.run(seen.plan, tensors, (), seen.constant), given[_RETURN_LSE])
-        plan = known_plan(tensors, given)
-        if plan is not None:
-            remember(tensors, given, plan)
-            return _result(ops.run(plan, tensors), given[_RETURN_LSE])
-    call = _call(tensors, _Options._make(given))
+            return _result(ops.run(seen.launcher, tensors, (), seen.constant), given[_RETURN_LSE])
+        launcher = known_launcher(tensors, given)
+        if launcher is not None:
+            remember(tensors, given, launcher)
+            return _result(ops.run(launcher, tensors), given[_RETURN_LSE])
+    params = _params_of(tensors, _Options._make(given))
     if direct and q.is_cuda and ops.all_plain(tensors):
-        outputs = ops.run(plan_call(call, given), tensors, tuple(call.epilogue_tensors))
+        outputs = ops.run(launcher_for(params, given), tensors, tuple(params.epilogue_tensors))
     else:
-        outputs = ops.forward(call)
+        outputs = ops.forward(params)
     return _result(outputs, given[_RETURN_LSE])
 
 
@@ -507,11 +507,11 @@ def _result(outputs: Outputs, return_lse: bool) -> Result:
     return (out, lse) if return_lse else out
 
 
-def _call(tensors: Tensors, options: _Options) -> Call:
+def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
     """The call with everything spelled out."""
     q, k, rng_state = tensors[0], tensors[1], tensors[-1]
-    required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.packed else ("q", "k", "v")
-    for name, value in zip(Call._fields[:NUM_TENSORS], tensors, strict=True):
+    required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
+    for name, value in zip(AttentionParams._fields[:NUM_TENSORS], tensors, strict=True):
         if not isinstance(value, Tensor) and (value is not None or name in required):
             raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
     if options.dropout_mask not in DROPOUTS:
@@ -523,13 +523,13 @@ def _call(tensors: Tensors, options: _Options) -> Call:
     scale = options.softmax_scale
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
-    return Call._make(
+    return AttentionParams._make(
         (
             *tensors[:-1],
             rng_state if options.dropout_p else None,
             epilogue_tensors,
-            _length("max_seqlen_q", options.max_seqlen_q) if options.packed else _size(q),
-            _length("max_seqlen_k", options.max_seqlen_k) if options.packed else _size(k),
+            _length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
+            _length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
             _number("softmax_scale", scale),
             mask,
             window_left,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.backward import Gradients, gradients
-from cute_attn.call import NUM_TENSORS, Call, check, check_gradients
-from cute_attn.launch import Outputs, Plan, Tensors, plan_call
+from cute_attn.launcher import Launcher, Outputs, Tensors, launcher_for
+from cute_attn.params import NUM_TENSORS, AttentionParams, check, check_gradients
 
 _library = torch.library.Library("cute_attn", "DEF")
 _TYPES: dict[Any, str] = {
@@ -21,7 +21,7 @@ _TYPES: dict[Any, str] = {
     int: "SymInt",
     **{kind: kind.__name__ for kind in (float, str, bool)},
 }
-_ARGUMENTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in Call.__annotations__.items())
+_ARGUMENTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionParams.__annotations__.items())
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
@@ -33,20 +33,20 @@ DIFFERENTIABLE = ("q", "k", "v", "bias")
 _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
-def forward(call: Call) -> Outputs:
+def forward(params: AttentionParams) -> Outputs:
     """out, lse, and softmax where the call asks for it, through the dispatcher where anything may watch."""
-    if nobody_watches() and all_plain(call[:NUM_TENSORS]):
+    if nobody_watches() and all_plain(params[:NUM_TENSORS]):
         return (
-            run(plan_call(call), call[:NUM_TENSORS], tuple(call.epilogue_tensors))
-            if call.q.is_cuda
-            else forward_cpu(call)
+            run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
+            if params.q.is_cuda
+            else forward_cpu(params)
         )
-    out, lse, softmax = torch.ops.cute_attn.forward.default(*call)
-    return out, lse, softmax if call.return_softmax else None
+    out, lse, softmax = torch.ops.cute_attn.forward.default(*params)
+    return out, lse, softmax if params.return_softmax else None
 
 
 def run(
-    plan: Plan,
+    launcher: Launcher,
     tensors: Tensors,
     epilogue_tensors: tuple[Tensor, ...] = (),
     constant: bool = False,
@@ -56,26 +56,30 @@ def run(
     constant: none of the tensors requires a gradient, as is known.
     """
     if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
-        return Attention.apply(plan, *tensors, *epilogue_tensors)
-    return plan.launch(tensors, epilogue_tensors)
+        return Attention.apply(launcher, *tensors, *epilogue_tensors)
+    return launcher.launch(tensors, epilogue_tensors)
 
 
 def backward(
-    call: Call,
+    params: AttentionParams,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
-    plan: Plan | None = None,
+    launcher: Launcher | None = None,
 ) -> Gradients:
     """Gradients of q, k, v and bias, those that are needed, through the dispatcher where anything may watch.
 
     plan: what the forward was launched by, if it was.
     """
-    if call.q.is_cuda and nobody_watches() and all_plain((*call[:NUM_TENSORS], grad_out, grad_lse, out, lse)):
-        return gradients(call, grad_out, grad_lse, out, lse, needed, plan)
-    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *call)
+    if (
+        params.q.is_cuda
+        and nobody_watches()
+        and all_plain((*params[:NUM_TENSORS], grad_out, grad_lse, out, lse))
+    ):
+        return gradients(params, grad_out, grad_lse, out, lse, needed, launcher)
+    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *params)
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
 
@@ -105,34 +109,34 @@ def all_plain(tensors: Tensors) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
 
-def forward_cuda(call: Call) -> Outputs:
+def forward_cuda(params: AttentionParams) -> Outputs:
     """Launch the kernel that serves the call, on the current stream of q's device."""
-    return plan_call(call).launch(call[:NUM_TENSORS], tuple(call.epilogue_tensors))
+    return launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors))
 
 
 # ---- CPU ----
 
 
-def forward_cpu(call: Call) -> Outputs:
+def forward_cpu(params: AttentionParams) -> Outputs:
     """The reference, differentiable by autograd."""
-    if call.q.device.type != "cpu":
-        raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
-    check(call)
+    if params.q.device.type != "cpu":
+        raise ValueError(f"q is on {params.q.device}; accepted: cuda and cpu tensors")
+    check(params)
     epilogues: tuple[reference.Epilogue, ...] = ()
-    if call.epilogues:
+    if params.epilogues:
         from cute_attn.epilogues.base import user_epilogue
 
-        epilogues = tuple(user_epilogue(name).reference for name in call.epilogue_names)
+        epilogues = tuple(user_epilogue(name).reference for name in params.epilogue_names)
     out, lse, softmax = reference.attention(
-        *call[:3],
-        call.softmax_scale,
-        reference.Features(call.mask, call.dropout, epilogues),
-        call.score_inputs(),
-        reference.Lengths(*call[3:7], call.max_seqlen_q, call.max_seqlen_k),
-        return_softmax=call.return_softmax,
+        *params[:3],
+        params.softmax_scale,
+        reference.Features(params.mask, params.dropout, epilogues),
+        params.score_inputs(),
+        reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
+        return_softmax=params.return_softmax,
     )
     # As on CUDA, all have gradients: v of zeros where lse alone counts, and all of them where there was nothing to do.
-    inputs = (call.q, call.k, call.v, call.bias)
+    inputs = (params.q, params.k, params.v, params.bias)
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
 
@@ -147,13 +151,15 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 # ---- the operator's implementations ----
 
 
-def _call(arguments: tuple) -> Call:
-    return Call._make(tuple(x) if isinstance(x, list) else x for x in arguments)
+def _params_of(arguments: tuple) -> AttentionParams:
+    return AttentionParams._make(tuple(x) if isinstance(x, list) else x for x in arguments)
 
 
-def _operator(implementation: Callable[[Call], Outputs]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _operator(
+    implementation: Callable[[AttentionParams], Outputs],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, softmax = implementation(_call(arguments))
+        out, lse, softmax = implementation(_params_of(arguments))
         return out, lse, out.new_empty(0) if softmax is None else softmax
 
     return run
@@ -165,10 +171,10 @@ _library.impl("forward", _operator(forward_cpu), "CPU")
 
 @torch.library.register_fake("cute_attn::forward", lib=_library)
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    call = _call(arguments)
-    out, lse, softmax = call.output_shapes()
-    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    return call.q.new_empty(out), call.q.new_empty(lse, dtype=lse_dtype), call.q.new_empty(softmax)
+    params = _params_of(arguments)
+    out, lse, softmax = params.output_shapes()
+    lse_dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
+    return params.q.new_empty(out), params.q.new_empty(lse, dtype=lse_dtype), params.q.new_empty(softmax)
 
 
 # ---- the gradient ----
@@ -182,8 +188,8 @@ def _backward_cuda(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call = _call(arguments)
-    return _filled(call, gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
+    params = _params_of(arguments)
+    return _filled(params, gradients(params, grad_out, grad_lse, out, lse, tuple(needed)))
 
 
 def _backward_cpu(
@@ -194,11 +200,11 @@ def _backward_cpu(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call = _call(arguments)
-    check(call)
-    check_gradients(call, grad_out, grad_lse, out, lse)
+    params = _params_of(arguments)
+    check(params)
+    check_gradients(params, grad_out, grad_lse, out, lse)
     inputs = {
-        name: getattr(call, name).detach().requires_grad_()
+        name: getattr(params, name).detach().requires_grad_()
         for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
         if wanted
     }
@@ -206,19 +212,19 @@ def _backward_cpu(
     views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
-        outputs = forward_cpu(call._replace(**inputs, return_softmax=False))[:2]
+        outputs = forward_cpu(params._replace(**inputs, return_softmax=False))[:2]
     pairs = [(x, g) for x, g in zip(outputs, (grad_out, grad_lse), strict=True) if g is not None]
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     if inputs:
         starts, weights = zip(*pairs, strict=True)
         found = torch.autograd.grad(starts, tuple(inputs.values()), weights, materialize_grads=True)
         grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
-    return _filled(call, tuple(grads.values()))  # type: ignore[arg-type]
+    return _filled(params, tuple(grads.values()))  # type: ignore[arg-type]
 
 
-def _filled(call: Call, grads: Gradients) -> tuple[Tensor, ...]:
+def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:
     """One tensor for each, as an operator must return; those not needed are empty."""
-    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
+    return tuple(params.q.new_empty(0) if x is None else x for x in grads)
 
 
 _library.impl("backward", _backward_cuda, "CUDA")
@@ -234,10 +240,10 @@ def _backward_fake(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    call = _call(arguments)
-    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
+    params = _params_of(arguments)
+    tensors = (getattr(params, name) for name in DIFFERENTIABLE)
     return tuple(
-        x.new_empty(x.shape) if wanted else call.q.new_empty(0)
+        x.new_empty(x.shape) if wanted else params.q.new_empty(0)
         for x, wanted in zip(tensors, needed, strict=True)
     )
 
@@ -260,10 +266,12 @@ NO_GRADIENT = (
 )
 
 
-def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, plan: Plan | None = None) -> None:
+def _save(
+    ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launcher: Launcher | None = None
+) -> None:
     """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
     out, lse, softmax = outputs
-    ctx.plan = plan
+    ctx.launcher = launcher
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
@@ -277,11 +285,11 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return None, None, None, None
     *tensors, out, lse = ctx.saved_tensors
-    call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+    params = AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
-        return backward(call, grad_out, grad_lse, out, lse, wanted, ctx.plan)
+        return backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
     with torch.no_grad():
-        grads = backward(call, grad_out, grad_lse, out, lse, wanted, ctx.plan)
+        grads = backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
 
 
@@ -305,10 +313,10 @@ class Attention(torch.autograd.Function):
     """The direct way's node in autograd's graph; the operator's does the same behind the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Outputs:
+    def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
         """tensors: q to rng_state, and the epilogues' own."""
-        outputs = plan.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
-        _save(ctx, tensors, plan.rest, outputs, plan)
+        outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
+        _save(ctx, tensors, launcher.rest, outputs, launcher)
         return outputs
 
     @staticmethod
@@ -319,14 +327,14 @@ class Attention(torch.autograd.Function):
         return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
 
 
-_PLACES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
+_PLACES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
-    call = _call(inputs)
+    params = _params_of(inputs)
     # On the CPU the reference itself is differentiable in everything; this is reached under a compiler.
-    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors)
-    _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
+    _requires_grad(params[:NUM_TENSORS], params.epilogue_tensors)
+    _save(ctx, (*params[:NUM_TENSORS], *params.epilogue_tensors), params[NUM_TENSORS + 1 :], output)
 
 
 def _differentiate_operator(
@@ -338,7 +346,9 @@ def _differentiate_operator(
     lists = {NUM_TENSORS: own} | {
         i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)
     }
-    return tuple([None] * lists[i] if i in lists else grads.get(i) for i in range(len(Call._fields)))
+    return tuple(
+        [None] * lists[i] if i in lists else grads.get(i) for i in range(len(AttentionParams._fields))
+    )
 
 
 torch.library.register_autograd(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launch, ops, reference
+from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launcher, ops, reference
 from cute_attn.backward import (
     MAX_SPLITS,
     BiasGradient,
@@ -67,7 +67,7 @@ class Torch:
         lse_log2,
         minus_d,
         accumulators,
-        next_position,
+        counter,
         grads,
         seqlens,
         keep,
@@ -76,8 +76,8 @@ class Torch:
         for x, side in zip(grads or (), "qkk", strict=False):
             ends = getattr(seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
-        next_position[0] = 0
-        for x in (lse_log2, minus_d, accumulators, next_position):
+        counter[0] = 0
+        for x in (lse_log2, minus_d, accumulators, counter):
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
         for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, o):
             at = (slice(None),) if traits.varlen else (b,)
@@ -111,8 +111,8 @@ class Torch:
             schedule,
             score,
         ) = args
-        num_splits, split_stride, next_position, _ = schedule
-        assert next_position.view(torch.int32)[0] == 0
+        num_splits, split_stride, counter, _ = schedule
+        assert counter.view(torch.int32)[0] == 0
         width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
         score = list(score)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
@@ -207,14 +207,14 @@ def torch_kernels(monkeypatch):
     monkeypatch.setattr(compiler, "compile", kernels.compile)
     monkeypatch.setattr(compiler, "build", kernels.build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(backward, "_plans", {})
+    monkeypatch.setattr(backward, "_launchers", {})
     monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(launch, "_current_device", lambda: -1)
+    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
 
     def poisoned(like, shape, strides, dtype):
         return torch.full((math.prod(shape),), math.nan, dtype=dtype).as_strided(shape, strides)
 
-    monkeypatch.setattr(launch, "new_empty_strided", poisoned)
+    monkeypatch.setattr(launcher, "new_empty_strided", poisoned)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return kernels
 
@@ -360,7 +360,7 @@ def test_saved_tensors_may_come_back_with_other_strides(torch_kernels):
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
         again = gradients(one, grad, None, result, lse, needed, forward)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
-    assert len(backward._plans) == 3
+    assert len(backward._launchers) == 3
 
 
 @contextlib.contextmanager
@@ -512,14 +512,14 @@ def test_the_node_asks_for_what_is_missing(monkeypatch):
     """Attention.apply with a plan that answers from the reference."""
     asked = []
 
-    class Plan:
+    class Launcher:
         rest = None
 
         def launch(self, tensors, epilogue_tensors=()):
             call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
             return ops.forward_cpu(call)
 
-    def answer(call, grad_out, grad_lse, out, lse, needed, plan):
+    def answer(call, grad_out, grad_lse, out, lse, needed, launcher):
         asked.append((grad_out, grad_lse, needed))
         return tuple(
             torch.zeros_like(x) if n else None for x, n in zip((*call[:3], call.bias), needed, strict=True)
@@ -527,18 +527,18 @@ def test_the_node_asks_for_what_is_missing(monkeypatch):
 
     monkeypatch.setattr(ops, "backward", answer)
     the_case = the_call(SMALL.build("cpu"))
-    plan = Plan()
-    plan.rest = the_case[11:]
+    launcher = Launcher()
+    launcher.rest = the_case[11:]
     q = the_case.q.clone().requires_grad_()
-    out, _, softmax = ops.Attention.apply(plan, q, *the_case[1:10])
+    out, _, softmax = ops.Attention.apply(launcher, q, *the_case[1:10])
     assert softmax is None
     out.sum().backward()
-    lse2 = ops.Attention.apply(plan, q, *the_case[1:10])[1]
+    lse2 = ops.Attention.apply(launcher, q, *the_case[1:10])[1]
     lse2.sum().backward()
     assert asked[0][1] is None and asked[0][0] is not None and asked[0][2] == (True, False, False, False)
     assert asked[1][0] is None and asked[1][1] is not None
     (again,) = torch.autograd.grad(
-        ops.Attention.apply(plan, q, *the_case[1:10])[0].sum(), q, create_graph=True
+        ops.Attention.apply(launcher, q, *the_case[1:10])[0].sum(), q, create_graph=True
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()

@@ -8,10 +8,10 @@ import torch
 from cutlass import Constexpr, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.call import MAX_ROWS, MAX_SEQLEN
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
+from cute_attn.params import MAX_ROWS, MAX_SEQLEN
 
 TILE = 2**12
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_attn import attention, emulate, launch, lookup, registry
-from cute_attn.call import Call
+from cute_attn import attention, emulate, launcher, lookup, registry
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.params import AttentionParams
 from cute_attn.traits import Traits
 from tests import processes
 from tests.tilings import TILINGS, Scores
@@ -67,7 +67,7 @@ def test_a_variant_is_what_a_call_names():
     """attention(..., kernel="sm80:padded") becomes a call whose kernel is the subclass."""
     example = load("custom_layout")
     q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
-    plain = dict.fromkeys(Call._fields) | {
+    plain = dict.fromkeys(AttentionParams._fields) | {
         "q": q,
         "k": q,
         "v": q,
@@ -76,7 +76,7 @@ def test_a_variant_is_what_a_call_names():
     }
     plain |= {"mask": "", "softcap": 0.0, "dropout": "", "epilogues": (), "return_softmax": False, "tile": ""}
     chosen = {
-        kernel: type(launch.choose_kernel(Call(**plain | {"kernel": kernel}), "sm90"))
+        kernel: type(launcher.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90"))
         for kernel in ("sm80", "sm80:plain", "sm80:padded")
     }
     assert chosen["sm80:plain"] is example.PlainForward and chosen["sm80:padded"] is example.PaddedForward

@@ -8,16 +8,6 @@ import pytest
 import torch
 
 from cute_attn import ops, reference
-from cute_attn.call import (
-    MAX_ROWS,
-    MAX_SEQLEN,
-    Call,
-    check,
-    check_alignment,
-    check_for_kernels,
-    pack_epilogues,
-    unpack_epilogues,
-)
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.interface import (
     _packed_lse,
@@ -27,6 +17,16 @@ from cute_attn.interface import (
     attention_varlen_backward,
     draw_rng_state,
     resolve_mask,
+)
+from cute_attn.params import (
+    MAX_ROWS,
+    MAX_SEQLEN,
+    AttentionParams,
+    check,
+    check_alignment,
+    check_for_kernels,
+    pack_epilogues,
+    unpack_epilogues,
 )
 
 BF16 = torch.bfloat16
@@ -374,7 +374,7 @@ def test_wrong_calls_of_kernels(name, as_on_cuda):
 def as_on_cuda(monkeypatch):
     """CPU tensors meet the checks of CUDA tensors; nothing is computed."""
 
-    def checks(call: Call):
+    def checks(call: AttentionParams):
         check(call)
         check_for_kernels(call)
         check_alignment(call.q, call.k, call.v)
@@ -385,7 +385,7 @@ def as_on_cuda(monkeypatch):
 
 def odd(x, dim):
     """x, narrowed to size 1 in ``dim``, with a stride there that means nothing and fits nothing."""
-    x = x.convert_to_16_bits(dim, 0, 1)
+    x = x.narrow(dim, 0, 1)
     strides = list(x.stride())
     strides[dim] = 3
     return x.as_strided(x.shape, strides)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, compiler, launch, ops, registry
-from cute_attn.call import NUM_TENSORS, Call, check_steps
+from cute_attn import attention, attention_varlen, compiler, launcher, ops, registry
 from cute_attn.interface import draw_rng_state
+from cute_attn.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 
@@ -28,9 +28,9 @@ def inputs(dtype=torch.float32, requires_grad=False):
     return [randn(*s, seed=i, dtype=dtype).requires_grad_(requires_grad) for i, s in enumerate(shapes)]
 
 
-def call(q, k, v, **changes) -> Call:
+def call(q, k, v, **changes) -> AttentionParams:
     """A call of the operator with everything it does not say switched off."""
-    plain = Call(
+    plain = AttentionParams(
         *(q, k, v, None, None, None, None, None, None, None),
         epilogue_tensors=(),
         max_seqlen_q=q.shape[1],
@@ -65,7 +65,7 @@ CHANGES = {
 }
 
 
-def make(name, **options) -> Call:
+def make(name, **options) -> AttentionParams:
     tensors = inputs(**options)
     if name == "packed":
         tensors = [x.detach()[0].requires_grad_(x.requires_grad) for x in tensors]
@@ -74,8 +74,10 @@ def make(name, **options) -> Call:
 
 def test_the_schema_is_the_call():
     arguments = torch.ops.cute_attn.forward.default._schema.arguments
-    assert tuple(a.name for a in arguments) == Call._fields
-    assert [a.name for a in torch.ops.cute_attn.backward.default._schema.arguments[5:]] == list(Call._fields)
+    assert tuple(a.name for a in arguments) == AttentionParams._fields
+    assert [a.name for a in torch.ops.cute_attn.backward.default._schema.arguments[5:]] == list(
+        AttentionParams._fields
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
@@ -251,10 +253,10 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(compiler, "build", recorder.build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(launch, "_plans", {})
-    monkeypatch.setattr(launch, "_current_device", lambda: -1)
-    monkeypatch.setattr(launch, "work_counters", lambda device: COUNTERS)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launcher, "_launchers", {})
+    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+    monkeypatch.setattr(launcher, "work_counters", lambda device: COUNTERS)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
     return recorder
@@ -313,9 +315,9 @@ def test_the_second_call_plans_nothing(recorder, monkeypatch):
         assert len(recorder.built) == 1 and len(recorder.launched) == n
     attention(q[:, :5], k, v)
     assert len(recorder.built) == 2
-    monkeypatch.setattr(launch, "_MAX_PLANS", 2)
+    monkeypatch.setattr(launcher, "_MAX_LAUNCHERS", 2)
     attention(q[:, :6], k, v)
-    assert len(launch._plans) == 1, "plans of ever new shapes do not pile up"
+    assert len(launcher._launchers) == 1, "launchers of ever new shapes do not pile up"
 
 
 def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
@@ -342,7 +344,7 @@ def test_plans_keep_no_tensor(recorder):
     tensors = {"bias": randn(2, 1, 1, 11), "alibi_slopes": randn(4), "rng_state": torch.tensor([1, 2])}
     references = [weakref.ref(x) for x in tensors.values()]
     attention(q, k, v, **tensors, dropout_p=0.5)
-    assert len(launch._plans) == 1
+    assert len(launcher._launchers) == 1
     recorder.launched.clear()
     del tensors
     assert [reference() for reference in references] == [None] * 3
@@ -428,7 +430,7 @@ def test_the_grid_of_the_softmax_ends_there_too(recorder):
     each = f"q has {2**28} sequences of 4 heads of 2 blocks of 64 queries, {2**31} in all; accepted"
     with pytest.raises(ValueError, match=each):
         attention(x, x, x, kernel="sm80", return_softmax=True)
-    launch.check_query_blocks(
+    launcher.check_query_blocks(
         call(x, x, x), registry.lookup(Traits("forward", "sm80", "bf16", 16), "tile_m=128", "sm90")
     )
 
@@ -459,7 +461,7 @@ def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message)
     one = many(sequences, heads)
     kernel = registry.lookup(one.traits("sm90"), "tile_m=64", "sm90")
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        launch.check_query_blocks(one, kernel)
+        launcher.check_query_blocks(one, kernel)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +604,7 @@ def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
     q = randn(1, 9, 2, 128, dtype=BF16)
     options = {"kernel": "sm80", "tile": "tile_m=128,tile_n=128,num_warps=8,num_stages=1"}
     attention(q, q, q, **options)
-    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launcher, "_launchers", {})
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm86")
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory .*; sm86 has 101376"):
         attention(q, q, q, **(options | {"tile": options["tile"].replace("stages=1", "stages=2")}))
@@ -655,7 +657,7 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     changed = type("ScaleKeys", (scale_keys,), {"__qualname__": scale_keys.__qualname__})
     base.register_epilogue("scale_keys")(changed)
     attention(q, k, v, epilogues={"scale_keys": (randn(11), 0.5)})
-    assert len(recorder.built) == 2, "a class that was registered rematerialize is another kernel"
+    assert len(recorder.built) == 2, "a class that was registered again is another kernel"
 
 
 class Watch(TorchDispatchMode):

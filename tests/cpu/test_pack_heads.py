@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import launch, registry
-from cute_attn.call import Call
+from cute_attn import launcher, registry
+from cute_attn.params import AttentionParams
 from cute_attn.registry import Unsupported
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -121,22 +121,22 @@ def test_what_depends_on_a_rows_head_is_not_packed(feature):
     assert chosen(1, 8, f"d128-{feature}").pack_heads == 1
 
 
-def call(nheads: int, nheads_kv: int, tile: str = "") -> Call:
+def call(nheads: int, nheads_kv: int, tile: str = "") -> AttentionParams:
     q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((3, nheads), (300, nheads_kv)))
-    return Call(
+    return AttentionParams(
         *(q, k, k, *(None,) * 7, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
     )
 
 
 def test_a_call_is_packed_by_its_heads():
-    assert launch.choose_kernel(call(16, 2), "sm90").tile.pack_heads == 8
-    assert launch.choose_kernel(call(12, 2), "sm90").tile.pack_heads == 2
-    assert launch.choose_kernel(call(6, 6), "sm90").tile.pack_heads == 1
-    assert launch.choose_kernel(call(12, 2, "pack_heads=2"), "sm90").tile.pack_heads == 2
+    assert launcher.choose_kernel(call(16, 2), "sm90").tile.pack_heads == 8
+    assert launcher.choose_kernel(call(12, 2), "sm90").tile.pack_heads == 2
+    assert launcher.choose_kernel(call(6, 6), "sm90").tile.pack_heads == 1
+    assert launcher.choose_kernel(call(12, 2, "pack_heads=2"), "sm90").tile.pack_heads == 2
 
 
 def test_a_pack_of_more_heads_than_share_keys_is_refused():
     with pytest.raises(
         Unsupported, match="tile has pack_heads=4; accepted: divisors of 6, the query heads of a"
     ):
-        launch.choose_kernel(call(12, 2, "pack_heads=4"), "sm90")
+        launcher.choose_kernel(call(12, 2, "pack_heads=4"), "sm90")

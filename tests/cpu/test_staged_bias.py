@@ -10,11 +10,11 @@ import torch
 from cutlass import cute
 
 import layouts
-from cute_attn import compiler, launch
-from cute_attn.call import NUM_TENSORS, Call
+from cute_attn import compiler, launcher
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.params import NUM_TENSORS, AttentionParams
 from cute_attn.registry import Unsupported
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
@@ -33,7 +33,7 @@ def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch
     return memory.as_strided(shape, (nheads * rows * row, rows * row, row, 1), first)
 
 
-def call(bias: torch.Tensor, tile: str = "", **options) -> Call:
+def call(bias: torch.Tensor, tile: str = "", **options) -> AttentionParams:
     """Of two heads and a batch of two, with as many queries as keys."""
     length = bias.shape[3]
     q = torch.empty(2, length, 2, 64, dtype=torch.bfloat16)
@@ -46,7 +46,7 @@ def call(bias: torch.Tensor, tile: str = "", **options) -> Call:
         "return_softmax": False,
         "kernel": "",
     }
-    return Call(**dict.fromkeys(Call._fields) | plain | options | {"tile": tile})
+    return AttentionParams(**dict.fromkeys(AttentionParams._fields) | plain | options | {"tile": tile})
 
 
 READABLE = {
@@ -76,7 +76,7 @@ def staged_default(monkeypatch):
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
 def test_a_call_has_a_staged_bias_where_tma_can_read_it(staged_default, name):
     bias = (READABLE | OTHERS)[name]
-    kernel = launch.choose_kernel(call(bias), "sm90")
+    kernel = launcher.choose_kernel(call(bias), "sm90")
     assert (kernel.tile == STAGED) == (name in READABLE)
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
@@ -84,7 +84,7 @@ def test_a_call_has_a_staged_bias_where_tma_can_read_it(staged_default, name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_tile_that_is_named_is_not_given_up_silently(name):
     with pytest.raises(Unsupported, match=r"bias has shape .* accepted: more rows than one, multiples of 8 "):
-        launch.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
+        launcher.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
 
 
 @pytest.fixture
@@ -101,23 +101,24 @@ def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradie
 ):
     bias = (READABLE | OTHERS)[name]
     storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
-    kernel = launch.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
+    kernel = launcher.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
     assert kernel.loads_bias_by_tma == (name in READABLE and (storable or not bias_grad))
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 
 def test_a_backward_tile_that_is_named_is_not_given_up_silently():
     unstorable = call(READABLE["one head"], backward_tile="bias_stages=2")
-    assert launch.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
+    assert launcher.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
     with pytest.raises(
         Unsupported, match=r"bias has shape .* and a gradient; accepted: \(2, 2, 64, 64\) with "
     ):
-        launch.choose_kernel(unstorable, "sm90", op="backward", bias_grad=True)
+        launcher.choose_kernel(unstorable, "sm90", op="backward", bias_grad=True)
 
 
 def test_plans_of_aligned_and_other_addresses_differ():
     keys = [
-        launch.plan_key(call(tensor(2, 2, 64, 64, first=first))[:NUM_TENSORS], ()) for first in (0, 1, 8, 2)
+        launcher.launcher_key(call(tensor(2, 2, 64, 64, first=first))[:NUM_TENSORS], ())
+        for first in (0, 1, 8, 2)
     ]
     assert keys[0] == keys[2] != keys[1] == keys[3]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import compiler, launch, registry
+from cute_attn import compiler, launcher, registry
 from cute_attn.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
@@ -89,7 +89,7 @@ def guarded_outputs(monkeypatch: pytest.MonkeyPatch):
         outputs.append((storage, size))
         return storage[GUARD : GUARD + size].as_strided(shape, strides)
 
-    monkeypatch.setattr(launch, "new_empty_strided", allocate)
+    monkeypatch.setattr(launcher, "new_empty_strided", allocate)
     yield
     for storage, size in outputs:
         assert storage[:GUARD].isnan().all(), "a kernel wrote before its output"

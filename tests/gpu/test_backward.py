@@ -11,7 +11,7 @@ from cute_attn import (
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
-    launch,
+    launcher,
     reference,
     registry,
 )
@@ -25,7 +25,7 @@ from tests.problem import Case, Problem, Start
 
 OP = "backward"  # what tests/gpu/conftest.py builds beforehand
 ARCHS = runnable_archs(OP)
-ALLOCATE = launch.new_empty_strided
+ALLOCATE = launcher.new_empty_strided
 _BARE = "dq_bulk=false,mask_warps=0"
 _PLAIN = "p_in_regs=false,v_in_regs=false,queries_at_once=0"
 D256, D96_D256 = ("causal-d256",), ("causal-d96", "causal-d256")
@@ -145,7 +145,7 @@ REPEATED += [
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
 def test_deterministic_gradients_repeat_bitwise(case, arch, monkeypatch):
     check_case(case, kernel=arch, deterministic=True)
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem, start, _, _ = prepared(case)
     first = problem.gradients(start, kernel=arch, deterministic=True)
     for _ in range(1000):
@@ -422,7 +422,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
+    monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
     for extra in ((None, None, "", 0.0), (bias, state, "flash", 0.25)):
@@ -555,7 +555,7 @@ def test_a_second_device(tensors):
 
 
 def test_wrong_calls_on_the_card(tensors, monkeypatch):
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded outputs are views
+    monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded outputs are views
     slopes = torch.rand(4, device="cuda", requires_grad=True)
     with pytest.raises(NotImplementedError, match="alibi_slopes or an epilogue's tensor requires a gradient"):
         attention(*tensors, alibi_slopes=slopes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, launch, registry
+from cute_attn import attention, attention_varlen, launcher, registry
 from tests.cases import BY_NAME, CASES
 from tests.checks import check_forward
 from tests.gpu.archs import runnable_archs
@@ -14,7 +14,7 @@ from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem
 
 ARCHS = runnable_archs()
-ALLOCATE = launch.new_empty_strided
+ALLOCATE = launcher.new_empty_strided
 D256 = ("causal-d256",)
 TILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sm80": {
@@ -129,7 +129,7 @@ FILLING.append(
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", FILLING, ids=lambda case: case.name)
 def test_what_fills_the_card_repeats_bitwise(case, arch, monkeypatch):
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem = case.build("cuda")
     first = problem.run(kernel=arch)
     for _ in range(200):
@@ -226,7 +226,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has one of its own.
-    monkeypatch.setattr(launch, "new_empty_strided", ALLOCATE)
+    monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)
     q, k, v = tensors
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")

@@ -1,6 +1,6 @@
 """The arguments of one attention call, and what may be wrong with them: one sentence an error.
 
-``Call`` is what the operator receives: everything spelled out, nothing optional left to guess. ``check`` holds for
+``AttentionParams`` is what the operator receives: everything spelled out, nothing optional left to guess. ``check`` holds for
 every device, ``check_for_kernels`` adds what the CUDA kernels need. Both look at metadata only, so that one verdict
 serves every call of the same metadata; lengths are read, and checked, only on the CPU.
 """
@@ -32,7 +32,7 @@ MAX_STEPS = 2**29
 """The most steps of one CTA, each a block of queries with a block of keys: it counts them, and may repeat some."""
 
 
-class Call(NamedTuple):
+class AttentionParams(NamedTuple):
     """One call of the operator, in the order of its schema.
 
     Attributes:
@@ -82,7 +82,7 @@ class Call(NamedTuple):
     backward_tile: str = ""
 
     @property
-    def packed(self) -> bool:
+    def varlen(self) -> bool:
         """Whether sequences are packed one after the other rather than batched by a stride."""
         return self.cu_seqlens_q is not None
 
@@ -99,13 +99,13 @@ class Call(NamedTuple):
         epilogues may read them.
         """
         stated = self.max_seqlen_q, self.max_seqlen_k
-        if not self.packed or self.dropout == "mem_efficient" or self.epilogues:
+        if not self.varlen or self.dropout == "mem_efficient" or self.epilogues:
             return stated
         return min(stated[0], self.q.shape[0]), min(stated[1], self.k.shape[0])
 
     def stated(self, side: str) -> str:
         """How a sentence about too many blocks of queries or keys, ``side``, begins: with what makes them so many."""
-        if self.packed:
+        if self.varlen:
             return f"max_seqlen_{side} is {self.longest['qk'.index(side)]}, which makes "
         return f"{side} has "
 
@@ -126,7 +126,7 @@ class Call(NamedTuple):
 
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Of out, lse and softmax; the last is (0,) where it was not asked for."""
-        lse = (self.nheads, self.q.shape[0]) if self.packed else (self.batch, self.nheads, self.q.shape[1])
+        lse = (self.nheads, self.q.shape[0]) if self.varlen else (self.batch, self.nheads, self.q.shape[1])
         softmax = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
         return (*self.q.shape[:-1], self.v.shape[-1]), lse, softmax if self.return_softmax else (0,)
 
@@ -169,7 +169,7 @@ class Call(NamedTuple):
             bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype],
             epilogues=self.epilogue_names,
             dropout=self.dropout,
-            varlen=self.packed,
+            varlen=self.varlen,
             seqused_q=self.seqused_q is not None,
             seqused_k=self.seqused_k is not None,
             bias_grad=bias_grad,
@@ -177,7 +177,7 @@ class Call(NamedTuple):
         )
 
 
-NUM_TENSORS = Call._fields.index("epilogue_tensors")
+NUM_TENSORS = AttentionParams._fields.index("epilogue_tensors")
 """How many of a call's first arguments are single tensors, or None."""
 
 
@@ -233,35 +233,35 @@ def unpack_epilogues(
 # ---- what may be wrong, on any device ----
 
 
-def check(call: Call) -> None:
+def check(params: AttentionParams) -> None:
     """Raise TypeError or ValueError for the first thing that is wrong with a call, whatever the device."""
-    _check_tensors(call)
-    _check_shapes(call)
-    _check_numbers(call)
-    _check_lengths(call)
-    _check_score_tensors(call)
+    _check_tensors(params)
+    _check_shapes(params)
+    _check_numbers(params)
+    _check_lengths(params)
+    _check_score_tensors(params)
 
 
-def _check_tensors(call: Call) -> None:
-    for name, tensor in call.tensors():
+def _check_tensors(params: AttentionParams) -> None:
+    for name, tensor in params.tensors():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
-        if tensor.device != call.q.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
-    if call.q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q has dtype {call.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
-    for name, tensor in (("k", call.k), ("v", call.v)):
-        if tensor.dtype != call.q.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {call.q.dtype}, q's")
+        if tensor.device != params.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {params.q.device}, where q is")
+    if params.q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {params.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+    for name, tensor in (("k", params.k), ("v", params.v)):
+        if tensor.dtype != params.q.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {params.q.dtype}, q's")
 
 
-def _check_shapes(call: Call) -> None:
-    q, k, v = call.q, call.k, call.v
-    dims = "(total, heads, head_dim)" if call.packed else "(batch, seqlen, heads, head_dim)"
+def _check_shapes(params: AttentionParams) -> None:
+    q, k, v = params.q, params.k, params.v
+    dims = "(total, heads, head_dim)" if params.varlen else "(batch, seqlen, heads, head_dim)"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != (3 if call.packed else 4):
+        if tensor.dim() != (3 if params.varlen else 4):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {dims}")
-    if not call.packed and k.shape[0] != q.shape[0]:
+    if not params.varlen and k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch {k.shape[0]}; accepted: {q.shape[0]}, q's")
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
@@ -271,7 +271,7 @@ def _check_shapes(call: Call) -> None:
         raise ValueError(f"k has head_dim {k.shape[-1]}; accepted: {q.shape[-1]}, q's")
     if q.shape[-1] == 0 or v.shape[-1] == 0:
         raise ValueError(f"q, k and v have head dims {q.shape[-1]} and {v.shape[-1]}; accepted: 1 or more")
-    nheads, nheads_kv = call.nheads, k.shape[-2]
+    nheads, nheads_kv = params.nheads, k.shape[-2]
     if nheads % nheads_kv if nheads_kv else nheads:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
 
@@ -280,45 +280,47 @@ def _check_shapes(call: Call) -> None:
 _ONE_IN_FLOAT32 = 1 - 2**-25
 
 
-def _check_numbers(call: Call) -> None:
-    if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
-        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
-    if not (math.isfinite(call.softcap) and call.softcap >= 0):
-        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
-    if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
-        raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
-    if call.dropout_p and not call.dropout:
-        raise ValueError(f"dropout_p is {call.dropout_p} and dropout empty; accepted: a name of a mask, or 0")
-    for name, value, accepted in (("mask", call.mask, MASKS), ("dropout", call.dropout, DROPOUTS)):
+def _check_numbers(params: AttentionParams) -> None:
+    if not (math.isfinite(params.softmax_scale) and params.softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number above 0")
+    if not (math.isfinite(params.softcap) and params.softcap >= 0):
+        raise ValueError(f"softcap is {params.softcap}; accepted: a finite number above 0, or 0 for none")
+    if not 0 <= params.dropout_p < _ONE_IN_FLOAT32:
+        raise ValueError(f"dropout_p is {params.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
+    if params.dropout_p and not params.dropout:
+        raise ValueError(
+            f"dropout_p is {params.dropout_p} and dropout empty; accepted: a name of a mask, or 0"
+        )
+    for name, value, accepted in (("mask", params.mask, MASKS), ("dropout", params.dropout, DROPOUTS)):
         if value and value not in accepted:
             raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}, or empty")
     for name in ("window_left", "window_right"):
-        value = getattr(call, name)
+        value = getattr(params, name)
         if not 0 <= value <= UNBOUNDED:
             raise ValueError(f"{name} is {value}; accepted: 0 to {UNBOUNDED}, which stands for no bound")
 
 
-def _check_lengths(call: Call) -> None:
-    for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
-        value = getattr(call, name)
-        if call.packed and not 0 <= value <= _MAX_INT32:
+def _check_lengths(params: AttentionParams) -> None:
+    for name, x in (("max_seqlen_q", params.q), ("max_seqlen_k", params.k)):
+        value = getattr(params, name)
+        if params.varlen and not 0 <= value <= _MAX_INT32:
             raise ValueError(f"{name} is {value}; accepted: 0 to {_MAX_INT32}")
-        if not call.packed and value != x.shape[1]:
+        if not params.varlen and value != x.shape[1]:
             raise ValueError(f"{name} is {value}; accepted: {x.shape[1]}, {name[-1]}'s seqlen")
-    if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
+    if (params.cu_seqlens_q is None) != (params.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
-    rows = {"q": call.q.shape[0], "k": call.k.shape[0]}
+    rows = {"q": params.q.shape[0], "k": params.k.shape[0]}
     for side in ("q", "k"):
-        cu_seqlens, seqused = getattr(call, f"cu_seqlens_{side}"), getattr(call, f"seqused_{side}")
+        cu_seqlens, seqused = getattr(params, f"cu_seqlens_{side}"), getattr(params, f"seqused_{side}")
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
             if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
                 raise ValueError(f"{name} is empty; accepted: batch + 1 cumulative lengths, the first 0")
-            _check_int32(name, cu_seqlens, call.batch + 1)
+            _check_int32(name, cu_seqlens, params.batch + 1)
             if cu_seqlens.device.type == "cpu":
-                _check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
+                _check_cumulative(name, cu_seqlens, rows[side], getattr(params, f"max_seqlen_{side}"))
         if seqused is not None:
-            _check_int32(f"seqused_{side}", seqused, call.batch)
+            _check_int32(f"seqused_{side}", seqused, params.batch)
 
 
 def _check_int32(name: str, tensor: Tensor, length: int) -> None:
@@ -341,15 +343,15 @@ def _check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int)
         )
 
 
-def _check_score_tensors(call: Call) -> None:
-    batch, nheads = call.batch, call.nheads
-    slopes, bias, rng_state = call.alibi_slopes, call.bias, call.rng_state
+def _check_score_tensors(params: AttentionParams) -> None:
+    batch, nheads = params.batch, params.nheads
+    slopes, bias, rng_state = params.alibi_slopes, params.bias, params.rng_state
     if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
         raise ValueError(
             f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
         )
     if bias is not None:
-        full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
+        full = (batch, nheads, params.max_seqlen_q, params.max_seqlen_k)
         if (
             bias.dim() != 4
             or bias.shape[3] != full[3]
@@ -360,7 +362,7 @@ def _check_score_tensors(call: Call) -> None:
             )
         if bias.dtype not in FLOAT_DTYPES:
             raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list(FLOAT_DTYPES)}")
-    if call.dropout:
+    if params.dropout:
         if rng_state is None:
             raise ValueError(
                 "rng_state is None; accepted: int64 (2,), seed and offset, where there is dropout"
@@ -379,38 +381,38 @@ def _list(items: Sequence[Any]) -> str:
 # ---- what the kernels need beyond that ----
 
 
-def check_for_kernels(call: Call) -> None:
+def check_for_kernels(params: AttentionParams) -> None:
     """Raise for what only the kernels refuse: dtypes, head dims, strides, sizes. Assumes :func:`check`."""
-    if call.q.dtype not in KERNEL_DTYPES:
+    if params.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
-            f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
+            f"q has dtype {params.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
             f"(on the CPU: {_list(FLOAT_DTYPES)})"
         )
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+    for name, tensor in (("q", params.q), ("k", params.k), ("v", params.v)):
         dim = tensor.shape[-1]
         if dim % 8 or dim > 256:
             which = "head_dim_v" if name == "v" else "head_dim"
             raise ValueError(f"{name} has {which} {dim}; accepted: multiples of 8 up to 256")
         _check_strides(name, tensor)
-    _check_sizes(call)
-    if call.alibi_slopes is not None:
-        if call.alibi_slopes.dtype != torch.float32:
-            raise TypeError(f"alibi_slopes has dtype {call.alibi_slopes.dtype}; accepted: torch.float32")
-        _check_last_stride("alibi_slopes", call.alibi_slopes)
-    if call.bias is not None:
-        if call.bias.dtype not in DTYPE_NAMES:
-            raise TypeError(f"bias has dtype {call.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
-        _check_last_stride("bias", call.bias)
+    _check_sizes(params)
+    if params.alibi_slopes is not None:
+        if params.alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {params.alibi_slopes.dtype}; accepted: torch.float32")
+        _check_last_stride("alibi_slopes", params.alibi_slopes)
+    if params.bias is not None:
+        if params.bias.dtype not in DTYPE_NAMES:
+            raise TypeError(f"bias has dtype {params.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
+        _check_last_stride("bias", params.bias)
 
 
-def _check_sizes(call: Call) -> None:
-    for side, tensor, longest in zip("qk", (call.q, call.k), call.longest, strict=True):
-        if call.packed and tensor.shape[0] > MAX_ROWS:
+def _check_sizes(params: AttentionParams) -> None:
+    for side, tensor, longest in zip("qk", (params.q, params.k), params.longest, strict=True):
+        if params.varlen and tensor.shape[0] > MAX_ROWS:
             raise ValueError(f"{side} has {tensor.shape[0]} packed rows; accepted on CUDA: up to {MAX_ROWS}")
         if longest > MAX_SEQLEN:
-            which = f"max_seqlen_{side} is" if call.packed else f"{side} has seqlen"
+            which = f"max_seqlen_{side} is" if params.varlen else f"{side} has seqlen"
             raise ValueError(f"{which} {longest}; accepted on CUDA: up to {MAX_SEQLEN}")
-    check_count(f"q has {call.batch} sequences of {call.nheads} heads", call.batch * call.nheads)
+    check_count(f"q has {params.batch} sequences of {params.nheads} heads", params.batch * params.nheads)
 
 
 def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
@@ -419,18 +421,18 @@ def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
 
-def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
+def check_steps(params: AttentionParams, query_blocks: int, tile: Any, multiprocessors: int) -> None:
     """Raise where a CTA of a persistent kernel would count its steps beyond 32 bits.
 
     Args:
         query_blocks: of all heads and sequences.
         tile: the kernel's.
     """
-    seen = call.longest[1]
-    if call.mask.startswith("window"):
-        seen = min(seen, call.window_left + call.window_right + tile.tile_m)
+    seen = params.longest[1]
+    if params.mask.startswith("window"):
+        seen = min(seen, params.window_left + params.window_right + tile.tile_m)
     key_blocks = -(-seen // tile.tile_n) + 1
-    what = f"{call.stated('k')}up to {key_blocks} key blocks for each of {query_blocks} blocks of queries"
+    what = f"{params.stated('k')}up to {key_blocks} key blocks for each of {query_blocks} blocks of queries"
     steps = query_blocks * key_blocks // multiprocessors
     check_count(f"{what}: steps of each of {multiprocessors} multiprocessors", steps, MAX_STEPS)
 
@@ -451,23 +453,23 @@ def _check_strides(name: str, tensor: Tensor) -> None:
 
 
 def check_gradients(
-    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+    params: AttentionParams, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
     """Raise where what a backward starts from does not fit the call. Assumes :func:`check`."""
-    out_shape, lse_shape, _ = call.output_shapes()
-    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    out_shape, lse_shape, _ = params.output_shapes()
+    lse_dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
     for name, tensor, shape, dtype in (
-        ("grad_out", grad_out, out_shape, call.q.dtype),
+        ("grad_out", grad_out, out_shape, params.q.dtype),
         ("grad_lse", grad_lse, lse_shape, lse_dtype),
-        ("out", out, out_shape, call.q.dtype),
+        ("out", out, out_shape, params.q.dtype),
         ("lse", lse, lse_shape, lse_dtype),
     ):
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
-        if tensor.device != call.q.device:
-            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+        if tensor.device != params.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {params.q.device}, where q is")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {shape}")
         if tensor.dtype != dtype:

@@ -1,7 +1,7 @@
 """From a checked call to a launch on CUDA, fast the second time.
 
 Everything that follows from metadata (checks, kernel, output shapes, arguments that never change) is worked out once
-and kept as a :class:`Plan` under that metadata. A call is then one dictionary lookup, the outputs' allocation and the
+and kept as a :class:`Launcher` under that metadata. A call is then a dictionary lookup, the allocation of outputs and the
 launch.
 """
 
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.call import (
+from cute_attn.counters import multiprocessors, work_counters
+from cute_attn.params import (
     ALIGNMENT_BYTES,
     MAX_ROWS,
     NUM_TENSORS,
-    Call,
+    AttentionParams,
     check,
     check_alignment,
     check_count,
@@ -31,7 +32,6 @@ from cute_attn.call import (
     regular_strides,
     rows_are_regular,
 )
-from cute_attn.counters import multiprocessors, work_counters
 from cute_attn.traits import Traits
 
 _log = logging.getLogger("cute_attn")
@@ -93,15 +93,15 @@ class ScoreArgs:
         return tuple(parts)
 
     @classmethod
-    def of(cls, kernel: Any, call: Call) -> "ScoreArgs | None":
+    def of(cls, kernel: Any, params: AttentionParams) -> "ScoreArgs | None":
         """Of the package's own epilogues: they pass the call's tensors on, and all else is the same for every call.
 
         None where users' classes have a part in it, which may make something else of a tensor.
         """
-        if call.epilogues or kernel.traits.variant:
+        if params.epilogues or kernel.traits.variant:
             return None
-        own = {id(getattr(call, name)): Call._fields.index(name) for name in _SCORE_TENSORS}
-        parts, places = list(kernel.score_args(call.score_inputs())), []
+        own = {id(getattr(params, name)): AttentionParams._fields.index(name) for name in _SCORE_TENSORS}
+        parts, places = list(kernel.score_args(params.score_inputs())), []
         for i, part in enumerate(parts):
             if isinstance(part, tuple):
                 places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
@@ -116,7 +116,7 @@ _SCORE_TENSORS = ("alibi_slopes", "bias", "rng_state")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Launcher:
     """What follows from a call's metadata. Every plan is a key of its own.
 
     Attributes:
@@ -124,7 +124,7 @@ class Plan:
         softmax_function: launches the one that writes the probabilities, from LSE; None where they are not asked for.
         kernel: the kernel object, which picks the epilogues' arguments.
         seqlens: the lengths as the kernel takes them, or where tensors are among them, what makes them of those.
-        longest: the longest sequences as the kernel takes them, see :attr:`cute_attn.call.Call.longest`.
+        longest: the longest sequences as the kernel takes them, see :attr:`cute_attn.params.AttentionParams.longest`.
         shapes, strides: of out and lse.
         softmax_shape: or None where it is not asked for.
         views: (place among the tensors, shape, strides) of those that a kernel has to see otherwise than they come.
@@ -182,8 +182,8 @@ class Plan:
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
-            call = Call._make((*tensors, epilogue_tensors, *self.rest))
-            score_args = self.kernel.score_args(call.score_inputs())
+            params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
+            score_args = self.kernel.score_args(params.score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
@@ -197,12 +197,12 @@ class Plan:
 # ---- plans ----
 
 
-_MAX_PLANS = 4096
-_BIAS = Call._fields.index("bias")
-_plans: dict[tuple[Any, ...], Plan] = {}
+_MAX_LAUNCHERS = 4096
+_BIAS = AttentionParams._fields.index("bias")
+_launchers: dict[tuple[Any, ...], Launcher] = {}
 
 
-def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
+def launcher_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
     """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options.
 
     Of the bias's address, whether TMA can read from there: no call is refused for it, as it is for those of q, k and v.
@@ -218,10 +218,10 @@ def plan_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def known_plan(tensors: Tensors, options: Hashable) -> Plan | None:
+def known_launcher(tensors: Tensors, options: Hashable) -> Launcher | None:
     """The plan of a call that was planned before."""
     try:
-        return _plans.get(plan_key(tensors, options))
+        return _launchers.get(launcher_key(tensors, options))
     except (
         TypeError,
         AttributeError,
@@ -236,14 +236,14 @@ class Seen:
 
     Attributes:
         check: whether tensors are as that call's in all but contents and addresses.
-        aligned: as in :func:`plan_key`; None without a bias.
+        aligned: as in :func:`launcher_key`; None without a bias.
         plan: its plan.
         constant: whether none of its tensors requires a gradient.
     """
 
     check: Callable[..., bool]
     aligned: bool | None
-    plan: Plan
+    launcher: Launcher
     constant: bool
 
 
@@ -280,19 +280,19 @@ def recall(tensors: Tensors, options: Hashable) -> Seen | None:
         for seen in last.calls:
             if seen.check(*present) and (seen.aligned is None or seen.aligned == is_aligned(tensors[_BIAS])):
                 return seen
-    except (TypeError, AttributeError, RuntimeError):  # as in known_plan
+    except (TypeError, AttributeError, RuntimeError):  # as in known_launcher
         pass
     return None
 
 
-def remember(tensors: Tensors, options: Hashable, plan: Plan) -> None:
+def remember(tensors: Tensors, options: Hashable, launcher: Launcher) -> None:
     """Let :func:`recall` find the plan of a call that was made, if no argument is another one as well."""
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     both_starts = tensors[3] is not None and tensors[3] is tensors[4]
     if _tensor_guards is None or len(places) + both_starts < sum(x is not None for x in tensors):
         return
     key = _last_key(tensors, options)
-    if len(_last) >= _MAX_PLANS:
+    if len(_last) >= _MAX_LAUNCHERS:
         _last.clear()
     last, bias = _last.setdefault(key, _Last(itemgetter(*places.values()))), tensors[_BIAS]
     present = last.pick(tensors)
@@ -302,11 +302,11 @@ def remember(tensors: Tensors, options: Hashable, plan: Plan) -> None:
         dynamic_dims_strides=[list(x.stride()) for x in present],
     ).check
     constant = not any(x.requires_grad for x in present)
-    last.calls.insert(0, Seen(check, None if bias is None else is_aligned(bias), plan, constant))
+    last.calls.insert(0, Seen(check, None if bias is None else is_aligned(bias), launcher, constant))
     del last.calls[_MAX_LAST:]
 
 
-def plan_call(call: Call, options: Hashable = None) -> Plan:
+def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
     """The plan of a call, which is checked; kept under its metadata and ``options``, or else what the call says itself.
 
     Calls with users' classes, which may be registered rematerialize at any time, keep those in their key.
@@ -314,121 +314,121 @@ def plan_call(call: Call, options: Hashable = None) -> Plan:
     Raises:
         TypeError, ValueError, Unsupported: something is wrong with the call.
     """
-    tensors, classes = call[:NUM_TENSORS], user_classes(call)
+    tensors, classes = params[:NUM_TENSORS], user_classes(params)
     if options is None or classes:
-        options = (call[NUM_TENSORS + 1 :], *classes)
-        tensors = (*tensors, *call.epilogue_tensors)
-    plan = known_plan(tensors, options)
-    if plan is None:
-        plan = _make_plan(call)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
+        options = (params[NUM_TENSORS + 1 :], *classes)
+        tensors = (*tensors, *params.epilogue_tensors)
+    launcher = known_launcher(tensors, options)
+    if launcher is None:
+        launcher = _make_launcher(params)
+        if len(_launchers) >= _MAX_LAUNCHERS:
+            _launchers.clear()
         with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
-            _plans[plan_key(tensors, options)] = plan
-    return plan
+            _launchers[launcher_key(tensors, options)] = launcher
+    return launcher
 
 
-def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
+def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...]:
     """The classes of users that a call names."""
-    if not (call.epilogues or ":" in call.kernel):
+    if not (params.epilogues or ":" in params.kernel):
         return ()
     from cute_attn import registry
     from cute_attn.epilogues.base import user_epilogue
 
-    arch, _, variant = call.kernel.partition(":")
+    arch, _, variant = params.kernel.partition(":")
     kernel = registry.KERNELS.get((op, arch, variant))
-    return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
+    return (kernel, *(user_epilogue(name) for name in params.epilogue_names))
 
 
-def _make_plan(call: Call) -> Plan:
-    check(call)
-    check_for_kernels(call)
-    out_shape, lse_shape, softmax_shape = call.output_shapes()
-    plan = Plan(
+def _make_launcher(params: AttentionParams) -> Launcher:
+    check(params)
+    check_for_kernels(params)
+    out_shape, lse_shape, softmax_shape = params.output_shapes()
+    launcher = Launcher(
         function=None,
         softmax_function=None,
         kernel=None,
         seqlens=None,
-        longest=call.longest,
+        longest=params.longest,
         shapes=(out_shape, lse_shape),
         strides=(contiguous_strides(out_shape), contiguous_strides(lse_shape)),
-        softmax_shape=softmax_shape if call.return_softmax else None,
+        softmax_shape=softmax_shape if params.return_softmax else None,
         views=(),
         score_args=None,
         prefill=True,
-        softmax_scale=call.softmax_scale,
-        rest=call[NUM_TENSORS + 1 :],
+        softmax_scale=params.softmax_scale,
+        rest=params[NUM_TENSORS + 1 :],
     )
-    if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
-        return plan
+    if 0 in (params.batch, *params.longest, math.prod(out_shape), math.prod(params.k.shape)):
+        return launcher
     from cute_attn import compiler
     from cute_attn.device.seqlen import Seqlens
 
-    with torch.cuda.device(call.q.device):
+    with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(call, target)
-        blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
+        kernel = choose_kernel(params, target)
+        blocks, processors = check_query_blocks(params, kernel), multiprocessors(params.q.get_device())
         if kernel.traits.arch == "sm90":
-            check_steps(call, blocks, kernel.tile, processors)
+            check_steps(params, blocks, kernel.tile, processors)
         function = compiler.build(kernel, target).function
-        softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
-    lengths = call[3:7]
+        softmax_function = _softmax_function(params, kernel.traits, target) if params.return_softmax else None
+    lengths = params[3:7]
     return replace(
-        plan,
+        launcher,
         function=function,
         softmax_function=softmax_function,
         kernel=kernel,
-        seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *call.longest),
-        views=tuple(views(call)),
-        score_args=ScoreArgs.of(kernel, call),
-        prefill=call.seqused_q is not None,
+        seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *params.longest),
+        views=tuple(views(params)),
+        score_args=ScoreArgs.of(kernel, params),
+        prefill=params.seqused_q is not None,
         multiprocessors=processors,
     )
 
 
-def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[..., None]:
+def _softmax_function(params: AttentionParams, forward: Traits, target: str) -> Callable[..., None]:
     """What launches the kernel that writes the probabilities after such a forward."""
     from cute_attn import compiler, registry
 
     kernel = registry.lookup(forward.softmax(), None, target)
-    check_query_blocks(call, kernel)
+    check_query_blocks(params, kernel)
     return compiler.build(kernel, target).function
 
 
-def check_query_blocks(call: Call, kernel: Any) -> int:
+def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
     """Raise where a forward or softmax kernel would count its blocks of queries beyond 32 bits; how many there are."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
-    packs = call.nheads // getattr(kernel.tile, "pack_heads", 1)
-    if call.packed and kernel.traits.arch == "sm90":  # which lists those of all sequences
-        blocks = call.q.shape[0] // queries + call.batch
-        each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
-        check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
-        check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
+    packs = params.nheads // getattr(kernel.tile, "pack_heads", 1)
+    if params.varlen and kernel.traits.arch == "sm90":  # which lists those of all sequences
+        blocks = params.q.shape[0] // queries + params.batch
+        each = f"rows in {params.batch} sequences, each padded to blocks of {queries}"
+        check_count(f"q has {params.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
+        check_count(f"q has {packs} heads of {params.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
         return blocks * packs
-    blocks = -(-call.longest[0] // queries)
-    what = (
-        f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
-    )
-    check_count(what, call.batch * packs * blocks, MAX_ROWS)
-    return call.batch * packs * blocks
+    blocks = -(-params.longest[0] // queries)
+    what = f"{params.stated('q')}{params.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
+    check_count(what, params.batch * packs * blocks, MAX_ROWS)
+    return params.batch * packs * blocks
 
 
-def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Where a kernel needs other strides: for odd ones of dimensions of size 1, and to broadcast slopes and bias."""
     shapes = {
-        "alibi_slopes": (call.batch, call.nheads),
-        "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
+        "alibi_slopes": (params.batch, params.nheads),
+        "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
     }
     for name in ("q", "k", "v", *shapes):
-        x = getattr(call, name)
+        x = getattr(params, name)
         if x is None or (name not in shapes and rows_are_regular(x)):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
-            yield Call._fields.index(name), shape, regular_strides(x, shape)
+            yield AttentionParams._fields.index(name), shape, regular_strides(x, shape)
 
 
-def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
+def choose_kernel(
+    params: AttentionParams, target: str, *, op: str = "forward", bias_grad: bool = False
+) -> Any:
     """The kernel with its tile: the newest generation that serves the call on ``target``, unless the call names one.
 
     What the call's traits do not say may change the default tile: see :mod:`cute_attn.registry`, which has the rules.
@@ -441,8 +441,10 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     """
     from cute_attn import registry
 
-    tile = call.tile if op == "forward" else call.backward_tile
-    names = [call.kernel] if call.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
+    tile = params.tile if op == "forward" else params.backward_tile
+    names = (
+        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
+    )
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
@@ -450,16 +452,16 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
             variant = ""
         try:
             kernel = registry.lookup(
-                call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
+                params.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
             if op == "forward" and not tile:
-                kernel = kernel.for_lengths(*call.longest, call.group)
+                kernel = kernel.for_lengths(*params.longest, params.group)
             heads = getattr(kernel.tile, "pack_heads", 1)
-            if heads > 1 and call.group % heads:
+            if heads > 1 and params.group % heads:
                 raise registry.Unsupported(
-                    f"tile has pack_heads={heads}; accepted: divisors of {call.group}, the query heads of a key head"
+                    f"tile has pack_heads={heads}; accepted: divisors of {params.group}, the query heads of a key head"
                 )
-            reason = _unstaged(call, kernel)
+            reason = _unstaged(params, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
             if reasons:
@@ -476,16 +478,16 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _unstaged(call: Call, kernel: Any) -> str | None:
+def _unstaged(params: AttentionParams, kernel: Any) -> str | None:
     """Why TMA cannot bring a bias or take its gradient, though the kernel's tile has it so, or None.
 
     A single row is cheaper without it.
     """
-    bias = call.bias
+    bias = params.bias
     if bias is None or not getattr(kernel.tile, "bias_stages", 0):
         return None
     if getattr(kernel, "stores_bias_gradient", False):
-        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
+        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
         if tuple(bias.shape) != full or bias.shape[3] % 8:
             return (
                 f"bias has shape {tuple(bias.shape)} and a gradient; accepted: {full} with a last size that is a "

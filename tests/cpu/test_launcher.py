@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from cute_attn import launch
-from cute_attn.launch import known_plan, recall, remember
+from cute_attn import launcher
+from cute_attn.launcher import known_launcher, recall, remember
 
 OPTIONS = ("some", 0.5, None)
-PLANS = [object() for _ in range(8)]
+LAUNCHERS = [object() for _ in range(8)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
-    monkeypatch.setattr(launch, "_last", {})
+    monkeypatch.setattr(launcher, "_last", {})
 
 
 def tensors(seqlen=5, **given):
@@ -24,13 +24,13 @@ def tensors(seqlen=5, **given):
 
 def seen(call, options=OPTIONS):
     found = recall(call, options)
-    return found and found.plan
+    return found and found.launcher
 
 
 def test_a_call_like_another_is_known():
     assert seen(tensors()) is None
-    remember(tensors(), OPTIONS, PLANS[0])
-    assert seen(tensors()) is PLANS[0]
+    remember(tensors(), OPTIONS, LAUNCHERS[0])
+    assert seen(tensors()) is LAUNCHERS[0]
     assert seen(tensors(), ("other",)) is None
 
 
@@ -53,70 +53,70 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_call_is_not(name):
-    remember(tensors(), OPTIONS, PLANS[0])
+    remember(tensors(), OPTIONS, LAUNCHERS[0])
     other = OTHERS[name]()
     assert seen(other) is None
     if name not in ("no tensor", "a number"):
-        remember(other, OPTIONS, PLANS[1])
-        assert seen(OTHERS[name]() if name != "subclass" else other) is PLANS[1]
-        assert seen(tensors()) is PLANS[0]
+        remember(other, OPTIONS, LAUNCHERS[1])
+        assert seen(OTHERS[name]() if name != "subclass" else other) is LAUNCHERS[1]
+        assert seen(tensors()) is LAUNCHERS[0]
 
 
 def test_arguments_of_the_same_metadata_are_not_confused():
     for place, name in enumerate(("used_q", "used_k")):
-        remember(tensors(**{name: lengths(3, 4)}), OPTIONS, PLANS[place])
-    assert seen(tensors(used_q=lengths(1, 2))) is PLANS[0]
-    assert seen(tensors(used_k=lengths(1, 2))) is PLANS[1]
+        remember(tensors(**{name: lengths(3, 4)}), OPTIONS, LAUNCHERS[place])
+    assert seen(tensors(used_q=lengths(1, 2))) is LAUNCHERS[0]
+    assert seen(tensors(used_k=lengths(1, 2))) is LAUNCHERS[1]
 
 
 def test_starts_may_be_the_same_tensor():
     starts, other = lengths(0, 5), lengths(0, 5)
-    remember(tensors(cu_q=starts, cu_k=starts), OPTIONS, PLANS[0])
-    remember(tensors(cu_q=starts, cu_k=other), OPTIONS, PLANS[1])
-    assert seen(tensors(cu_q=other, cu_k=other)) is PLANS[0]
-    assert seen(tensors(cu_q=other, cu_k=starts)) is PLANS[1]
+    remember(tensors(cu_q=starts, cu_k=starts), OPTIONS, LAUNCHERS[0])
+    remember(tensors(cu_q=starts, cu_k=other), OPTIONS, LAUNCHERS[1])
+    assert seen(tensors(cu_q=other, cu_k=other)) is LAUNCHERS[0]
+    assert seen(tensors(cu_q=other, cu_k=starts)) is LAUNCHERS[1]
 
 
 def test_arguments_that_are_one_are_left_to_the_key():
     call = tensors()
     call = (*call[:2], call[1], *call[3:])
-    remember(call, OPTIONS, PLANS[0])
+    remember(call, OPTIONS, LAUNCHERS[0])
     assert seen(call) is None
 
 
 def test_the_biass_address_counts():
     storage = torch.randn(2 * 5 * 5 * 4 + 1)
     at = [storage[i : i + 200].view(2, 4, 5, 5) for i in (0, 1)]
-    remember(tensors(bias=at[0]), OPTIONS, PLANS[0])
+    remember(tensors(bias=at[0]), OPTIONS, LAUNCHERS[0])
     assert seen(tensors(bias=at[1])) is None
-    remember(tensors(bias=at[1]), OPTIONS, PLANS[1])
-    assert [seen(tensors(bias=bias)) for bias in at] == PLANS[:2]
+    remember(tensors(bias=at[1]), OPTIONS, LAUNCHERS[1])
+    assert [seen(tensors(bias=bias)) for bias in at] == LAUNCHERS[:2]
 
 
 def test_gradients_are_told():
-    remember(tensors(), OPTIONS, PLANS[0])
+    remember(tensors(), OPTIONS, LAUNCHERS[0])
     assert recall(tensors(), OPTIONS).constant
     q = torch.randn(2, 5, 4, 8).requires_grad_()
-    remember(tensors(q=q), OPTIONS, PLANS[0])
+    remember(tensors(q=q), OPTIONS, LAUNCHERS[0])
     assert not recall(tensors(q=q), OPTIONS).constant and recall(tensors(), OPTIONS).constant
 
 
 def test_the_last_few_are_kept(monkeypatch):
-    for n, plan in enumerate(PLANS):
-        remember(tensors(n + 1), OPTIONS, plan)
+    for n, kept in enumerate(LAUNCHERS):
+        remember(tensors(n + 1), OPTIONS, kept)
     found = [seen(tensors(n + 1)) for n in range(8)]
-    assert found == [None] * 4 + PLANS[4:]
-    monkeypatch.setattr(launch, "_MAX_PLANS", 3)
+    assert found == [None] * 4 + LAUNCHERS[4:]
+    monkeypatch.setattr(launcher, "_MAX_LAUNCHERS", 3)
     for n in range(5):
-        remember(tensors(), (n,), PLANS[n])
-    assert len(launch._last) <= 3
+        remember(tensors(), (n,), LAUNCHERS[n])
+    assert len(launcher._last) <= 3
 
 
 def test_without_guards_nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(launch, "_tensor_guards", None)
-    remember(tensors(), OPTIONS, PLANS[0])
+    monkeypatch.setattr(launcher, "_tensor_guards", None)
+    remember(tensors(), OPTIONS, LAUNCHERS[0])
     assert seen(tensors()) is None
 
 
 def test_options_that_cannot_be_hashed():
-    assert recall(tensors(), ([],)) is None and known_plan(tensors(), ([],)) is None
+    assert recall(tensors(), ([],)) is None and known_launcher(tensors(), ([],)) is None
