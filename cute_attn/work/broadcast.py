@@ -1,11 +1,12 @@
-"""How the producer warp of a persistent forward kernel tells all other warps of its CTA which work tile is next."""
+"""How the producer warp of a persistent kernel tells all other warps of its CTA which work tile is next."""
 
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from cute_attn.device.pipeline import Pipeline
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 
 STAGES = 2
 INTS = 4
@@ -13,7 +14,7 @@ INTS = 4
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A work tile by its index in the order, its first query, its first head and its batch.
+    """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
     The index is ``END`` where nothing is left, and ``SECTION_END`` where a section is over and more comes.
     """
@@ -29,38 +30,101 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class WorkBroadcast:
-    """A pipeline of ``STAGES`` notes in shared memory: one warp writes, all others read every note."""
+    """A pipeline of ``STAGES`` work items in shared memory: one warp writes, all others read every item."""
 
-    notes: cute.Tensor  # (INTS, STAGES) in shared memory
+    items: cute.Tensor  # (INTS, STAGES) in shared memory
     pipeline: Pipeline
 
     @staticmethod
     def make(barriers: cute.Pointer, pointer: cute.Pointer) -> "WorkBroadcast":
         """``pointer``: 4 * INTS * STAGES bytes of shared memory."""
-        notes = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((INTS, STAGES)))
-        return WorkBroadcast(notes, Pipeline(barriers, STAGES, 0))
+        items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((INTS, STAGES)))
+        return WorkBroadcast(items, Pipeline(barriers, STAGES, 0))
 
     @cute.jit
-    def publish(self, n: Int32, note: WorkItem) -> None:
-        """By the producer warp: note n."""
+    def publish(self, n: Int32, item: WorkItem) -> None:
+        """By the producer warp: item n."""
         self.pipeline.producer_wait(n)
         stage = self.pipeline.stage(n)
         with cute.arch.elect_one():
-            self.notes[0, stage], self.notes[1, stage] = note.index, note.row0
-            self.notes[2, stage], self.notes[3, stage] = note.head, note.batch
+            self.items[0, stage], self.items[1, stage] = item.index, item.row0
+            self.items[2, stage], self.items[3, stage] = item.head, item.batch
         self.pipeline.producer_commit(n)
 
     @cute.jit
     def publish_end(self, n: Int32, more: cutlass.Boolean) -> None:
-        """That the section is over, or with nothing ``more`` to come, all of it."""
+        """The section is over, or with nothing ``more`` to come, all of it."""
         index = Int32(WorkItem.SECTION_END) if more else Int32(WorkItem.END)
         self.publish(n, WorkItem(index, Int32(0), Int32(0), Int32(0)))
 
     @cute.jit
     def take(self, n: Int32) -> WorkItem:
-        """By every other warp: wait for note n and read it."""
+        """By every other warp: wait for item n and read it."""
         self.pipeline.consumer_wait(n)
         stage = self.pipeline.stage(n)
-        values = [cute.arch.make_warp_uniform(self.notes[i, stage]) for i in range(INTS)]
+        values = [cute.arch.make_warp_uniform(self.items[i, stage]) for i in range(INTS)]
         self.pipeline.consumer_release_reads(n)
         return WorkItem(*values)
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """A work tile of a backward: one key block of one kv head; ``split``: which accumulator of dQ it adds to."""
+
+    block: Int32
+    split: Int32
+    head_kv: Int32
+    batch: Int32
+    info: SeqlenInfo
+
+
+@dataclass(frozen=True)
+class KeyTileBroadcast:
+    """As :class:`WorkBroadcast`, in the pipeline that loads K: item n comes with use n of it.
+
+    Item n may be read from the wait for use n until the release of use n + 1, so every warp that reads items releases
+    every use. The last item, which says that nothing is left, is a use without bytes that is not released.
+    """
+
+    items: cute.Pointer  # STAGES * INTS of 4 bytes, 16-byte aligned
+    pipeline: Pipeline
+
+    END = -1
+
+    def _item(self, n: Int32) -> cute.Tensor:
+        return cute.make_tensor(self.items + (n & 1) * INTS, cute.make_layout(INTS))
+
+    @cute.jit
+    def write(self, n: Int32, block: Int32, split: Int32, head_kv: Int32, batch: Int32) -> None:
+        """By the producer warp, before it loads K."""
+        with cute.arch.elect_one():
+            item = self._item(n)
+            item[0], item[1], item[2], item[3] = block, split, head_kv, batch
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def write_end(self, n: Int32) -> None:
+        """Nothing is left."""
+        self.write(n, Int32(self.END), Int32(self.END), Int32(self.END), Int32(self.END))
+        self.pipeline.producer_wait(n)
+        self.pipeline.producer_commit(n)
+
+    @cute.jit
+    def holds(self, n: Int32) -> Boolean:
+        """Wait for use n. Whether item n is a key block."""
+        self.pipeline.consumer_wait(n)
+        return self._item(n)[0] != self.END
+
+    @cute.jit
+    def read(self, n: Int32, seqlens: Seqlens) -> KeyTile:
+        """Item n."""
+        item = self._item(n)
+        block, split, head_kv, batch = (cute.arch.make_warp_uniform(item[i]) for i in range(INTS))
+        return KeyTile(block, split, head_kv, batch, SeqlenInfo.read(seqlens, batch))
+
+    @cute.jit
+    def take(self, n: Int32, seqlens: Seqlens) -> KeyTile:
+        """Item n, by a warp that does not read K: use n is released."""
+        key_tile = self.read(n, seqlens)
+        self.pipeline.consumer_release_reads(n)
+        return key_tile

@@ -1,4 +1,4 @@
-"""Which key blocks a block of threads of a backward works on."""
+"""Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,16 +13,16 @@ class BackwardSchedule(NamedTuple):
     """How a backward divides its key blocks, as a kernel's arguments.
 
     Attributes:
-        num_splits: a block of threads takes every num_splits-th key block of a (batch, kv head) ...
+        num_splits: a CTA takes every num_splits-th key block of a (batch, kv head) ...
         split_stride: ... and adds to the accumulator of dQ that lies (its first one) * split_stride floats behind the
-            first; 0 lets all add to the same.
-        next_position: 4 bytes, 0 before the launch: where persistent blocks count what they have taken.
+            first; with 0 all add to the same.
+        counter: 4 bytes, 0 before the launch: work claimed beyond each CTA's first.
         multiprocessors: of the GPU.
     """
 
     num_splits: Int32
     split_stride: Int64
-    next_position: cute.Tensor
+    counter: cute.Tensor
     multiprocessors: Int32
 
 
@@ -37,7 +37,7 @@ class KeyBlocks:
 
 
 L2_SECTION_BYTES = 32 << 20
-"""How many bytes of dQ blocks that run together may add to: fp32 additions beyond L2 go at half the speed."""
+"""Bytes of dQ that CTAs running together add to: fp32 reductions beyond L2 run at half the speed."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class Sections:
 
 @dataclass(frozen=True)
 class KeyTileOrder:
-    """All (first key block, kv head, batch) in the order in which they start; a block of threads has one of them.
+    """All (first key block, kv head, batch) in the order in which CTAs take them.
 
-    They are a table. A column is a (batch, kv head), heads fastest, and has a row for each first key block. Of packed
-    sequences a column is a kv head, and rows are all sequences' first key blocks, one sequence after the other.
+    A table: a column is a (batch, kv head), heads fastest, with a row for each first key block. For varlen a column is a
+    kv head, and rows are all sequences' first key blocks, one sequence after the other.
 
-    Without ``longest_first`` a column's rows follow each other: those that run together read the same queries and add
-    to the same dQ. With it, a section of columns is taken row by row: under a causal band a sequence's first key blocks
+    Without ``longest_first`` a column's rows follow each other: CTAs that run together read the same queries and add to
+    the same dQ. With it, a section of columns is taken row by row: under a causal mask a sequence's first key blocks
     are seen by the most queries. A section has as many columns as keep one query head's dQ each in L2 (the heads of a
-    group are walked one after the other, by all blocks at about the same time), and no more than a quarter of the
-    multiprocessors, so that a few that run together have the same queries.
+    group are visited one after the other, by all CTAs at about the same time), and at most a quarter of the
+    multiprocessors, so that some that run together share their queries.
 
     Sequences have num_splits rows each, or with ``packed`` about as many as they have key blocks: row
-    ``first_block(sequence)`` is the first one's, and which sequence a row is of is looked for.
+    ``first_block(sequence)`` is the first one's, and the sequence of a row is found by bisection.
     """
 
     num_splits: cute.FastDivmodDivisorV2
@@ -120,7 +120,7 @@ class KeyTileOrder:
 
     @cute.jit
     def find(self, block: Int32, cu_seqlens_k: cute.Tensor | None):
-        """(first key block, kv head, batch) of a block of threads; there may be no such key block."""
+        """(first key block, kv head, batch) of position ``block`` in the order; the key block may not exist."""
         row, column = self.row_and_column(block)
         if cutlass.const_expr(cu_seqlens_k is None):
             first = row
@@ -137,7 +137,7 @@ class KeyTileOrder:
 
     @cute.jit
     def row_and_column(self, block: Int32):
-        """Of the table, for a block of threads."""
+        """Of the table, for a position in the order."""
         section, position = divmod(block, self.section_blocks)
         row, column = position, section
         if cutlass.const_expr(self.sections is not None):

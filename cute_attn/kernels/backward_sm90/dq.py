@@ -1,62 +1,62 @@
-"""How dQ leaves the Hopper backward: added to fp32 memory, by the threads that computed it or by a warp of its own."""
+"""How dQ leaves the Hopper backward: added to fp32 memory by the consumers, or by a warp of its own."""
 
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
-from cute_attn.device.board import KeyBlock
 from cute_attn.device.math import rematerialize_each
 from cute_attn.device.seqlen import padded_row0, workspace_rows
-from cute_attn.kernels.backward_sm90.params import Outputs, Problem, Work
+from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, HeadContext
 from cute_attn.kernels.backward_sm90.warp_role import WarpRole
 from cute_attn.outputs.accumulate import add_fragment, add_staged, stage_fragment
 from cute_attn.outputs.dq_order import block_floats
+from cute_attn.work.broadcast import KeyTile
 
 
 def dq_of_head(
-    kernel: Constexpr, problem: Problem, outputs: Outputs, place: KeyBlock, head: Int32
+    kernel: Constexpr, params: BackwardParams, outputs: BackwardOutputs, key_tile: KeyTile, head: Int32
 ) -> cute.Pointer:
     """The accumulator of one head's first query block, in the running block's split."""
     accum, packed = outputs.mDQaccum, kernel.traits.varlen
     split = cute.make_tensor(
-        accum.iterator + Int64(place.split) * outputs.split_stride,
+        accum.iterator + Int64(key_tile.split) * outputs.split_stride,
         cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
     )
-    row0 = padded_row0(problem.seqlens, place.info, place.batch, kernel.tile.tile_m)
-    return workspace_rows(split, place.batch, head, row0, kernel.dims[0], packed).iterator
+    row0 = padded_row0(params.seqlens, key_tile.info, key_tile.batch, kernel.tile.tile_m)
+    return workspace_rows(split, key_tile.batch, head, row0, kernel.dims[0], packed).iterator
 
 
 @cute.jit
-def add_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
-    """By the computing warps: add dQ to the query block's accumulator in memory, or hand it to the warp that does."""
+def add_dq(kernel: Constexpr, ctx: HeadContext, acc_dq: cute.Tensor, block: Int32) -> None:
+    """By the consumer warps: add dQ to the query block's accumulator in memory, or stage it for the warp that does."""
     if cutlass.const_expr(kernel.tile.dq_bulk):
-        stage_dq(kernel, work, acc_dq, block)
+        stage_dq(kernel, ctx, acc_dq, block)
         cute.arch.fence_proxy("async.shared", space="cta")
-        work.shared.dq_staging.producer_commit()
+        ctx.shared.dq_staging.producer_commit()
     else:
-        base = work.dq + Int64(work.blocks.turned(block)) * block_floats(kernel.traits, kernel.tile)
-        add_fragment(acc_dq, base, rematerialize_each(work.thread, block), kernel.tile.dq_vector)
+        base = ctx.dq + Int64(ctx.blocks.turned(block)) * block_floats(kernel.traits, kernel.tile)
+        add_fragment(acc_dq, base, rematerialize_each(ctx.thread, block), kernel.tile.dq_vector)
 
 
 @cute.jit
-def stage_dq(kernel: Constexpr, work: Work, acc_dq: cute.Tensor, block: Int32) -> None:
-    """By the computing warps: dQ to shared memory, which is known to be empty."""
-    stage_fragment(acc_dq, work.shared.s_dq, rematerialize_each(work.thread, block), kernel.tile.dq_vector)
+def stage_dq(kernel: Constexpr, ctx: HeadContext, acc_dq: cute.Tensor, block: Int32) -> None:
+    """By the consumer warps: dQ to shared memory, which is empty."""
+    stage_fragment(acc_dq, ctx.shared.s_dq, rematerialize_each(ctx.thread, block), kernel.tile.dq_vector)
 
 
 @dataclass(frozen=True)
 class DqAdder(WarpRole):
-    """One warp adds dQ of all query blocks to memory, as the computing warps hand it over."""
+    """One warp adds the staged dQ of all query blocks to memory, by bulk reductions."""
 
-    outputs: Outputs
+    outputs: BackwardOutputs
 
-    def begin_head(self, place: KeyBlock, head: Int32) -> cute.Pointer:
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> cute.Pointer:
         """Where the first query block's is added."""
-        return dq_of_head(self.kernel, self.problem, self.outputs, place, head)
+        return dq_of_head(self.kernel, self.params, self.outputs, key_tile, head)
 
     @cute.jit
-    def step(self, head_dq: cute.Pointer, place: KeyBlock, block: Int32, n: Int32) -> None:
+    def step(self, head_dq: cute.Pointer, key_tile: KeyTile, block: Int32, n: Int32) -> None:
         """Wait for dQ, and add it."""
         floats = block_floats(self.kernel.traits, self.kernel.tile)
         self.shared.dq_staging.consumer_wait(n)
@@ -67,6 +67,6 @@ class DqAdder(WarpRole):
 
     @cute.jit
     def finish_tile(self) -> None:
-        """What the next key block adds to the same place comes after it."""
+        """What the next key block adds to the same key_tile comes after it."""
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)

@@ -29,7 +29,7 @@ are operands of dV and dK as they lie in registers (all as (keys, queries) here)
     start dK += dS Q
     wait for dV and dK
 
-dQ is a step late so that the warpgroups need not be at the same place at the same time: the products of one run
+dQ is a step late so that the warpgroups need not be at the same key_tile at the same time: the products of one run
 beside the exponentials of the other. P stays in fp32 until dS has been computed from it.
 
 What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
@@ -58,7 +58,6 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
-from cute_attn.device.board import KeyBlock
 from cute_attn.device.convert import converted
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize, rematerialize_each
 from cute_attn.device.pipeline import WARPGROUP, Pipeline, consumer_barrier
@@ -79,12 +78,12 @@ from cute_attn.kernels.backward_sm90.dkv import BiasGradientStorer, store_keys
 from cute_attn.kernels.backward_sm90.dq import DqAdder, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90.heuristics import preferred_tiles
 from cute_attn.kernels.backward_sm90.params import (
+    BackwardInputs,
+    BackwardOutputs,
+    BackwardParams,
+    BackwardStorage,
     Fragments,
-    Inputs,
-    Outputs,
-    Problem,
-    Shared,
-    Work,
+    HeadContext,
     shared_memory,
 )
 from cute_attn.kernels.backward_sm90.philox import PhiloxProducer, dropout_mask_of
@@ -96,6 +95,7 @@ from cute_attn.rows.tma_bias import bias_tma
 from cute_attn.tiles import BackwardSm90Tile, first_that_fits
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import KeyTile
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 
 
@@ -158,7 +158,7 @@ class BackwardSm90(BackwardSm90Predicates):
         order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
-        inputs = Inputs(
+        inputs = BackwardInputs(
             self.rows(load, mK, self.layout_k(), tile.tile_n, d),
             self.rows(load, mV, self.layout_v(), tile.tile_n, dv),
             self.rows(load, mQ, self.layout_q(), tile.tile_m, d),
@@ -167,7 +167,7 @@ class BackwardSm90(BackwardSm90Predicates):
             TmaVectors.make(mLSElog2, tile.tile_m, traits.varlen),
             TmaVectors.make(mMinusD, tile.tile_m, traits.varlen),
         )
-        outputs = Outputs(
+        outputs = BackwardOutputs(
             self.rows(store, mDK, self.layout_k(), tile.tile_n, d),
             self.rows(store, mDV, self.layout_v(), tile.tile_n, dv),
             bias_tma(self.epilogues.bias_gradient(score_args), self.layout_ds(), store=True)
@@ -178,9 +178,8 @@ class BackwardSm90(BackwardSm90Predicates):
             mDQaccum,
             schedule.split_stride,
         )
-        next_position = schedule.next_position
-        problem = Problem(seqlens, softmax_scale, score_args, order, next_position, nheads, group)
-        self.kernel(problem, inputs, outputs).launch(
+        params = BackwardParams(seqlens, softmax_scale, score_args, order, schedule.counter, nheads, group)
+        self.kernel(params, inputs, outputs).launch(
             grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
@@ -196,7 +195,7 @@ class BackwardSm90(BackwardSm90Predicates):
     # ---- device ----
 
     @cute.kernel
-    def kernel(self, problem: Problem, inputs: Inputs, outputs: Outputs) -> None:
+    def kernel(self, params: BackwardParams, inputs: BackwardInputs, outputs: BackwardOutputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         shared = shared_memory(self)
@@ -204,14 +203,14 @@ class BackwardSm90(BackwardSm90Predicates):
             for tma in (inputs.k, inputs.v, inputs.q, inputs.do, inputs.lse, inputs.minus_d):
                 cpasync.prefetch_descriptor(tma.atom)
             with cute.arch.elect_one():
-                for ring in (shared.pipeline_v, shared.pipeline_q, shared.pipeline_do):
-                    ring.init(4 * self.tile.warpgroups)
-                # warps that read the board
+                for pipeline in (shared.pipeline_v, shared.pipeline_q, shared.pipeline_do):
+                    pipeline.init(4 * self.tile.warpgroups)
+                # other warps that read which key block is next
                 others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
                 shared.pipeline_k.init(4 * self.tile.warpgroups + others)
                 if cutlass.const_expr(self.tile.mask_warps > 0):
-                    shared.pipeline_mask.init(4 * self.tile.warpgroups, fillers=self.tile.mask_warps)
-                shared.exchange.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
+                    shared.pipeline_mask.init(4 * self.tile.warpgroups, self.tile.mask_warps)
+                shared.ds_buffer.init(4 * self.tile.warpgroups + (1 if self.stores_bias_gradient else 0))
                 shared.dq_staging.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -220,80 +219,87 @@ class BackwardSm90(BackwardSm90Predicates):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                load_all(self, problem, inputs, outputs, shared)
+                load_all(self, params, inputs, outputs, shared)
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
-                    BiasGradientStorer(self, problem, shared, outputs).run()
+                    BiasGradientStorer(self, params, shared, outputs).run()
             if cutlass.const_expr(self.tile.dq_bulk):
                 if warp == 2:
-                    DqAdder(self, problem, shared, outputs).run()
+                    DqAdder(self, params, shared, outputs).run()
             if cutlass.const_expr(self.tile.mask_warps > 0):
                 first = 4 - self.tile.mask_warps
                 if warp >= first:
-                    PhiloxProducer(self, problem, shared, warp - first).run()
+                    PhiloxProducer(self, params, shared, warp - first).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            self.compute_all(problem, outputs, shared, thread - WARPGROUP)
+            self.compute_all(params, outputs, shared, thread - WARPGROUP)
 
-    def begin(self, problem: Problem, place: KeyBlock, head: Int32) -> tuple[ScoreContext, ScoreState]:
+    def begin(
+        self, params: BackwardParams, key_tile: KeyTile, head: Int32
+    ) -> tuple[ScoreContext, ScoreState]:
         """The epilogues of one query head."""
-        chain, args = self.epilogues, problem.score_args
+        chain, args = self.epilogues, params.score_args
         context = chain.context(
-            args, problem.seqlens, place.info, place.batch, head, problem.nheads, problem.softmax_scale
+            args, params.seqlens, key_tile.info, key_tile.batch, head, params.nheads, params.softmax_scale
         )
         return context, chain.begin(args, context)
 
-    def query_blocks(self, problem: Problem, place: KeyBlock) -> BlockRange:
-        """The query blocks that see a key block, of any of its query heads, and where the walk over them begins."""
+    def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
+        """The query blocks that see a key block, of any of its query heads, and at which one its loop begins."""
         tile = self.tile
-        _, state = self.begin(problem, place, place.head_kv * problem.qheads_per_kvhead)
-        key0 = place.block * tile.tile_n
-        blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, place.info.seqlen_q, tile.tile_m)
+        _, state = self.begin(params, key_tile, key_tile.head_kv * params.qheads_per_kvhead)
+        key0 = key_tile.block * tile.tile_n
+        blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m)
         if tile.staggered and not (self.traits.causal or self.traits.windowed):
-            return replace(blocks, first=place.block % cutlass.max(blocks.end, 1))
+            return replace(blocks, first=key_tile.block % cutlass.max(blocks.end, 1))
         return blocks
 
-    # ---- the computing warpgroups ----
+    # ---- the consumer warpgroups ----
 
     @cute.jit
-    def compute_all(self, problem: Problem, outputs: Outputs, shared: Shared, thread: Int32) -> None:
+    def compute_all(
+        self, params: BackwardParams, outputs: BackwardOutputs, shared: BackwardStorage, thread: Int32
+    ) -> None:
         """All key blocks, with all query blocks of all query heads that see them."""
-        tile, group = self.tile, problem.qheads_per_kvhead
-        if cutlass.const_expr(not self.is_crowded):
-            thread = rematerialize(
-                thread
-            )  # or ptxas reads it again where it is needed; see ``rematerialize_each``
+        tile, group = self.tile, params.qheads_per_kvhead
+        if cutlass.const_expr(not self.rematerializes_thread):
+            # Otherwise ptxas reads the special register again at each use; see ``rematerialize_each``.
+            thread = rematerialize(thread)
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         fragments = self.make_fragments(shared, warpgroup_index)
-        i, steps = Int32(0), Int32(0)  # fillings of K and V, of Q and dO so far
-        while shared.board.holds(i):
-            place = shared.board.read(i, problem.seqlens)
-            blocks = self.query_blocks(problem, place)
-            score_map = self.score_map(rematerialize_each(thread, i) if self.is_crowded else thread)
+        i, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
+        while shared.work.holds(i):
+            key_tile = shared.work.read(i, params.seqlens)
+            blocks = self.query_blocks(params, key_tile)
+            score_map = self.score_map(
+                rematerialize_each(thread, i) if self.rematerializes_thread else thread
+            )
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
             shared.pipeline_v.consumer_wait(i)
-            zero_keys_out_of_bounds(self, shared, place.info.seqlen_k - place.block * tile.tile_n, thread)
+            zero_keys_out_of_bounds(
+                self, shared, key_tile.info.seqlen_k - key_tile.block * tile.tile_n, thread
+            )
             for h in cutlass.range(group, unroll=1):
-                head = place.head_kv * group + h
-                context, begun = self.begin(problem, place, head)
-                work = Work(
+                head = key_tile.head_kv * group + h
+                context, begun = self.begin(params, key_tile, head)
+                ctx = HeadContext(
                     shared,
                     fragments,
                     blocks,
                     begun,
                     score_map,
-                    place.block * tile.tile_n,
-                    place.info.seqlen_q,
+                    key_tile.block * tile.tile_n,
+                    key_tile.info.seqlen_q,
                     context.score_scale * LOG2_E,
-                    dq_of_head(self, problem, outputs, place, head),
+                    dq_of_head(self, params, outputs, key_tile, head),
                     steps,
                     thread,
                     shared.bias.address_of(thread) if self.loads_bias_by_tma else None,
                 )
-                self.walk(work)
+                self.query_loop(ctx)
                 steps += blocks.end - blocks.begin
-            store_keys(self, problem, outputs, shared, fragments, i)
+            store_keys(self, params, outputs, shared, fragments, i)
             i += 1
 
     def score_map(self, thread: Int32) -> ScoreMap:
@@ -303,7 +309,7 @@ class BackwardSm90(BackwardSm90Predicates):
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
         )
 
-    def make_fragments(self, shared: Shared, group: Int32) -> Fragments:
+    def make_fragments(self, shared: BackwardStorage, group: Int32) -> Fragments:
         """Descriptors of a warpgroup's operands, and its registers."""
         tile, (d, dv), turn = self.tile, self.dims, layouts.transposed
         scores, dk, dv_mma, dq = self.mma_scores(), self.mma_dkv(d), self.mma_dkv(dv), self.mma_dq()
@@ -331,172 +337,176 @@ class BackwardSm90(BackwardSm90Predicates):
         )
 
     @cute.jit
-    def walk(self, work: Work) -> None:
+    def query_loop(self, ctx: HeadContext) -> None:
         """All query blocks of one head that see the key block."""
-        blocks, end = work.blocks, work.blocks.end
+        blocks, end = ctx.blocks, ctx.blocks.end
         full_begin, full_end = blocks.full_begin, blocks.full_end
         if cutlass.const_expr(not self.traits.windowed):
             # Without a left bound, masks are needed up to some query block, or by all.
             full_begin, full_end = (full_begin if full_begin < full_end else end), end
         if cutlass.const_expr(self.tile.p_in_smem):
-            self.steps(work, blocks.begin, full_begin, True)
-            self.steps(work, full_begin, full_end, False)
+            self.steps(ctx, blocks.begin, full_begin, True)
+            self.steps(ctx, full_begin, full_end, False)
             if cutlass.const_expr(self.traits.windowed):
-                self.steps(work, full_end, end, True)
+                self.steps(ctx, full_end, end, True)
         elif blocks.begin < end:
             # The first one by itself, because there is none before it; then dQ of the last one.
             second = blocks.begin + 1
-            self.step(work, blocks.begin, True, first=True)
-            self.steps(work, second, full_begin, True)
-            self.steps(work, cutlass.max(full_begin, second), full_end, False)
+            self.step(ctx, blocks.begin, True, first=True)
+            self.steps(ctx, second, full_begin, True)
+            self.steps(ctx, cutlass.max(full_begin, second), full_end, False)
             if cutlass.const_expr(self.traits.windowed):
-                self.steps(work, cutlass.max(full_end, second), end, True)
-            acc_dq, n = self.dq_accumulator(), work.filling(end - 1)
-            self.wait_for_ds(work, n)
-            self.start_dq(work, acc_dq, n)
+                self.steps(ctx, cutlass.max(full_end, second), end, True)
+            acc_dq, n = self.dq_accumulator(), ctx.use_of(end - 1)
+            self.wait_for_ds(ctx, n)
+            self.start_dq(ctx, acc_dq, n)
             warpgroup.wait_group(0)
-            add_dq(self, work, acc_dq, end - 1)
+            add_dq(self, ctx, acc_dq, end - 1)
 
     @cute.jit
-    def steps(self, work: Work, begin: Int32, end: Int32, masked: Constexpr) -> None:
+    def steps(self, ctx: HeadContext, begin: Int32, end: Int32, masked: Constexpr) -> None:
         """Query blocks [begin, end)."""
         for block in cutlass.range(begin, end, unroll=1):
             if cutlass.const_expr(self.tile.p_in_smem):
-                self.step_with_p_in_smem(work, block, masked)
+                self.step_with_p_in_smem(ctx, block, masked)
             else:
-                self.step(work, block, masked)
+                self.step(ctx, block, masked)
 
     @cute.jit
-    def step(self, work: Work, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
+    def step(self, ctx: HeadContext, block: Int32, masked: Constexpr, first: Constexpr = False) -> None:
         """One query block, and dQ of the one before unless this is the ``first``."""
-        shared, n = work.shared, work.filling(block)
+        shared, n = ctx.shared, ctx.use_of(block)
         acc_dq = self.dq_accumulator()
-        p, ds = self.probabilities_and_gradients(work, block, masked)
+        p, ds = self.probabilities_and_gradients(ctx, block, masked)
 
         if cutlass.const_expr(not first):
-            self.wait_for_ds(work, n - 1)
-        self.store_scores(work, ds, shared.s_ds, n)  # free since all have arrived at dS of the step before
+            self.wait_for_ds(ctx, n - 1)
+        self.store_scores(
+            ctx, ds, shared.s_ds, n
+        )  # its stage is free: all have arrived at dS of the step before
         if cutlass.const_expr(not first):
-            self.start_dq(work, acc_dq, n - 1)
-        self.start_dv(work, p, n)
-        warpgroup.wait_group(1)  # dQ, which the arrival says
+            self.start_dq(ctx, acc_dq, n - 1)
+        self.start_dv(ctx, p, n)
+        warpgroup.wait_group(1)  # dQ: the arrival says that it has read dS
         if cutlass.const_expr(not first and self.tile.dq_bulk):
-            stage_dq(self, work, acc_dq, block)
-        shared.exchange.arrive(n)
+            stage_dq(self, ctx, acc_dq, block)
+        shared.ds_buffer.arrive(n)
         if cutlass.const_expr(not first):
             if cutlass.const_expr(self.tile.dq_bulk):
                 shared.dq_staging.producer_commit()
             else:
-                add_dq(self, work, acc_dq, block - 1)
-        self.start_dk(work, ds, n)
+                add_dq(self, ctx, acc_dq, block - 1)
+        self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
         shared.pipeline_do.consumer_release_reads(n)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release_reads(n)
 
     @cute.jit
-    def step_with_p_in_smem(self, work: Work, block: Int32, masked: Constexpr) -> None:
+    def step_with_p_in_smem(self, ctx: HeadContext, block: Int32, masked: Constexpr) -> None:
         """One query block with its own dQ: all warpgroups wait for each other's P and dS."""
-        shared, n = work.shared, work.filling(block)
-        p, ds = self.probabilities_and_gradients(work, block, masked)
-        self.share(work, p, ds, n)
-        self.start_dv(work, p, n)
+        shared, n = ctx.shared, ctx.use_of(block)
+        p, ds = self.probabilities_and_gradients(ctx, block, masked)
+        self.share(ctx, p, ds, n)
+        self.start_dv(ctx, p, n)
         acc_dq = self.dq_accumulator()
-        self.start_dq(work, acc_dq, n)
-        self.start_dk(work, ds, n)
+        self.start_dq(ctx, acc_dq, n)
+        self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
         shared.pipeline_do.consumer_release_reads(n)
-        add_dq(self, work, acc_dq, block)
+        add_dq(self, ctx, acc_dq, block)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release_reads(n)
 
     @cute.jit
-    def wait_for_ds(self, work: Work, n: Int32) -> None:
+    def wait_for_ds(self, ctx: HeadContext, n: Int32) -> None:
         """Until all warpgroups have written dS of step n, and there is room for its dQ."""
-        work.shared.exchange.wait(n)
+        ctx.shared.ds_buffer.wait(n)
         if cutlass.const_expr(self.tile.dq_bulk):
-            work.shared.dq_staging.producer_wait(n)
+            ctx.shared.dq_staging.producer_wait(n)
 
     # ---- what steps are made of ----
 
     @cute.jit
     def probabilities_and_gradients(
-        self, work: Work, block: Int32, masked: Constexpr
+        self, ctx: HeadContext, block: Int32, masked: Constexpr
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """P, dropped elements zero, and dS of a query block, in 16 bits."""
-        shared, n = work.shared, work.filling(block)
-        scores, acc_s, acc_dp, loaded = self.score_tile(work, block)
-        drawn, lse = self.start_s_and_dp(work, acc_s, acc_dp, block)
-        # While S and dP run: what was not read before.
-        if cutlass.const_expr(drawn is None):
-            drawn = self.epilogues.dropout_mask(work.state, scores)
+        shared, n = ctx.shared, ctx.use_of(block)
+        scores, acc_s, acc_dp, loaded = self.score_tile(ctx, block)
+        mask, lse = self.start_s_and_dp(ctx, acc_s, acc_dp, block)
+        # While S and dP run, what was not read before.
+        if cutlass.const_expr(mask is None):
+            mask = self.epilogues.dropout_mask(ctx.state, scores)
         if cutlass.const_expr(lse is None and not self.loads_bias_by_tma):
-            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
+            lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
         warpgroup.wait_group(1)
-        saved = self.epilogues.forward(work.state, scores, loaded, masked)
-        if cutlass.const_expr(lse is None):  # only here, where what a staged bias was read into is free again
-            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
-        probabilities(scores, lse, work.scale_log2)
+        saved = self.epilogues.forward(ctx.state, scores, loaded, masked)
+        if cutlass.const_expr(
+            lse is None
+        ):  # only here, where the registers of a TMA-loaded bias are free again
+            lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
+        probabilities(scores, lse, ctx.scale_log2)
         warpgroup.wait_group(0)
-        ds = self.to_gradients(work, scores, acc_dp, saved, drawn, n)
+        ds = self.to_gradients(ctx, scores, acc_dp, saved, mask, n)
         p = converted(acc_s, self.dtype)
-        self.epilogues.zero_dropped(drawn, work.score_map.view(p))
+        self.epilogues.zero_dropped(mask, ctx.score_map.view(p))
         return p, ds
 
     @cute.jit
     def to_gradients(
-        self, work: Work, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, drawn: tuple, n: Int32
+        self, ctx: HeadContext, scores: ScoreTile, acc_dp: cute.Tensor, saved: tuple, mask: tuple, n: Int32
     ) -> cute.Tensor:
         """dP becomes dS; the result is dS in 16 bits."""
         minus_d = None
         if cutlass.const_expr(not self.dp_starts_from_d):
-            # optimization_barrier: its address is not found out, and kept in registers, before anybody needs it
+            # The barrier keeps the address from being computed, and kept in a register, long before it is used.
             minus_d = self.row_values(
-                work, work.shared.s_minus_d, work.shared.pipeline_do, optimization_barrier(n)
+                ctx, ctx.shared.s_minus_d, ctx.shared.pipeline_do, optimization_barrier(n)
             )
-        ds_tile = scores.of(work.score_map.view(acc_dp))
-        self.epilogues.zero_dropped(drawn, ds_tile.acc)
+        ds_tile = scores.of(ctx.score_map.view(acc_dp))
+        self.epilogues.zero_dropped(mask, ds_tile.acc)
         score_gradient(scores.acc, ds_tile.acc, minus_d)
-        self.epilogues.backward(work.state, ds_tile, saved)
+        self.epilogues.backward(ctx.state, ds_tile, saved)
         return converted(acc_dp, self.dtype)
 
     @cute.jit
     def start_s_and_dp(
-        self, work: Work, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
+        self, ctx: HeadContext, acc_s: cute.Tensor, acc_dp: cute.Tensor, block: Int32
     ) -> tuple[tuple | None, cute.Tensor | None]:
-        """S and dP of a query block; the result is its mask and its rows' log-sum-exps, or None for what has to wait.
+        """Start S and dP of a query block; returns its dropout mask and its rows' log-sum-exps, or None if read later.
 
-        What threads read of shared memory they read first: loads wait in the same queue as products.
+        Reads of shared memory come first: they wait in the same queue as wgmma.
         """
-        op, shared, n = work.fragments, work.shared, work.filling(block)
-        drawn = None
+        op, shared, n = ctx.fragments, ctx.shared, ctx.use_of(block)
+        mask = None
         if cutlass.const_expr(self.tile.mask_warps > 0):
-            drawn = dropout_mask_of(self, work, n)
+            mask = dropout_mask_of(self, ctx, n)
         shared.pipeline_q.consumer_wait(n)
-        zero_queries_out_of_bounds(self, work, work.blocks.turned(block), n)
+        zero_queries_out_of_bounds(self, ctx, ctx.blocks.turned(block), n)
         lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
-            lse = self.row_values(work, shared.s_lse, shared.pipeline_q, n)
+            lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
         if cutlass.const_expr(self.dp_starts_from_d):
             shared.pipeline_do.consumer_wait(n)
-            minus_d = self.row_values(work, shared.s_minus_d, shared.pipeline_do, n)
+            minus_d = self.row_values(ctx, shared.s_minus_d, shared.pipeline_do, n)
         if cutlass.const_expr(self.dp_starts_from_d):
-            start_from(work.score_map.view(acc_dp), minus_d)
+            start_from(ctx.score_map.view(acc_dp), minus_d)
         self.start_scores(op.a_scores, op.b_scores, acc_s, shared.pipeline_q.stage(n), False)
         if cutlass.const_expr(not self.dp_starts_from_d):
             shared.pipeline_do.consumer_wait(n)
         self.start_scores(op.a_dp, op.b_dp, acc_dp, shared.pipeline_do.stage(n), self.dp_starts_from_d)
-        return drawn, lse
+        return mask, lse
 
-    def score_tile(self, work: Work, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
+    def score_tile(self, ctx: HeadContext, block: Int32) -> tuple[ScoreTile, cute.Tensor, cute.Tensor, tuple]:
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = work.score_map.tile(acc_s, work.blocks.turned(block) * self.tile.tile_m, work.key0)
+        scores = ctx.score_map.tile(acc_s, ctx.blocks.turned(block) * self.tile.tile_m, ctx.key0)
         if cutlass.const_expr(self.loads_bias_by_tma):
-            stage = work.shared.pipeline_q.stage(work.filling(block))
-            scores = replace(scores, tma_bias=work.shared.bias.tile(work.bias_address, stage))
-        return scores, acc_s, acc_dp, self.epilogues.load(work.state, scores)
+            stage = ctx.shared.pipeline_q.stage(ctx.use_of(block))
+            scores = replace(scores, tma_bias=ctx.shared.bias.tile(ctx.bias_address, stage))
+        return scores, acc_s, acc_dp, self.epilogues.load(ctx.state, scores)
 
     @cute.jit
     def start_scores(
@@ -508,16 +518,16 @@ class BackwardSm90(BackwardSm90Predicates):
         start_gemm(self.mma_scores(), acc, a, b, accumulate)
 
     @cute.jit
-    def start_dv(self, work: Work, p: cute.Tensor, n: Int32) -> None:
+    def start_dv(self, ctx: HeadContext, p: cute.Tensor, n: Int32) -> None:
         """dV += P dO."""
-        op, stage = work.fragments, work.shared.pipeline_do.stage(n)
+        op, stage = ctx.fragments, ctx.shared.pipeline_do.stage(n)
         a = self.keys_operand(p, op.p_smem, n)
         start_gemm(self.mma_dkv(self.dims[1]), op.acc_dv, a, op.do[None, None, None, stage], True)
 
     @cute.jit
-    def start_dk(self, work: Work, ds: cute.Tensor, n: Int32) -> None:
+    def start_dk(self, ctx: HeadContext, ds: cute.Tensor, n: Int32) -> None:
         """dK += dS Q."""
-        op, stage = work.fragments, work.shared.pipeline_q.stage(n)
+        op, stage = ctx.fragments, ctx.shared.pipeline_q.stage(n)
         a = self.keys_operand(ds, op.ds_smem, n)
         start_gemm(self.mma_dkv(self.dims[0]), op.acc_dk, a, op.q[None, None, None, stage], True)
 
@@ -528,9 +538,9 @@ class BackwardSm90(BackwardSm90Predicates):
         return layouts.as_operand_a(registers)
 
     @cute.jit
-    def start_dq(self, work: Work, acc_dq: cute.Tensor, n: Int32) -> None:
+    def start_dq(self, ctx: HeadContext, acc_dq: cute.Tensor, n: Int32) -> None:
         """acc_dq = dS K, or its transpose."""
-        a, b, stage = work.fragments.a_dq, work.fragments.b_dq, self.ds_stage(n)
+        a, b, stage = ctx.fragments.a_dq, ctx.fragments.b_dq, self.ds_stage(n)
         stage_a, stage_b = (0, stage) if self.tile.dq_transposed else (stage, 0)
         start_gemm(self.mma_dq(), acc_dq, a[None, None, None, stage_a], b[None, None, None, stage_b], False)
 
@@ -539,29 +549,28 @@ class BackwardSm90(BackwardSm90Predicates):
         return Int32(0) if self.tile.num_stages_ds == 1 else n & 1
 
     @cute.jit
-    def share(self, work: Work, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
+    def share(self, ctx: HeadContext, p: cute.Tensor, ds: cute.Tensor, n: Int32) -> None:
         """dS (and P) to shared memory, for all warpgroups to read once this returns.
 
-        With two stages nobody can still be reading: a warpgroup is here only after the others have come here in the
-        step before, which they did after all their products of the step before that.
+        With two stages no read of a stage is pending: a warpgroup passes this step's barrier only after the others have
+        passed the last step's, which they did after all their products of the step before that.
         """
-        tile, shared = self.tile, work.shared
+        tile, shared = self.tile, ctx.shared
         if cutlass.const_expr(tile.num_stages_ds == 1):
             consumer_barrier(tile.warpgroups)
-        self.store_scores(work, ds, shared.s_ds, n)
+        self.store_scores(ctx, ds, shared.s_ds, n)
         if cutlass.const_expr(tile.p_in_smem):
-            self.store_scores(work, p, shared.s_p, n)
+            self.store_scores(ctx, p, shared.s_p, n)
         cute.arch.fence_proxy("async.shared", space="cta")
         consumer_barrier(tile.warpgroups)
 
     @cute.jit
-    def store_scores(self, work: Work, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
+    def store_scores(self, ctx: HeadContext, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
         store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
-        mine = store.get_slice(
-            rematerialize_each(work.thread, n)
-        )  # or addresses would be kept through the loop
+        # Otherwise addresses are kept in registers through the loop.
+        mine = store.get_slice(rematerialize_each(ctx.thread, n))
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 
@@ -569,6 +578,6 @@ class BackwardSm90(BackwardSm90Predicates):
         """Registers for dQ of a query block."""
         return make_accumulator(self.mma_dq(), self.traits, self.tile)
 
-    def row_values(self, work: Work, s_rows: cute.Tensor, ring: Pipeline, n: Int32) -> cute.Tensor:
-        """What filling n of (tile_m, stage) in shared memory has for each of the thread's rows."""
-        return row_values(work.score_map, s_rows[None, ring.stage(n)])
+    def row_values(self, ctx: HeadContext, s_rows: cute.Tensor, pipeline: Pipeline, n: Int32) -> cute.Tensor:
+        """Of (tile_m, stage) in shared memory, at use n, the values of the thread's rows."""
+        return row_values(ctx.score_map, s_rows[None, pipeline.stage(n)])

@@ -97,5 +97,5 @@ class BackwardSm90Layouts:
         return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
-        """Shared to global memory, where TMA would write rows of the next sequence."""
+        """BackwardStorage to global memory, where TMA would write rows of the next sequence."""
         return layouts.gmem_tiled_copy(self.dtype, self.tile.mma_threads, head_dim, asynchronous=False)

@@ -1,11 +1,10 @@
-"""What the Hopper backward's functions hand to each other, and where that lies in shared memory."""
+"""What the functions of the Hopper backward share: its parameters, shared storage and fragments."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Float32, Int16, Int32, Int64, cute, memory
 
-from cute_attn.device.board import Board
 from cute_attn.device.pipeline import Pipeline, SharedDoubleBuffer
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
@@ -15,12 +14,13 @@ from cute_attn.outputs.dq_staging import DqStaging
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import KeyTileBroadcast
 from cute_attn.work.key_tiles import KeyTileOrder
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Shared memory: operands with their stages last, and the rings that guard them."""
+class BackwardStorage:
+    """Shared storage: operands with their stages last, and the pipelines that guard them."""
 
     s_k: cute.Tensor
     s_v: cute.Tensor
@@ -38,27 +38,27 @@ class Shared:
     pipeline_q: Pipeline
     pipeline_do: Pipeline
     pipeline_mask: Pipeline
-    exchange: SharedDoubleBuffer  # of s_ds, unless p_in_smem
+    ds_buffer: SharedDoubleBuffer  # of s_ds, unless p_in_smem
     dq_staging: DqStaging  # of s_dq
-    board: Board
-    bias: Any  # TmaBiasOfQueries, in Q's ring, or None
+    work: KeyTileBroadcast
+    bias: Any  # TmaBiasOfQueries, in Q's pipeline, or None
 
 
 @dataclass(frozen=True)
-class Problem:
+class BackwardParams:
     """What is computed, and in which order."""
 
     seqlens: Seqlens
     softmax_scale: Float32
     score_args: tuple
     order: KeyTileOrder
-    next_position: cute.Tensor
+    counter: cute.Tensor
     nheads: Int32
     qheads_per_kvhead: Int32
 
 
 @dataclass(frozen=True)
-class Inputs:
+class BackwardInputs:
     """Where operands come from."""
 
     k: TmaTiles
@@ -71,7 +71,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class BackwardOutputs:
     """Where results go."""
 
     tma_dk: TmaTiles
@@ -102,10 +102,10 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class Work:
-    """One query head that a warpgroup works on, and everything a step needs of it."""
+class HeadContext:
+    """Everything that a warpgroup's steps need of one query head."""
 
-    shared: Shared
+    shared: BackwardStorage
     fragments: Fragments
     blocks: BlockRange
     state: ScoreState
@@ -114,16 +114,16 @@ class Work:
     seqlen_q: Int32
     scale_log2: Float32
     dq: cute.Pointer  # of the head's first query block
-    first_filling: Int32  # of the rings of Q and dO
+    first_use: Int32  # of the pipelines of Q and dO
     thread: Int32
     bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
 
-    def filling(self, block: Int32) -> Int32:
-        """Which filling of the rings a query block is, and of dS."""
-        return self.first_filling + (block - self.blocks.begin)
+    def use_of(self, block: Int32) -> Int32:
+        """Which use of the pipelines, and of dS's buffer, a query block is."""
+        return self.first_use + (block - self.blocks.begin)
 
 
-def shared_memory(kernel: Any) -> Shared:
+def shared_memory(kernel: Any) -> BackwardStorage:
     """Everything where ``tile.smem_areas`` has it."""
     tile, (d, dv) = kernel.tile, kernel.dims
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
@@ -142,17 +142,17 @@ def shared_memory(kernel: Any) -> Shared:
         bias = TmaBiasOfQueries(s_bias, kernel.stores_bias_gradient)
     mask = cute.make_layout((2, tile.mma_threads, tile.mask_words, tile.MASK_STAGES))
     barriers = cute.recast_ptr(start["barriers"], dtype=Int64)
-    rings: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
     for stages, stage_bytes in (
         (1, 2 * tile.tile_n * d),
         (1, 2 * tile.tile_n * dv),
         (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.stage_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
-        (tile.MASK_STAGES, 0),  # which lanes fill
+        (tile.MASK_STAGES, 0),  # filled by lanes
     ):
-        rings.append(Pipeline(barriers, stages, stage_bytes, per_lane_arrivals=stage_bytes == 0))
+        pipelines.append(Pipeline(barriers, stages, stage_bytes, per_lane_arrivals=stage_bytes == 0))
         barriers = barriers + Pipeline.barrier_bytes(stages) // 8
-    return Shared(
+    return BackwardStorage(
         operand("k", kernel.layout_k()),
         operand("v", kernel.layout_v()),
         operand("q", kernel.layout_q()),
@@ -164,13 +164,13 @@ def shared_memory(kernel: Any) -> Shared:
         rows("lse", tile.num_stages_q),
         rows("minus_d", tile.num_stages_do),
         cute.make_tensor(cute.recast_ptr(start["mask"], dtype=Int16), mask),
-        rings[0],
-        rings[1],
-        rings[2],
-        rings[3],
-        rings[4],
+        pipelines[0],
+        pipelines[1],
+        pipelines[2],
+        pipelines[3],
+        pipelines[4],
         SharedDoubleBuffer(barriers),
         DqStaging(barriers + 2),
-        Board(cute.recast_ptr(barriers + 4, dtype=Int32), rings[0]),
+        KeyTileBroadcast(cute.recast_ptr(barriers + 4, dtype=Int32), pipelines[0]),
         bias,
     )
