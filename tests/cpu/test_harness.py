@@ -9,6 +9,8 @@ from cute_attn.traits import PARTS
 from tests import processes, toy
 from tests.defaults import cover, demands, every
 
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
+
 # ---- defaults ----
 
 
