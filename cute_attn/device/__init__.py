@@ -1,6 +1,6 @@
-"""Small pieces that kernels are put together from; each file owns one question.
+"""Building blocks of kernels.
 
-``math`` arithmetic that runs on the device and on the host; ``score_tile`` what a thread holds of a score tile;
-``seqlen`` how long a batch's sequences are and where they start; ``block_range`` which key blocks a query block visits;
-``gemm`` the two matrix products of mma.sync kernels.
+``math`` arithmetic on the device and on the host; ``score_tile`` a thread's part of a score tile; ``seqlen`` sequence
+lengths and starts; ``band`` the keys that a query sees; ``gemm`` mma.sync products and ``wgmma`` Hopper's; ``pipeline``
+mbarrier pipelines and named barriers; ``copy`` and ``convert`` tiles and fragments; ``lanes`` shuffles.
 """

@@ -1,4 +1,4 @@
-"""The band of keys that queries see: causal masks and windows, in either alignment, and the last key."""
+"""The band of keys that a query sees: causal mask, sliding window, end of the sequence."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,7 @@ from cutlass import Constexpr, Int32
 
 @dataclass(frozen=True)
 class Band:
-    """The keys that queries see: key j of query i where i + left <= j < i + right and j < seqlen_k.
-
-    ``has_left`` and ``has_right`` say which bounds exist at all.
-    """
+    """Query i sees key j if i + left <= j < i + right and j < seqlen_k. ``has_left``, ``has_right``: bounds in use."""
 
     has_left: Constexpr
     has_right: Constexpr

@@ -10,9 +10,9 @@ from cute_attn.device.math import convert_to_16_bits, optimization_barrier
 
 @cute.jit
 def converted(wide: cute.Tensor, dtype: Any) -> cute.Tensor:
-    """An fp32 fragment in 16 bits.
+    """An fp32 fragment converted to ``dtype``, 16 bits, with the same layout.
 
-    As optimization_barrier pairs: otherwise elements that are used singly are rounded singly as well, at a fraction of the speed.
+    The optimization barrier keeps pairs together: elements that are used singly would be converted singly, more slowly.
     """
     fragment = cute.make_rmem_tensor_like(wide, dtype)
     convert_to_16_bits(wide, fragment)

@@ -1,4 +1,4 @@
-"""Tiles between global and shared memory, with rows and columns that the tensor does not have left out."""
+"""Predicated copies of tiles between global and shared memory."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from cute_attn.device.math import optimization_barrier, rematerialize
 
 @dataclass(frozen=True)
 class RowCopy:
-    """A thread's part of copying (rows, cols) tiles of which only ``valid_cols`` columns exist."""
+    """A thread's part of copying (rows, cols) tiles of which the first ``valid_cols`` columns are in bounds."""
 
     tiled_copy: cute.TiledCopy
     thread: Int32
@@ -19,10 +19,10 @@ class RowCopy:
 
     @cute.jit
     def copy(self, source: cute.Tensor, target: cute.Tensor, rows: Int32, whole: Constexpr) -> None:
-        """Copy a tile; ``whole`` says that all its rows exist, else only the first ``rows`` do.
+        """Copy a tile; ``whole``: all its rows are in bounds, otherwise the first ``rows`` are.
 
-        cp.async fills what does not exist with zeros; a store to global memory leaves it out. Addresses are computed
-        here each time: kept through a main loop they would cost it registers that it has better use for.
+        Out of bounds cp.async writes zeros, and a store to global memory writes nothing. Addresses are rematerialized
+        at each call, so that they occupy no registers through a mainloop.
         """
         row_step, col_step = (cute.size(extent) for extent in self.tiled_copy.tiler_mn)
         mine = self.tiled_copy.get_slice(rematerialize(self.thread))
@@ -46,8 +46,8 @@ class RowCopy:
 def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr) -> cute.Tensor:
     """Rows [block * rows, (block + 1) * rows) of a (length, head_dim) tensor, as (rows, cols); bounds are not checked.
 
-    The row stride is optimization_barrier: each row's 64-bit offset would otherwise be hoisted out of the caller's loop, two
-    registers for each row that a thread copies.
+    The row stride passes an optimization barrier: otherwise each row's 64-bit offset is hoisted out of the caller's
+    loop, at two registers for each row that a thread copies.
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)

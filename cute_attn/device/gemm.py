@@ -1,8 +1,8 @@
 """The two matrix products of an mma.sync kernel.
 
-ptxas reads operands as early as it has registers for them, and then has none left for what lives longer, which it
-spills. It never moves a read into another iteration of a loop: a loop over the steps, rather than all of them in a row,
-is what bounds the registers of Q K^T. P V needs none: the scores' registers are free by then.
+ptxas hoists ldmatrix as far as registers last, and then spills values with longer lifetimes. It moves no load across
+iterations: a loop over K steps, instead of unrolled code, bounds the registers of Q K^T. P V needs no such loop, since
+the scores' registers are free by then.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 @dataclass(frozen=True)
 class SmemOperand:
-    """A thread's part of an MMA operand in shared memory, and the registers it is read into.
+    """A thread's part of an MMA operand in shared memory, and its register fragment.
 
-    tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment as the copy sees it, (copy, piece, k), where
-    a piece is what one ldmatrix reads.
+    tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, piece, k), one
+    ldmatrix a piece.
     """
 
     tiled_copy: cute.TiledCopy
@@ -48,16 +48,16 @@ class SmemOperand:
 
     @property
     def pieces(self) -> int:
-        """ldmatrix instructions of a step."""
+        """ldmatrix instructions of a K step."""
         return cute.size(self.view, mode=[1])
 
     @property
     def steps(self) -> int:
-        """Steps of the MMA along K."""
+        """MMA steps along K."""
         return cute.size(self.fragment, mode=[2])
 
     def start(self, stage: Int32) -> Int32:
-        """The address of the thread's first vector in ``stage``, computed here rather than kept through a loop."""
+        """The address of the thread's first vector in ``stage``, rematerialized so that it occupies no register."""
         rows, cols, _ = self.tile.layout.shape
         coords = self.tiled_copy.get_slice(below_1024(rematerialize(self.thread))).partition_S(
             cute.make_identity_tensor((cute.size(rows), cute.size(cols)))
@@ -66,9 +66,9 @@ class SmemOperand:
         return (self.tile.iterator + cute.crd2idx((row, col, stage), self.tile.layout)).toint()
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
-        """``start`` moved to step k, which is a run-time number."""
+        """``start`` moved to step k, a dynamic value."""
         step = self._distance(0, 1) if self.steps > 1 else 0
-        # As many steps as lie in a row of the layout's atom are equally far apart, and so are the atoms.
+        # Steps within a row of the layout's atom are equally far apart, and so are atoms.
         row = next((k for k in range(1, self.steps) if self._distance(0, k) != k * step), self.steps)
         atom = self._distance(0, row) if row < self.steps else 0
         in_row, size = k % row * step, self.tile.element_type.width // 8
@@ -76,10 +76,10 @@ class SmemOperand:
         return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
 
     def address(self, start: Int32, piece: int, k: int) -> cute.Pointer:
-        """Where the thread's vector of a piece lies, k steps on from ``start``.
+        """The address of the thread's vector of a piece, k steps after ``start``.
 
-        Vectors lie at static distances from the first one, but for the swizzle. That is linear under exclusive or, so
-        one operation on the first address does for the swizzled bits, and one register holds all addresses.
+        Without the swizzle, vectors are at static offsets from the first one. The swizzle is linear under xor, so one
+        xor of the first address accounts for the swizzled bits, and one register serves all addresses.
         """
         distance = self._distance(piece, k)
         swizzled = distance & _swizzled_bits(self.tile.layout)
@@ -88,24 +88,24 @@ class SmemOperand:
         return cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16) + (distance - swizzled)
 
     def load(self, start: Int32, piece: int, k: int) -> None:
-        """Read a piece into the fragment, k steps on from ``start``."""
+        """Load a piece into the fragment, k steps after ``start``."""
         source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(8))
         cute.copy(self.tiled_copy, source, self.view[None, piece, k])
 
     def _distance(self, piece: int, k: int) -> int:
-        """Elements from a thread's first vector to another one, were there no swizzle."""
+        """Elements from a thread's first vector to another one, without the swizzle."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
         return cute.crd2idx((0, piece, k, 0), vectors.layout)
 
     def load_step(self, start: Int32, k: int) -> None:
-        """Read the whole of step k, counted from the step of ``start``."""
+        """Load all pieces, k steps after ``start``."""
         for piece in range(self.pieces):
             self.load(start, piece, k)
 
     def load_all(self) -> None:
-        """Read every step of the first stage: the operand stays in registers from here on."""
+        """Load all steps of the first stage, for an operand that stays in registers."""
         start = self.start(Int32(0))
         for k in range(self.steps):
             self.load_step(start, k)
@@ -121,7 +121,7 @@ def gemm(
     unroll: Constexpr,
     a_stage: Int32 | int = 0,
 ) -> None:
-    """acc += A B^T with both operands in shared memory, ``unroll`` steps along K at a time."""
+    """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``."""
     a_start, b_start = a.start(Int32(a_stage)), b.start(stage)
     for first in cutlass.range(0, b.steps, unroll, unroll=1):
         a_here, b_here = a.at_step(a_start, first), b.at_step(b_start, first)
@@ -151,7 +151,7 @@ def gemm_sr(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: SmemOperand, b: cute.
 def _step(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, b_start: Int32, k: Constexpr
 ) -> None:
-    """One step along K: a piece of B and the instructions that it feeds at a time."""
+    """One step along K: for each piece of B its ldmatrix, then the MMAs that read it."""
     acc_pieces = cute.logical_divide(acc, (None, None, 2))
     b_pieces = cute.logical_divide(b.fragment, (None, 2, None))
     for piece in cutlass.range_constexpr(b.pieces):
@@ -162,9 +162,9 @@ def _step(
 
 @dataclass(frozen=True)
 class SmemResult:
-    """A thread's part of a product's accumulator as it is stored, in 16 bits, to row-major shared memory.
+    """Stores a thread's part of an accumulator, in 16 bits, to row-major shared memory.
 
-    tile: (rows, cols) of the product, or more columns of which it is a part.
+    tile: (rows, cols) of the product, or with more columns.
     """
 
     tiled_mma: cute.TiledMma
@@ -173,13 +173,13 @@ class SmemResult:
     thread: Int32
 
     def start(self) -> Int32:
-        """The address of the thread's first element, computed here rather than kept through a loop."""
+        """The address of the thread's first element, rematerialized so that it occupies no register."""
         rows, cols = self.shape
         row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
         return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
-        """Where the pair so many rows and columns after the first element lies: as ``SmemOperand.address``."""
+        """The address of the pair ``row`` rows and ``col`` columns after the first, as ``SmemOperand.address``."""
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         distance = cute.crd2idx((row, col), unswizzled)
@@ -189,7 +189,7 @@ class SmemResult:
         return pair + (distance - swizzled) // 2
 
     def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
-        """Store ``fragment``, laid out as the accumulator, from column ``col0`` on."""
+        """Store ``fragment``, with the accumulator's layout, at column ``col0``."""
         modes = row_col_modes(self.tiled_mma, *self.shape)
         view, start = row_col_view(fragment, modes), self.start()
         pairs = cute.recast_tensor(fragment, Int32)
@@ -202,12 +202,12 @@ class SmemResult:
 
 
 def below_1024(thread: Int32) -> Int32:
-    """A thread's number as one that the compiler knows to be small and not negative: divisions of it are shifts."""
+    """A thread index with a bound that the compiler can see: it is not negative, so divisions become shifts."""
     return thread & Int32(1023)
 
 
 def _swizzled_bits(layout: object) -> int:
-    """The bits of an element's offset that a layout's swizzle changes."""
+    """The bits of an element offset that the layout's swizzle changes."""
     if not isinstance(layout, cute.ComposedLayout):
         return 0
     swizzle = layout.inner

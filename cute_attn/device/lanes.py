@@ -1,6 +1,6 @@
-"""Numbers that the lanes of a warp work out for each other.
+"""Values that the lanes of a warp exchange by shuffles.
 
-On the host, where threads run one after the other, each works out all of it itself: the result is the same.
+On the host threads run one after the other: each computes all values itself, with the same result.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from cutlass._mlir.dialects import nvvm
 from cute_attn.device.math import byte_permute, on_device
 
 COLUMN_LANES = (4, 8, 16)
-"""In which bits the 8 lanes differ that an accumulator's quads are in: same columns upright, same rows transposed."""
+"""Lane bits that tell an accumulator's 8 quads apart: same columns upright, same rows transposed."""
 
 QUAD_LANES = (1, 2)
-"""In which bits the 4 lanes of a quad differ: the same rows upright, the same columns transposed."""
+"""Lane bits that tell the 4 lanes of a quad apart: same rows upright, same columns transposed."""
 
 
 def lanes_or(compute: Callable[[Int32], Int32], number: Int32, offsets: tuple[int, ...]) -> Int32:
-    """compute(0) | compute(1) | ..., one for each of the lanes that differ in ``offsets``; every one gets it.
+    """compute(0) | compute(1) | ..., one term for each lane that differs in ``offsets``; all lanes get the result.
 
-    ``number`` is the thread's own among them: 0, 1, ... with offsets (4, 8, 16) counts the lanes of a column.
+    number: the thread's index among those lanes; with offsets (4, 8, 16) it counts the lanes of a column.
     """
     if not on_device():
         return _or_of(compute, 2 ** len(offsets))
@@ -43,7 +43,7 @@ def _or_of(compute: Constexpr, count: Constexpr) -> Int32:
 
 
 def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
-    """The sum of x over the lanes that differ in ``offsets``, in every one; on the host each keeps its own part."""
+    """The sum of x over the lanes that differ in ``offsets``, in all of them; on the host x itself."""
     if on_device():
         for offset in offsets:
             x = x + cute.arch.shuffle_sync_bfly(x, offset=offset)
@@ -51,16 +51,16 @@ def lanes_sum(x: Float32, offsets: tuple[int, ...]) -> Float32:
 
 
 def adds_for(number: Int32) -> Boolean:
-    """Whether lane ``number`` is the one of several with the same sum that is to add it somewhere."""
+    """Whether lane ``number``, of several with the same :func:`lanes_sum`, adds it; on the host each adds its part."""
     return number == 0 if on_device() else number >= 0
 
 
 def share_two(
     compute: Callable[[Int32], Any], pick: Callable[[Any, Int32], Int32], odd: Int32, offset: int
 ) -> tuple[Int32, Int32]:
-    """(pick(compute(0), odd), pick(compute(1), odd)), where two lanes do one ``compute`` each.
+    """(pick(compute(0), odd), pick(compute(1), odd)), with one ``compute`` in each of two lanes.
 
-    The lanes differ in ``offset``; ``odd`` is 0 in one and 1 in the other. Each picks for itself and for the other.
+    The lanes differ in ``offset``; ``odd`` is 0 in one and 1 in the other. Each picks for both.
     """
     if not on_device():
         return pick(compute(Int32(0)), odd), pick(compute(Int32(1)), odd)
@@ -70,14 +70,14 @@ def share_two(
 
 
 def every_other_byte(low: Int32, high: Int32, odd: Int32) -> Int32:
-    """The even bytes of two words, or with ``odd`` 1 the odd ones, the ones of ``low`` first."""
+    """The even bytes of two words, or with ``odd`` 1 the odd ones; those of ``low`` first."""
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(0x6420) + odd * Int32(0x1111)))
     return cutlass.select_(odd == 0, byte_permute(low, high, 0x6420), byte_permute(low, high, 0x7531))
 
 
 def exchange_pairs(word: Int32) -> Int32:
-    """movmatrix, the transpose of 8 x 8 numbers of 16 bits: lane i has row i / 4, columns 2 (i % 4) and the next one.
+    """movmatrix: the transpose of an 8 x 8 matrix of 16-bit elements. Lane i holds row i / 4, columns 2 (i % 4) + 0, 1.
 
     By whole warps, on the device only.
     """
@@ -87,7 +87,7 @@ def exchange_pairs(word: Int32) -> Int32:
 
 
 def add_to(pointer: Pointer, x: Float32) -> None:
-    """Add to an fp32 in global memory, which other threads may do at the same time; on the host none does."""
+    """Add x to an fp32 in global memory, atomically on the device."""
     if on_device():
         cute.arch.red(pointer, x, op="add", dtype="f32", sem="relaxed", scope="gpu")
     else:

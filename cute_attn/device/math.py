@@ -1,4 +1,4 @@
-"""Arithmetic that runs in kernels and in host ``cute.jit`` functions alike, so that CPU tests run the real code."""
+"""Arithmetic for kernels and for host ``cute.jit`` functions, so that CPU tests run the device code."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ LN_2 = 0.6931471805599453
 
 
 def on_device() -> bool:
-    """Whether the code being traced is inside a kernel rather than in a host function."""
+    """Whether the code being traced is in a kernel, not in a host function."""
     operation = ir.InsertionPoint.current.block.owner.operation
     while operation is not None:
         if operation.name in ("cuda.kernel", "gpu.module"):
@@ -23,7 +23,7 @@ def on_device() -> bool:
 
 
 def fmax(a: Float32, b: Float32) -> Float32:
-    """The larger of two; the other one where one is NaN."""
+    """max(a, b); the other one if one is NaN."""
     if on_device():
         return Float32(cute.arch.fmax(a, b))
     return Float32(arith.maxnumf(Float32(a).ir_value(), Float32(b).ir_value()))
@@ -40,14 +40,14 @@ def log(x: Float32) -> Float32:
 
 
 TANH_UNIT = 2.0 * LOG2_E
-"""What a hyperbolic tangent's argument is multiplied with for :func:`tanh_base2`."""
+"""The factor of tanh's argument for :func:`tanh_base2`."""
 
 
 def tanh_base2(x: Float32) -> Float32:
-    """tanh(x / TANH_UNIT) to 2e-7 absolute: 1 - 1 / (1/2 + 2^x / 2). The unit folds into a factor that x has anyway.
+    """tanh(x / TANH_UNIT) to 2e-7 absolute: 1 - 1 / (1/2 + 2^x / 2). TANH_UNIT folds into a factor that x has anyway.
 
-    Two special-function instructions. tanh.approx takes one, but its 5e-4 relative error times a cap of 50 is an error
-    of 2% in a probability.
+    Two special-function instructions. tanh.approx is one, but its relative error of 5e-4 at a cap of 50 changes a
+    probability by 2%.
     """
     return 1.0 - reciprocal(0.5 * exp2(x) + 0.5)
 
@@ -58,7 +58,7 @@ def reciprocal(x: Float32) -> Float32:
 
 
 def quad_reduce(x: Float32, op) -> Float32:
-    """Combine over the four neighbouring lanes that share an accumulator row, with the result in each of them."""
+    """Reduce over the four lanes that share an accumulator row; all of them get the result."""
     x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
     return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))
 
@@ -75,9 +75,9 @@ def mul_wide(a: Uint32, b: Uint32) -> tuple[Uint32, Uint32]:
 
 
 def quad_or(compute: Callable[[Int32], Int32], lane: Int32) -> Int32:
-    """compute(0) | compute(1) | compute(2) | compute(3), each done by one lane of a quad, and every lane gets it.
+    """compute(0) | compute(1) | compute(2) | compute(3), one term in each lane of a quad; all lanes get the result.
 
-    ``lane`` is the thread's own number in its quad. On the host, where no threads run side by side, each does all four.
+    lane: the thread's index in its quad. On the host each thread computes all four terms.
     """
     if on_device():
         return quad_reduce(compute(lane), lambda a, b: a | b)
@@ -93,8 +93,8 @@ def _or_of_four(compute: Constexpr) -> Int32:
 
 
 def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
-    """prmt: nibble i of ``selector`` picks the byte that goes to byte i of the result, 0 to 3 from ``low`` and 4 to 7
-    from ``high``, and with 8 added that byte's sign bit eight times over."""
+    """prmt: nibble i of ``selector`` selects byte i of the result, 0 to 3 from ``low``, 4 to 7 from ``high``; with 8
+    added the byte's sign bit, replicated."""
     if on_device():
         return Int32(cute.arch.prmt(low, high, Int32(selector)))
     result = Int32(0)
@@ -108,7 +108,7 @@ def byte_permute(low: Int32, high: Int32, selector: int) -> Int32:
 
 
 def bf16_bits(x: Float32) -> Int32:
-    """x rounded to bf16, in the low half of a word; for the host, whose library may lack that conversion."""
+    """x rounded to bf16, in the low half of a word; for hosts whose compiler library lacks that conversion."""
     bits = x.bitcast(Int32)
     return ((bits + Int32(0x7FFF) + ((bits >> Int32(16)) & Int32(1))) >> Int32(16)) & Int32(0xFFFF)
 
@@ -119,13 +119,13 @@ def fabs(x: Float32) -> Float32:
 
 
 def uniform(x: Uint32) -> Uint32:
-    """x, which is the same in all lanes of a warp, as the compiler is told: it may then live in a uniform register."""
+    """x, the same in all lanes of a warp, marked as warp-uniform so that it may live in a uniform register."""
     return Uint32(cute.arch.make_warp_uniform(Int32(x))) if on_device() else x
 
 
 def optimization_barrier(x):
-    """x (Int32, Int64 or Float32), as a value about which the compiler knows nothing: what follows from it is neither
-    reused nor hoisted out of a loop, where it would occupy registers."""
+    """x (Int32, Int64 or Float32) through a ``mov`` that NVVM cannot see through: what is computed from it is neither
+    shared with earlier code nor hoisted out of a loop, where it would occupy registers."""
     if not on_device():
         return x
     move = "mov.b64 {$w0}, {$r0};" if isinstance(x, Int64) else "mov.b32 {$w0}, {$r0};"
@@ -133,28 +133,27 @@ def optimization_barrier(x):
 
 
 def rematerialize(x: Int32) -> Int32:
-    """x, such that neither compiler hoists what follows from it out of a loop.
+    """x, with values computed from it rematerialized in each iteration: neither NVVM nor ptxas hoists them from a loop.
 
-    A shuffle with itself: ptxas moves ordinary instructions out of loops, optimization_barrier to NVVM or not, but no shuffle.
+    By a shuffle with offset 0. ptxas hoists the ``mov`` of :func:`optimization_barrier`, but no shuffle.
     """
     return Int32(cute.arch.shuffle_sync_bfly(x, offset=0)) if on_device() else x
 
 
 def rematerialize_each(x: Int32, n: Int32) -> Int32:
-    """x, such that neither compiler hoists what follows from it out of a loop over n >= 0.
+    """:func:`rematerialize` in a loop over n >= 0, without the shuffle, which waits in the same queue as wgmma.
 
-    By adding n's sign bit, of which they do not know that it is 0: :func:`rematerialize` without the shuffle, which waits in the
-    same queue as wgmma. Of a thread's number take ``rematerialize`` once before the loop: ptxas rather reads the special
-    register again, through that queue as well.
+    Adds n's sign bit, which is 0 but not known to be. For a thread index use ``rematerialize`` once before the loop:
+    otherwise ptxas reads the special register in each iteration, through the same queue.
     """
     return x + Int32(Uint32(n) >> Uint32(31))
 
 
 @cute.jit
 def convert_to_16_bits(wide: cute.Tensor, target: cute.Tensor) -> None:
-    """Round fp32 registers to those of ``target``, laid out alike.
+    """Convert fp32 registers to ``target``'s dtype, with the same layout.
 
-    In short vectors: of one whose length is no power of two, elements are rounded singly and packed afterwards.
+    By vectors of up to 8: in a vector whose length is no power of two, elements are converted singly.
     """
     size = cute.size(wide)
     if cutlass.const_expr(target.element_type is BFloat16 and not on_device()):

@@ -1,4 +1,4 @@
-"""From scores to their gradients, between the backward's matrix products."""
+"""P and dS of a backward, computed in registers between the matrix products."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 @cute.jit
 def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
-    """A number for each of the thread's rows, of fp32 in shared memory for all rows of a tile, contiguous."""
+    """fp32, one for each of the thread's rows, read from ``s_rows``: fp32 (tile_m,) in shared memory, contiguous."""
     rows = score_map.modes.rows
     values = cute.make_rmem_tensor(cute.make_layout(len(rows)), Float32)
     pairs = len(rows) > 1 and all(b == a + 1 for a, b in zip(rows[::2], rows[1::2], strict=True))
@@ -27,12 +27,12 @@ def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def probabilities(tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32) -> None:
-    """Scores in ``tile.acc`` become normalised probabilities.
+    """Scores in ``tile.acc`` become P = exp2(scale_log2 * score - lse_log2), normalised.
 
     Args:
-        lse_log2: fp32, for each of the thread's rows LSE * log2(e); +inf where the row saw nothing or does not exist,
-            whose probabilities are then 0.
-        scale_log2: unit * log2(e), for scores in the context's unit.
+        lse_log2: fp32, LSE * log2(e) of each of the thread's rows; +inf in fully masked and out-of-bounds rows, which
+            makes P 0 there.
+        scale_log2: score_scale * log2(e).
     """
     for r in cutlass.range_constexpr(len(tile.rows)):
         shift = lse_log2[r]
@@ -42,9 +42,10 @@ def probabilities(tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32) -
 
 @cute.jit
 def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
-    """Every element of acc (rows, cols) becomes its row's value, for a product to be added to.
+    """Initialize acc (rows, cols) with a value for each row, for a product to be added to.
 
-    Each in a register of its own: copies of the same one would be made where the product starts, among others that run.
+    The optimization barrier gives each element its own register here: otherwise the copies would be made where the
+    product starts, while others are in flight.
     """
     for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
@@ -53,13 +54,13 @@ def start_from(acc: cute.Tensor, values: cute.Tensor) -> None:
 
 @cute.jit
 def score_gradient(p: cute.Tensor, dp: cute.Tensor, minus_d: cute.Tensor | None) -> None:
-    """dp becomes p * (dp - D): the gradient of the scores after all epilogues, but for the gradient's scale.
+    """dp becomes p * (dp - D), the gradient of the scores after all epilogues, without the gradient's scale.
 
     Args:
         p: (rows, cols) fp32, probabilities before dropout.
         dp: (rows, cols) fp32, gradients of the probabilities, 0 where dropped.
-        minus_d: fp32, for each of the thread's rows -D, D = sum(p * dp) - dLSE, the gradient's scale left out; 0 in
-            rows that saw nothing or do not exist. None where dp holds it already (:func:`start_from`).
+        minus_d: fp32, -D of each of the thread's rows, D = sum(p * dp) - dLSE without the gradient's scale; 0 in fully
+            masked and out-of-bounds rows. None if dp includes it already (:func:`start_from`).
     """
     for r in cutlass.range_constexpr(cute.size(dp, mode=[0])):
         for c in cutlass.range_constexpr(cute.size(dp, mode=[1])):

@@ -1,7 +1,7 @@
-"""What a thread holds of a score tile, in (query, key) terms whichever MMA made it.
+"""A thread's part of a score tile as (query, key) elements, for any MMA.
 
-Epilogues see only this: ``acc[r, c]`` with the query index of row r and the key index of column c. Rows and columns are
-separate: an index is the thread's own first one plus a static offset, so that a mask is one comparison a column.
+Epilogues see ``acc[r, c]`` with the query index of row r and the key index of column c. An index is the thread's first
+one plus a static offset, so that a mask is one comparison a column.
 """
 
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 @dataclass(frozen=True)
 class ScoreContext:
-    """What is the same for all score tiles of one work tile.
+    """Values shared by all score tiles of one work tile.
 
-    A raw score times ``unit`` is a score in natural units, as the reference has it. Epilogues that add to a score add
-    ``value * inv_score_scale`` instead, which costs one multiply-add and no multiply. ``score_scale`` is the softmax scale, or the
-    cap once a softcap has brought scores into [-1, 1].
+    ``acc * score_scale`` is a score in natural units, as in the reference. An epilogue that adds to scores adds
+    ``value * inv_score_scale``: one multiply-add. ``score_scale`` is the softmax scale, or the cap of a softcap,
+    after which acc is in [-1, 1].
     """
 
     batch: Int32
@@ -29,19 +29,19 @@ class ScoreContext:
     seqlen_k: Int32
     max_seqlen_q: Int32
     max_seqlen_k: Int32
-    shift: Int32  # a query's own key is at query + shift
+    shift: Int32  # query i is aligned with key i + shift
     softmax_scale: Float32
     score_scale: Float32
     inv_score_scale: Float32
-    gradient_scale: Float32 | None = None  # times a backward's dS is a gradient: 1 / (1 - dropout_p)
+    gradient_scale: Float32 | None = None  # factor of a backward's dS: 1 / (1 - dropout_p)
 
 
 @dataclass(frozen=True)
 class ScoreMap:
-    """Which rows and columns of a score tile a thread holds; made once before the loops.
+    """Rows and columns of a score tile that a thread holds; made once before the mainloop.
 
-    Where ``heads`` > 1 row r is query r // heads of head r % heads, a power of two. A thread's first row has no bit in
-    common with its rows' offsets from there, so that the two are divided each by itself.
+    With ``heads`` > 1, a power of two, row r is query r // heads of head r % heads. A thread's first row and its rows'
+    offsets have no bit in common, so each is divided on its own.
     """
 
     modes: Constexpr  # layouts.mma.RowColModes
@@ -60,9 +60,9 @@ class ScoreMap:
         transposed: bool = False,
         heads: int = 1,
     ) -> "ScoreMap":
-        """The map of ``thread`` in the accumulator of ``tile_m`` rows and ``tile_n`` keys.
+        """The map of ``thread`` for a score tile of ``tile_m`` rows and ``tile_n`` keys.
 
-        transposed: the accumulator is (keys, queries), K Q^T. Rows are queries and columns keys all the same.
+        transposed: the accumulator is K Q^T, (keys, queries). Rows of the map are queries nevertheless.
         """
         shape = (tile_n, tile_m) if transposed else (tile_m, tile_n)
         modes = row_col_modes(tiled_mma, *shape, transposed)
@@ -70,11 +70,11 @@ class ScoreMap:
         return ScoreMap(modes, tile_n, Int32(thr_row), Int32(thr_col), transposed, heads)
 
     def query(self, r: int) -> Int32:
-        """Of row r, counted from the tile's first."""
+        """The query of row r, relative to the tile's first one."""
         return self._first_query + self._queries[r]
 
     def head(self, r: int) -> Int32:
-        """Of row r, counted from the tile's first."""
+        """The head of row r, relative to the tile's first one."""
         return self.thr_row % self.heads + self.modes.rows[r] % self.heads
 
     @property
@@ -97,7 +97,7 @@ class ScoreMap:
         )
 
     def view(self, fragment: cute.Tensor) -> cute.Tensor:
-        """Any fragment laid out as the accumulator, such as P, as (rows, cols)."""
+        """A fragment with the accumulator's layout, such as P, as (rows, cols)."""
         return row_col_view(fragment, self.modes)
 
 
@@ -105,8 +105,11 @@ class ScoreMap:
 class ScoreTile:
     """A thread's elements of one score tile: acc (rows, cols), fp32 in registers.
 
-    Upright, neighbouring registers hold neighbouring keys: a thread has pairs of columns, and its row is shared by a
-    quad of lanes. Transposed, they hold neighbouring queries, pairs of rows, and a quad of lanes shares a column.
+    Upright, a thread holds pairs of neighbouring keys, and a quad of lanes shares a row. Transposed, it holds pairs of
+    neighbouring queries, and a quad shares a column.
+
+    A tile may reach beyond the sequences: query indices row0 + rows[r] from seqlen_q on and key indices col0 + cols[c]
+    from seqlen_k on are out of bounds (``ScoreContext``).
     """
 
     acc: cute.Tensor
@@ -117,23 +120,23 @@ class ScoreTile:
     col0: Int32  # the key index of the thread's first column
     transposed: Constexpr = False
     tma_bias: Any = (
-        None  # device.staged.TmaBiasTile: a bias for each score in shared memory, where a kernel brings it
+        None  # rows.tma_bias.TmaBiasTile: the bias tile in shared memory, in kernels that load it by TMA
     )
     heads: Any = (
-        None  # tuple[Int32, ...]: each row's head, counted from the block's first, where it has several
+        None  # tuple[Int32, ...]: each row's head relative to the tile's first one, in tiles of several heads
     )
 
     def of(self, acc: cute.Tensor) -> "ScoreTile":
-        """The same elements' places with other numbers: acc (rows, cols), such as their gradients."""
+        """The same indices with another acc (rows, cols), such as the scores' gradients."""
         return replace(self, acc=acc)
 
     def registers(self) -> cute.Tensor:
-        """All of ``acc`` in one dimension, in the order of the registers."""
+        """``acc`` in one dimension, in register order."""
         return registers(self.acc)
 
 
 def registers(view: cute.Tensor) -> cute.Tensor:
-    """All of a (rows, cols) view in one dimension, in the order of the registers."""
+    """A (rows, cols) view in one dimension, in register order."""
     size = cute.size(view)
     assert cute.cosize(view.layout) == size, "the view leaves out registers in between"
     return cute.make_tensor(view.iterator, cute.make_layout(size))

@@ -1,4 +1,4 @@
-"""How long a batch's sequences are and where they start; the only place where lengths are read."""
+"""Lengths and starts of sequences; the only place where kernels read them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from cutlass import Int32, Int64
 
 
 class Seqlens(NamedTuple):
-    """Lengths as a kernel's arguments. int32 tensors: cu_seqlens (batch + 1,), seqused (batch,), each may be None."""
+    """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,)."""
 
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -19,13 +19,13 @@ class Seqlens(NamedTuple):
     max_seqlen_k: Int32
 
     def batch(self, tensor: cute.Tensor) -> Int32:
-        """Number of sequences: of ``tensor`` (batch, ...), or packed ones."""
+        """Number of sequences; ``tensor``: (batch, ...), not read if varlen."""
         return tensor.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """One batch's lengths and, in a packed tensor, its first row (0 otherwise)."""
+    """Lengths of one sequence and, if varlen, its first row in q and k (0 otherwise)."""
 
     seqlen_q: Int32
     seqlen_k: Int32
@@ -35,7 +35,7 @@ class SeqlenInfo:
     @staticmethod
     @cute.jit
     def read(seqlens: Seqlens, batch: Int32) -> "SeqlenInfo":
-        """Read all lengths of ``batch``."""
+        """Read the lengths of sequence ``batch``."""
         seqlen_q, offset_q = _read(seqlens.cu_seqlens_q, seqlens.seqused_q, seqlens.max_seqlen_q, batch)
         seqlen_k, offset_k = _read(seqlens.cu_seqlens_k, seqlens.seqused_k, seqlens.max_seqlen_k, batch)
         return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k)
@@ -55,7 +55,7 @@ def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32):
 
 @cute.jit
 def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: Int32) -> Int32:
-    """How many rows of ``batch`` exist in ``tensor``, used or not: (batch, rows, ...), or packed."""
+    """Rows of sequence ``batch`` in ``tensor``, (batch, rows, ...) or varlen, whatever seqused says."""
     rows = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         rows = cu_seqlens[batch + 1] - cu_seqlens[batch]  # type: ignore[index]
@@ -66,13 +66,13 @@ def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: In
 
 @cute.jit
 def sequence(
-    tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, packed: cutlass.Constexpr
+    tensor: cute.Tensor, batch: Int32, head: Int32, offset: Int32, varlen: cutlass.Constexpr
 ) -> cute.Tensor:
-    """One head as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim).
+    """One head as (seqlen, head_dim): of (batch, seqlen, heads, head_dim), or varlen (total, heads, head_dim).
 
-    The offset is 64 bit, whatever the strides. Lengths are the caller's business: the shape is not a bound.
+    Offsets are 64-bit. The shape is no bound of the sequence: callers check lengths.
     """
-    if cutlass.const_expr(packed):
+    if cutlass.const_expr(varlen):
         stride_row, stride_head, stride_dim = tensor.stride
         shape = (tensor.shape[0], tensor.shape[2])
         start = Int64(offset) * stride_row + Int64(head) * stride_head
@@ -87,8 +87,7 @@ def sequence(
 def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """The first row of ``batch`` in a workspace whose sequences are padded to whole blocks of ``tile_m`` rows.
 
-    Batched, every (batch, head) has rows of its own, so 0. Packed, sequences follow each other as :func:`first_block`
-    has it.
+    0 unless varlen, as each (batch, head) has its own rows. For varlen see :func:`first_block`.
     """
     row0 = Int32(0)
     if cutlass.const_expr(seqlens.cu_seqlens_q is not None):
@@ -98,16 +97,16 @@ def padded_row0(seqlens: Seqlens, info: SeqlenInfo, batch: Int32, tile_m: cutlas
 
 @cute.jit
 def first_block(cu_seqlens: cute.Tensor, batch: Int32, tile: cutlass.Constexpr) -> Int32:
-    """Where a packed sequence begins if each is padded to whole blocks of ``tile`` rows: cu_seqlens[b] // tile + b.
+    """The first block of a varlen sequence if each is padded to blocks of ``tile`` rows: cu_seqlens[b] // tile + b.
 
-    No two sequences share a block, and all end within total // tile + batch blocks.
+    No two sequences share a block, and all are within total // tile + batch blocks.
     """
     return cu_seqlens[batch] // tile + batch
 
 
 @cute.jit
 def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Constexpr) -> Int32:
-    """The last sequence that begins at ``block`` or before, see :func:`first_block`; the first one if none does."""
+    """The last sequence whose :func:`first_block` is at most ``block``; the first one if there is none."""
     batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
     while batch + 1 < end:
         middle = (batch + end) // 2
@@ -125,14 +124,14 @@ def workspace_rows(
     head: Int32,
     row0: Int32,
     width: cutlass.Constexpr,
-    packed: cutlass.Constexpr,
+    varlen: cutlass.Constexpr,
 ) -> cute.Tensor:
-    """A workspace tensor from row ``row0`` of one head on, as a flat tensor.
+    """A workspace tensor from row ``row0`` of one head on, flat.
 
-    tensor: fp32 (batch, nheads, rows * width), or packed (nheads, rows * width). row0: a multiple of 4, so that the
-    result is 16-byte aligned. The offset is 64 bit; the length is the tensor's and no bound.
+    tensor: fp32 (batch, nheads, rows * width), or varlen (nheads, rows * width). row0: a multiple of 4, so that the
+    result is 16-byte aligned. Offsets are 64-bit; the length is the tensor's, no bound of the sequence.
     """
-    if cutlass.const_expr(packed):
+    if cutlass.const_expr(varlen):
         start = Int64(head) * tensor.stride[0]
     else:
         start = Int64(batch) * tensor.stride[0] + Int64(head) * tensor.stride[1]

@@ -1,4 +1,4 @@
-"""The asynchronous matrix products of Hopper kernels."""
+"""wgmma products of Hopper kernels."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ import layouts
 def start_gemm(
     tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: Constexpr
 ) -> None:
-    """Start acc (+)= A B^T and commit it as one group; its registers belong to wgmma until it has been waited for."""
+    """Issue acc (+)= A B^T and commit it as one wgmma group. acc must not be accessed before a wait for it."""
     warpgroup.fence()
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         tiled_mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
@@ -22,10 +22,10 @@ def start_gemm(
 
 
 def operand_layout(rows: int, cols: int, dtype: Any, *, stages: int | None = None, parts: int = 1) -> Any:
-    """(rows, cols[, stages]) in shared memory, cols contiguous, as TMA writes and wgmma reads it either way round.
+    """(rows, cols[, stages]) in shared memory, cols contiguous, for TMA and for wgmma with either operand major mode.
 
-    parts: so many warpgroups divide the columns between them. A part has to be whole atoms of the swizzle, which is
-    narrower where the widest one would not divide it.
+    parts: warpgroups that divide the columns. Each part must be whole swizzle atoms, so the swizzle is the widest whose
+    atom divides a part.
     """
     atom = layouts.wgmma_smem_layout(8, layouts.atom_cols(cols // parts, dtype.width), dtype)
     shape, order = ((rows, cols), (0, 1)) if stages is None else ((rows, cols, stages), (0, 1, 2))
