@@ -1,4 +1,4 @@
-"""Which tile the Hopper forward takes when none is named."""
+"""Default tiles of the Hopper forward."""
 
 import dataclasses
 import math
@@ -6,17 +6,17 @@ import math
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
 
-SHORT = 1024
-"""The longest sequences whose first and last steps weigh so much that they have a tile of their own."""
+SHORT_SEQLEN = 1024
+"""Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
 
-FEW = 64
-"""The most queries whose heads are packed into blocks, which they would fill by half or less on their own."""
+MAX_PACKED_QUERIES = 64
+"""Most queries whose heads are packed into one work tile: alone they would leave half of its rows empty."""
 
 
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
-    """What takes the default's place for sequences of such lengths, with ``group`` query heads to a key head."""
-    short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT else None
-    if seqlen_q > FEW or not may_pack_heads(traits):
+    """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one."""
+    short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT_SEQLEN else None
+    if seqlen_q > MAX_PACKED_QUERIES or not may_pack_heads(traits):
         return short
     heads = math.gcd(group, 64)
     if seqlen_q * heads <= 64:
@@ -28,7 +28,7 @@ def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -
 
 
 def _one_warpgroup(d: int) -> ForwardSm90Tile:
-    """For 64 rows in all: memory bounds it, so that as much as possible has to be on its way."""
+    """For 64 rows in all: bound by memory, so many loads are kept in flight."""
     if d <= 64:
         return ForwardSm90Tile(64, 128, num_stages=3, speculative=True, blocks_per_sm=2)
     tile = ForwardSm90Tile(64, 64, num_stages=3, share_qo_smem=True, speculative=True, rescale_threshold=8)
@@ -36,10 +36,10 @@ def _one_warpgroup(d: int) -> ForwardSm90Tile:
 
 
 def short_tile(traits: Traits) -> ForwardSm90Tile | None:
-    """For sequences of up to ``SHORT``: convert_to_16_bits steps waste less at the edges, small blocks run beside each other."""
+    """For sequences of up to ``SHORT_SEQLEN``: narrow key blocks waste less at the edges, small CTAs overlap. Or None."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    laden = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
-    if laden or 64 < d <= 128:
+    has_epilogue = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
+    if has_epilogue or 64 < d <= 128:
         return None
     if d <= 64:
         return ForwardSm90Tile(64, 64, speculative=True, blocks_per_sm=3)
@@ -49,18 +49,18 @@ def short_tile(traits: Traits) -> ForwardSm90Tile | None:
 def preferred_tiles(traits: Traits) -> list[ForwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.
 
-    What an epilogue holds beside the scores (a bias, the words of the mem_efficient mask) narrows the step or takes the
-    registers that Q would have.
+    An epilogue with registers beside the scores (a bias, the words of the mem_efficient mask) takes a smaller
+    ``tile_n`` or leaves Q in shared memory.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    heavy = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
-    return [*_staged_tiles(traits, d), *_other_tiles(traits, d, heavy)]
+    needs_registers = bool(traits.bias or traits.epilogues or traits.dropout == "mem_efficient")
+    return [*_tma_bias_tiles(traits, d), *_other_tiles(traits, d, needs_registers)]
 
 
-def _staged_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
-    """For a bias that comes by TMA, if it is all that is added."""
-    laden = traits.epilogues or traits.dropout or traits.softcap or traits.alibi
-    if laden or traits.bias not in ("fp16", "bf16") or d > 128:
+def _tma_bias_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
+    """For a bias that TMA loads, if it is the only epilogue."""
+    other_epilogue = traits.epilogues or traits.dropout or traits.softcap or traits.alibi
+    if other_epilogue or traits.bias not in ("fp16", "bf16") or d > 128:
         return []
     if d <= 64:
         return [ForwardSm90Tile(192, 96, num_stages=3, bias_stages=2, speculative=True)]
@@ -69,22 +69,28 @@ def _staged_tiles(traits: Traits, d: int) -> list[ForwardSm90Tile]:
     ]
 
 
-def _other_tiles(traits: Traits, d: int, heavy: bool) -> list[ForwardSm90Tile]:
-    """Without."""
+def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardSm90Tile]:
+    """Without a TMA bias."""
     if d <= 64:
         several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
         tile_n = 96 if traits.epilogues or several else 128
         if traits.dropout == "mem_efficient":
             tile_n = 48 if traits.bias else 64
         return [
-            ForwardSm90Tile(192, tile_n, num_stages=3, speculative=not heavy),
-            ForwardSm90Tile(128, 128, speculative=not heavy),
+            ForwardSm90Tile(192, tile_n, num_stages=3, speculative=not needs_registers),
+            ForwardSm90Tile(128, 128, speculative=not needs_registers),
             ForwardSm90Tile(128, 64),
         ]
     if d <= 128:
         tile_n = 96 if traits.bias == "fp32" else 128
         return [
-            ForwardSm90Tile(128, tile_n, q_in_regs=not heavy, rescale_threshold=8, speculative=not heavy),
+            ForwardSm90Tile(
+                128,
+                tile_n,
+                q_in_regs=not needs_registers,
+                rescale_threshold=8,
+                speculative=not needs_registers,
+            ),
             ForwardSm90Tile(128, 64, rescale_threshold=8),
         ]
     return [

@@ -1,4 +1,4 @@
-"""What the Hopper forward's functions hand to each other, and where that lies in shared memory."""
+"""Parameters, shared storage and register fragments of the Hopper forward."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ from cute_attn.work.replay import Replay
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Shared memory: operands with their stages last, and the rings that guard them."""
+class ForwardStorage:
+    """Shared storage: operands with their stages last, their pipelines, the work broadcast and replay slots."""
 
     s_q: cute.Tensor  # (64, head_dim, warpgroup)
     s_k: cute.Tensor
@@ -38,8 +38,8 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is computed, and in which order."""
+class ForwardParams:
+    """Lengths, scale, epilogue arguments and the order of work tiles."""
 
     seqlens: Seqlens
     softmax_scale: Float32
@@ -50,8 +50,8 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Where operands come from."""
+class ForwardInputs:
+    """Operands in global memory."""
 
     q: TmaTiles
     k: TmaTiles
@@ -60,8 +60,8 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """Where results go."""
+class ForwardOutputs:
+    """Results in global memory."""
 
     tma_o: TmaTiles
     mO: cute.Tensor
@@ -70,23 +70,23 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Fragments:
-    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+    """A warpgroup's wgmma operands and accumulators."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     p: cute.Tensor  # P in 16 bits, laid out as the scores
-    p_operand: cute.Tensor  # and as wgmma takes it
+    p_operand: cute.Tensor  # the same registers as wgmma's A operand
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
-    factors: cute.Tensor  # (rows): what the output has to be multiplied with
+    factors: cute.Tensor  # (rows): what the last step rescales O by
 
 
 @dataclass(frozen=True)
 class QueryTileContext:
-    """Everything that a warpgroup's steps need of its work tile."""
+    """What the steps of a consumer warpgroup need of its work tile."""
 
-    shared: Shared
+    storage: ForwardStorage
     fragments: Fragments
     ping_pong: PingPong
     blocks: BlockRange
@@ -96,12 +96,12 @@ class QueryTileContext:
     group: Int32
     lane: Int32
     softmax: OnlineSoftmax
-    first_filling: Int32  # of the rings of K and V
+    first_use: Int32  # of the pipelines of K and V
 
 
 @dataclass(frozen=True)
 class PipelineState:
-    """How often the rings have been filled so far: Q's, and K's and V's."""
+    """Uses so far of Q's pipeline, and of K's and V's."""
 
     queries: Int32
     keys: Int32
@@ -109,7 +109,7 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A thread's place among those that compute, and what it works with."""
+    """A consumer thread: its warpgroup, its index among all consumers, its barrier and registers."""
 
     group: Int32
     thread: Int32
@@ -117,19 +117,19 @@ class Consumer:
     fragments: Fragments
 
 
-def shared_memory(kernel: Any) -> Shared:
-    """Barriers, Q, K and V by stages, O by warpgroups (over Q if they share), what is as large as the scores."""
+def make_storage(kernel: Any) -> ForwardStorage:
+    """Barriers, Q, K and V by stages, O by warpgroups (in Q's memory with ``share_qo_smem``), bias tiles."""
     d, dv, tile = kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.tile
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     barriers = cute.recast_ptr(base, dtype=Int64)
-    rings: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
     start = 0
     for stages, rows, head_dim in (
         (1, tile.tile_m, d),
         (tile.num_stages, tile.tile_n, d),
         (tile.num_stages, tile.tile_n, dv),
     ):
-        rings.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
+        pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
     k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
@@ -140,22 +140,22 @@ def shared_memory(kernel: Any) -> Shared:
     start += Pipeline.barrier_bytes(STAGES) // 8
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES
-    return Shared(
+    return ForwardStorage(
         smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups),
         smem_tensor(kernel, base + k_start, tile.tile_n, d, tile.num_stages),
         smem_tensor(kernel, base + v_start, tile.tile_n, dv, tile.num_stages),
         smem_tensor(kernel, base + o_start, 64, dv, tile.warpgroups),
-        rings[0],
-        rings[1],
-        rings[2],
+        pipelines[0],
+        pipelines[1],
+        pipelines[2],
         work,
         Replay.make(base + tile.REPLAY_START, 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups),
-        _staged_bias(kernel, base + bias_start, barriers + start) if kernel.loads_bias_by_tma else None,
+        _tma_bias(kernel, base + bias_start, barriers + start) if kernel.loads_bias_by_tma else None,
     )
 
 
-def _staged_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> TmaBias:
-    """Every warpgroup's tiles of the bias at ``pointer``."""
+def _tma_bias(kernel: Any, pointer: cute.Pointer, barriers: cute.Pointer) -> TmaBias:
+    """Every warpgroup's bias tiles at ``pointer``."""
     tile = kernel.tile
     layout = kernel.bias_layout(1)
     rows, cols, _ = layout.outer.shape
@@ -187,8 +187,8 @@ def all_rows(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, layout)
 
 
-def make_fragments(kernel: Any, shared: Shared, group: Int32) -> Fragments:
-    """Descriptors of the warpgroup's operands, and its registers."""
+def make_fragments(kernel: Any, storage: ForwardStorage, group: Int32) -> Fragments:
+    """Descriptors of the warpgroup's operands and its registers."""
     tile, dv = kernel.tile, padded(kernel.traits.head_dim_v)
     qk, pv = kernel.mma_qk(), kernel.mma_pv()
     mine_qk, mine_pv = qk.get_slice(group * WARPGROUP), pv.get_slice(group * WARPGROUP)
@@ -196,9 +196,9 @@ def make_fragments(kernel: Any, shared: Shared, group: Int32) -> Fragments:
     p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
     acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
     return Fragments(
-        qk.make_fragment_A(mine_qk.partition_A(all_rows(shared.s_q))),
-        qk.make_fragment_B(mine_qk.partition_B(shared.s_k)),
-        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(shared.s_v))),
+        qk.make_fragment_A(mine_qk.partition_A(all_rows(storage.s_q))),
+        qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
+        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
         p,
         layouts.as_operand_a(p),
         acc_o,

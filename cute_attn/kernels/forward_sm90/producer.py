@@ -1,6 +1,6 @@
-"""The producer warps of the Hopper forward: one for Q, K and V, and where TMA brings a bias, one for each warpgroup.
+"""The producer warps of the Hopper forward: one for Q, K and V, and with a TMA bias one for each consumer warpgroup.
 
-The first claims work tiles and tells all other warps; all of them go through the same tiles and key blocks.
+The first one claims and broadcasts work tiles. All warps take the same tiles and key blocks in the same order.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
 
-from cute_attn.kernels.forward_sm90.params import Inputs, PipelineState, Problem, Shared
+from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
 from cute_attn.rows.tma_bias import ROWS, rows_of
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
@@ -16,165 +16,174 @@ from cute_attn.work.query_tiles import QueryTile, WorkClaims
 from cute_attn.work.replay import Replay
 
 CLAIM_AHEAD = 2
-"""Key blocks whose loads are left of a work tile when the next one is claimed: what hides the claim's latency."""
+"""Key blocks of a work tile still to be loaded when the next one is claimed: they hide the claim's latency."""
 
 
 @cute.jit
-def load_all(kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared) -> None:
-    """Claim work tiles until none is left, and load Q, K and V of each; then of those that are replayed."""
-    order, claims = problem.order, WorkClaims(problem.counters)
+def load_all(
+    kernel: Constexpr, params: ForwardParams, inputs: ForwardInputs, storage: ForwardStorage
+) -> None:
+    """Claim work tiles until none is left and load their Q, K and V; after each section those of its replays."""
+    order, claims = params.order, WorkClaims(params.counters)
     index, n, more = Int32(cute.arch.block_idx()[0]), Int32(0), Boolean(True)
-    filled = PipelineState(Int32(0), Int32(0))
+    pipeline_state = PipelineState(Int32(0), Int32(0))
     while more:
         end = n + Replay.SECTION - 1
         while index < order.total and n < end:
-            tile, claimed = order.tile(index, problem.seqlens), Int32(0)
+            tile, claimed = order.tile(index, params.seqlens), Int32(0)
             if tile.exists:
-                shared.work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch))
+                storage.work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch))
                 n += 1
-                filled, claimed = load_tile(kernel, problem, inputs, shared, tile, filled, claims)
+                pipeline_state, claimed = load_tile(
+                    kernel, params, inputs, storage, tile, pipeline_state, claims
+                )
             else:
                 claimed = claims.claim()
             index = claims.index(claimed)
         more = index < order.total
-        shared.work.publish_end(n, more)
+        storage.work.publish_end(n, more)
         n += 1
         if cutlass.const_expr(kernel.tile.speculative):
-            shared.replay.meet()
-            if shared.replay.any():
+            storage.replay.meet()
+            if storage.replay.any():
                 for slot in cutlass.range(Replay.SECTION, unroll=1):
-                    if shared.replay.failed(slot):
-                        tile = order.tile(shared.replay.index(slot), problem.seqlens)
-                        filled, _ = load_tile(kernel, problem, inputs, shared, tile, filled, None)
+                    if storage.replay.failed(slot):
+                        tile = order.tile(storage.replay.index(slot), params.seqlens)
+                        pipeline_state, _ = load_tile(
+                            kernel, params, inputs, storage, tile, pipeline_state, None
+                        )
                         claims.count_replay()
-                shared.replay.reset(cute.arch.lane_idx(), True)
+                storage.replay.reset(cute.arch.lane_idx(), True)
     claims.leave()
 
 
 @cute.jit
 def load_tile(
     kernel: Constexpr,
-    problem: Problem,
-    inputs: Inputs,
-    shared: Shared,
+    params: ForwardParams,
+    inputs: ForwardInputs,
+    storage: ForwardStorage,
     tile: QueryTile,
-    filled: PipelineState,
-    claims: Any,  # WorkClaims, or None where there is nothing to claim
+    pipeline_state: PipelineState,
+    claims: Any,  # WorkClaims, or None for a replay
 ) -> tuple[PipelineState, Int32]:
-    """One work tile; the pipelines' fillings after it, and what was ``claimed`` meanwhile."""
-    queries, keys, claimed = filled.queries, filled.keys, Int32(0)
-    _, state = kernel.begin(problem, tile)
+    """Load one work tile; returns the pipeline state after it and the pending claim."""
+    queries, keys, claimed = pipeline_state.queries, pipeline_state.keys, Int32(0)
+    _, state = kernel.begin(params, tile)
     blocks = kernel.key_blocks(tile, state)
     if blocks.begin < blocks.end:
-        claimed = load_blocks(kernel, inputs, shared, tile, blocks, filled, claims)
+        claimed = load_blocks(kernel, inputs, storage, tile, blocks, pipeline_state, claims)
         queries += 1
         keys += blocks.end - blocks.begin
     else:
         if cutlass.const_expr(claims is not None):
             claimed = claims.claim()
         if cutlass.const_expr(kernel.tile.share_qo_smem):
-            load_queries(kernel, inputs, shared, tile, queries)
+            load_queries(kernel, inputs, storage, tile, queries)
             queries += 1
     return PipelineState(queries, keys), claimed
 
 
 @cute.jit
 def loads_queries(kernel: Constexpr, blocks: BlockRange) -> Boolean | bool:
-    """Whether a work tile comes with a filling of Q's pipeline.
+    """Whether a work tile uses Q's pipeline: if it sees a key, or if O shares Q's memory.
 
-    One that sees no key has no use for Q. But where O takes over Q's memory, zeros go there, and the next Q must not be
-    there before they have left.
+    With ``share_qo_smem`` a tile that sees no key stores its zeros from there, and the next Q must wait for that.
     """
     return True if kernel.tile.share_qo_smem else blocks.begin < blocks.end
 
 
 @cute.jit
-def load_queries(kernel: Constexpr, inputs: Inputs, shared: Shared, tile: QueryTile, queries: Int32) -> None:
-    """Q of one work tile, for each warpgroup its own."""
+def load_queries(
+    kernel: Constexpr, inputs: ForwardInputs, storage: ForwardStorage, tile: QueryTile, queries: Int32
+) -> None:
+    """Load Q of one work tile, 64 rows for each warpgroup."""
     tiles = inputs.q.sequence(tile.info.offset_q + tile.row0, tile.head, tile.batch)
-    shared.pipeline_q.producer_acquire(queries)
+    storage.pipeline_q.producer_acquire(queries)
     for group in cutlass.range_constexpr(kernel.tile.warpgroups):
-        inputs.q.load_part(tiles, group, shared.s_q[None, None, group], shared.pipeline_q, queries)
+        inputs.q.load_part(tiles, group, storage.s_q[None, None, group], storage.pipeline_q, queries)
 
 
 @cute.jit
 def load_blocks(
     kernel: Constexpr,
-    inputs: Inputs,
-    shared: Shared,
+    inputs: ForwardInputs,
+    storage: ForwardStorage,
     tile: QueryTile,
     blocks: BlockRange,
-    filled: PipelineState,
-    claims: Any,  # WorkClaims, or None where there is nothing to claim
+    pipeline_state: PipelineState,
+    claims: Any,  # WorkClaims, or None for a replay
 ) -> Int32:
-    """Q and all key blocks: K[0], Q, then K[j] before V[j - 1], in the order in which they are waited for.
+    """Load Q and all key blocks in the order of the consumers' waits: K[0], Q, then K[j] before V[j - 1].
 
-    The result is what was ``claimed`` when the last loads were due.
+    Returns the pending claim, made ``CLAIM_AHEAD`` blocks before the end.
     """
-    info, last, keys = tile.info, blocks.end - 1, filled.keys
+    info, last, keys = tile.info, blocks.end - 1, pipeline_state.keys
     g_k = inputs.k.sequence(info.offset_k, tile.head_kv, tile.batch)
     g_v = inputs.v.sequence(info.offset_k, tile.head_kv, tile.batch)
-    pipeline_k, pipeline_v = shared.pipeline_k, shared.pipeline_v
+    pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
     count, claimed = blocks.end - blocks.begin, Int32(0)
     pipeline_k.producer_acquire(keys)
-    inputs.k.load(g_k, last, shared.s_k, pipeline_k, keys)
-    load_queries(kernel, inputs, shared, tile, filled.queries)
+    inputs.k.load(g_k, last, storage.s_k, pipeline_k, keys)
+    load_queries(kernel, inputs, storage, tile, pipeline_state.queries)
     claim_at = cutlass.max(count - CLAIM_AHEAD, 1)
     for i in cutlass.range(1, count, unroll=1):
         if cutlass.const_expr(claims is not None):
             if i == claim_at:
                 claimed = claims.claim()
         pipeline_k.producer_acquire(keys + i)
-        inputs.k.load(g_k, last - i, shared.s_k, pipeline_k, keys + i)
+        inputs.k.load(g_k, last - i, storage.s_k, pipeline_k, keys + i)
         pipeline_v.producer_acquire(keys + i - 1)
-        inputs.v.load(g_v, last - i + 1, shared.s_v, pipeline_v, keys + i - 1)
+        inputs.v.load(g_v, last - i + 1, storage.s_v, pipeline_v, keys + i - 1)
     if cutlass.const_expr(claims is not None):
         if count == 1:
             claimed = claims.claim()
     end = keys + last - blocks.begin
     pipeline_v.producer_acquire(end)
-    inputs.v.load(g_v, blocks.begin, shared.s_v, pipeline_v, end)
+    inputs.v.load(g_v, blocks.begin, storage.s_v, pipeline_v, end)
     return claimed
 
 
 @cute.jit
-def load_all_bias(kernel: Constexpr, problem: Problem, inputs: Inputs, shared: Shared, group: Int32) -> None:
-    """By a warp of its own: the bias of every work tile, for one warpgroup."""
+def load_all_bias(
+    kernel: Constexpr, params: ForwardParams, inputs: ForwardInputs, storage: ForwardStorage, group: Int32
+) -> None:
+    """Load the bias of every work tile for one warpgroup; run by a warp of its own."""
     keys, n, more = Int32(0), Int32(0), Boolean(True)
     while more:
-        note = shared.work.take(n)
+        item = storage.work.take(n)
         n += 1
-        while note.index >= 0:
-            tile = problem.order.of(note.row0, note.head, note.batch, problem.seqlens)
-            keys += load_bias(kernel, problem, inputs, shared, tile, group, keys)
-            note = shared.work.take(n)
+        while item.index >= 0:
+            tile = params.order.of(item.row0, item.head, item.batch, params.seqlens)
+            keys += load_bias(kernel, params, inputs, storage, tile, group, keys)
+            item = storage.work.take(n)
             n += 1
         if cutlass.const_expr(kernel.tile.speculative):
-            shared.replay.meet()
-            if shared.replay.any():
+            storage.replay.meet()
+            if storage.replay.any():
                 for slot in cutlass.range(Replay.SECTION, unroll=1):
-                    if shared.replay.failed(slot):
-                        tile = problem.order.tile(shared.replay.index(slot), problem.seqlens)
-                        keys += load_bias(kernel, problem, inputs, shared, tile, group, keys)
-                shared.replay.reset(cute.arch.lane_idx(), False)
-        more = note.index == WorkItem.SECTION_END
+                    if storage.replay.failed(slot):
+                        tile = params.order.tile(storage.replay.index(slot), params.seqlens)
+                        keys += load_bias(kernel, params, inputs, storage, tile, group, keys)
+                storage.replay.reset(cute.arch.lane_idx(), False)
+        more = item.index == WorkItem.SECTION_END
 
 
 @cute.jit
 def load_bias(
     kernel: Constexpr,
-    problem: Problem,
-    inputs: Inputs,
-    shared: Shared,
+    params: ForwardParams,
+    inputs: ForwardInputs,
+    storage: ForwardStorage,
     tile: QueryTile,
     group: Int32,
     keys: Int32,
 ) -> Int32:
-    """The bias of one work tile for one warpgroup; the result is how many key blocks there were."""
-    _, state = kernel.begin(problem, tile)
+    """Load one work tile's bias for one warpgroup; returns its number of key blocks."""
+    _, state = kernel.begin(params, tile)
     blocks: Any = kernel.key_blocks(tile, state)
     count = blocks.end - blocks.begin
     tiles = rows_of(inputs.bias, tile.row0 + group * ROWS, tile.head, tile.batch, kernel.tile.tile_n)
     for i in cutlass.range(count, unroll=1):
-        shared.bias.load(tiles, inputs.bias, blocks.end - 1 - i, group, keys + i)
+        storage.bias.load(tiles, inputs.bias, blocks.end - 1 - i, group, keys + i)
     return count
