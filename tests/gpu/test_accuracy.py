@@ -1,0 +1,327 @@
+"""Accuracy on the card against PyTorch's own kernels: the ratio of root mean square errors of outputs and gradients.
+
+Errors are against float64. Of few elements errors of equal kernels differ by chance, so that short sequences come in
+large batches, and what chance may still do is added to the limit (:func:`chance`). At the end the ratios are printed.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import attention, reference, registry
+from cute_attn.backward import kernels_of
+from cute_attn.epilogues.inputs import ScoreInputs
+from tests.gpu.archs import runnable_archs
+from tests.problem import DTYPES, Case
+
+ARCHS = runnable_archs("backward")
+LIMIT = 1.25
+"""What our error may be of theirs."""
+MIN_ROWS = 16384
+"""Rows of queries, and of keys, of a comparison."""
+NHEADS = 4
+OUTPUTS = ("out", "dq", "dk", "dv", "dbias")
+
+
+# ---- what is compared ----
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison: the case, and how q, k and v are distributed.
+
+    ``visible``: to how many keys of each row the bias, if any, leaves a way.
+    """
+
+    case: Case
+    inputs: str = "normal"
+    visible: int = 0
+
+    def __str__(self) -> str:
+        case = self.case
+        words = [f"{case.dtype} d{case.head_dim} s{case.seqlen_q} {self.inputs}"]
+        words += ["causal"] if case.causal else []
+        words += ["dropout"] if case.dropout_p else []
+        words += [f"bias with {self.visible} keys a row"] if case.bias else []
+        return " ".join(words)
+
+
+def case_of(dtype: str, head_dim: int, seqlen: int, **options: Any) -> Case:
+    """With as many batches as make ``MIN_ROWS`` rows, two at least."""
+    batch = max(2, MIN_ROWS // (NHEADS * seqlen))
+    sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "nheads": NHEADS, "nheads_kv": NHEADS}
+    return Case("", dtype=dtype, head_dim=head_dim, **sizes, **options)
+
+
+def draw(kind: str, shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> Tensor:
+    """Random numbers: of mean 0 and deviation 1, in [0, 1), around 3, or with one in fifty ten times as large."""
+    options: dict[str, Any] = {"device": generator.device, "generator": generator}
+    if kind == "uniform":
+        x = torch.rand(shape, **options)
+    else:
+        x = torch.randn(shape, **options)
+        if kind == "large-mean":
+            x += 3.0
+        if kind == "heavy-tailed":
+            x *= torch.where(torch.rand(shape, **options) < 0.02, 10.0, 1.0)
+    return x.to(DTYPES[dtype])
+
+
+INPUTS = ("normal", "uniform", "large-mean", "heavy-tailed")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A setting's tensors, what they give by definition, and a peer's error of each result, row by row.
+
+    Attributes:
+        tensors: q, k, v and perhaps the bias.
+        grad: the gradient of the output.
+        rng_state: what the peer drew its dropout mask from, or None.
+        exact: by name, in float64.
+        peer: squared errors, see :func:`squared_errors`.
+    """
+
+    tensors: list[Tensor]
+    grad: Tensor
+    rng_state: Tensor | None
+    exact: dict[str, Tensor]
+    peer: dict[str, Tensor]
+
+
+# One after the other each arch asks for all settings of a dtype and a head dim.
+@functools.lru_cache(maxsize=64)
+def compared(setting: Setting, device: str = "cuda") -> Comparison:
+    """By FlashAttention-2, or where there is a bias, by the memory-efficient attention."""
+    case = setting.case
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (case.batch, case.seqlen_q, NHEADS, case.head_dim)
+    tensors = [draw(setting.inputs, shape, case.dtype, generator) for _ in range(3)]
+    tensors += [hiding_bias(setting, generator)] if case.bias else []
+    grad = draw("normal", shape, case.dtype, generator)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, rng_state = (mem_efficient if case.bias else flash)(leaves, case)
+    peer = with_gradients(out, leaves, grad)
+    leaves = [x.double().requires_grad_() for x in tensors]
+    exact = with_gradients(by_definition(leaves, case, rng_state), leaves, grad.double())
+    errors = {name: squared_errors(peer[name], exact[name]) for name in exact}
+    return Comparison(tensors, grad, rng_state, exact, errors)
+
+
+def hiding_bias(setting: Setting, generator: torch.Generator) -> Tensor:
+    """-inf but for ``visible`` keys of each row, where it is random."""
+    case = setting.case
+    shape = (case.batch, NHEADS, case.seqlen_q, case.seqlen_k)
+    order = torch.rand(shape, device=generator.device, generator=generator).argsort(-1)
+    return draw("normal", shape, case.bias, generator).masked_fill(order >= setting.visible, -math.inf)
+
+
+def with_gradients(out: Tensor, leaves: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """out, dq, dk, dv and perhaps dbias, by name; of leaves that require a gradient."""
+    wanted = [x for x in leaves if x.requires_grad]
+    grads = torch.autograd.grad(out, wanted, grad)
+    return dict(zip(OUTPUTS, (out.detach(), *grads), strict=False))
+
+
+def flash(leaves: list[Tensor], case: Case) -> tuple[Tensor, Tensor | None]:
+    """FlashAttention-2's output, and the state of its dropout."""
+    torch.manual_seed(1)
+    out, _, state, *_ = torch.ops.aten._flash_attention_forward(
+        *leaves, None, None, case.seqlen_q, case.seqlen_k, case.dropout_p, bool(case.causal), False
+    )
+    return out, state.view(torch.int64).cuda() if case.dropout_p else None
+
+
+def mem_efficient(leaves: list[Tensor], case: Case) -> tuple[Tensor, None]:
+    """The memory-efficient attention's output, without dropout."""
+    out, *_ = torch.ops.aten._efficient_attention_forward(*leaves, None, None, None, None, 0.0, 0, True)
+    return out, None
+
+
+def by_definition(leaves: list[Tensor], case: Case, rng_state: Tensor | None) -> Tensor:
+    """The output in the leaves' own precision."""
+    features = reference.Features("causal" if case.causal else "", "flash" if case.dropout_p else "")
+    inputs = ScoreInputs(bias=leaves[3] if case.bias else None, dropout_p=case.dropout_p, rng_state=rng_state)
+    scale = case.head_dim**-0.5
+    return reference.attention(*leaves[:3], scale, features, inputs, compute_dtype=leaves[0].dtype)[0]
+
+
+def ours(x: Comparison, case: Case, arch: str, bias_grad: bool) -> dict[str, Tensor]:
+    """This package's results by name."""
+    leaves = [tensor.clone().requires_grad_(i < 3 or bias_grad) for i, tensor in enumerate(x.tensors)]
+    options: dict[str, Any] = {"causal": case.causal, "dropout_p": case.dropout_p, "rng_state": x.rng_state}
+    out = attention(*leaves[:3], bias=leaves[3] if case.bias else None, kernel=arch, **options)
+    return with_gradients(out, leaves, x.grad)
+
+
+# ---- ratios ----
+
+
+def squared_errors(actual: Tensor, exact: Tensor) -> Tensor:
+    """Of each row, (rows,): a row's elements share the rounding of what they are sums of, those of two rows do not."""
+    return (actual.double() - exact).square().sum(-1).flatten()
+
+
+def chance(*errors: Tensor) -> float:
+    """By how much a ratio of root mean squares of independent rows' errors may differ from that of their means.
+
+    The sum of squares s_i of rows has a variance of at most sum s_i^2, relative to its square that is v. Half of it is
+    the logarithm's of the root; three standard deviations of the difference of two of them.
+    """
+    relative = sum(float(x.square().sum() / x.sum().square()) for x in errors if x.any())
+    return math.exp(3 * 0.5 * math.sqrt(relative))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Our root mean square error of an output, theirs, and by what chance may change their ratio."""
+
+    arch: str
+    setting: Setting
+    output: str
+    ours: float
+    theirs: float
+    chance: float
+    floor: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.ours / self.theirs if self.theirs else math.inf if self.ours else 1.0
+
+    @property
+    def fails(self) -> bool:
+        """Written so that a NaN fails."""
+        return not self.ours <= LIMIT * self.chance * self.theirs + self.floor
+
+    def __str__(self) -> str:
+        return (
+            f"{self.arch} {self.setting}: {self.output} has error {self.ours:.3e}, {self.value:.2f} of their "
+            f"{self.theirs:.3e}, where chance may make {self.chance:.2f}"
+        )
+
+
+def ratios(setting: Setting, arch: str, bias_grad: bool = False, floor: float = 0.0) -> Iterator[Ratio]:
+    """Of all outputs."""
+    x = compared(setting)
+    for name, result in ours(x, setting.case, arch, bias_grad).items():
+        own, theirs = squared_errors(result, x.exact[name]), x.peer[name]
+        rms = [float(errors.sum() / result.numel()) ** 0.5 for errors in (own, theirs)]
+        yield Ratio(arch, setting, name, *rms, chance(own, theirs), floor)
+
+
+def check_all(found: list[Ratio]) -> None:
+    failed = sorted((ratio for ratio in found if ratio.fails), key=lambda ratio: -ratio.value)
+    assert not failed, f"{len(failed)} of {len(found)} ratios are too large:\n" + "\n".join(
+        map(str, failed[:20])
+    )
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Collects ratios, and prints them when all tests are done."""
+    found: list[Ratio] = []
+    yield found
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    for line in lines(found):
+        reporter.write_line(line) if reporter else print(line)
+
+
+def lines(found: list[Ratio]) -> Iterator[str]:
+    """A line for each arch, dtype and kind of inputs: median and largest ratio of each output, and the worst of all."""
+    yield "\nrms error over FlashAttention-2's, with a bias over mem-efficient's: median, worst"
+
+    def group(ratio: Ratio) -> tuple[str, str, str]:
+        case = ratio.setting.case
+        kind = f"bias, {ratio.setting.visible} keys a row" if case.bias else ratio.setting.inputs
+        return ratio.arch, case.dtype, kind + (", dropout" if case.dropout_p else "")
+
+    for key, members in itertools.groupby(sorted(found, key=group), group):
+        some = list(members)
+        cells = []
+        for name in OUTPUTS:
+            values = [ratio.value for ratio in some if ratio.output == name]
+            cells += [f"{name} {statistics.median(values):.2f} {max(values):.2f}"] if values else []
+        yield f"{' '.join(key):42} {'   '.join(cells)}"
+        yield f"{'':42} {max(some, key=lambda ratio: ratio.value)}"
+
+
+# ---- against FlashAttention-2 ----
+
+SEQLENS = (4, 100, 1024)
+PLAIN = [(causal, dropout_p) for causal in (False, True) for dropout_p in (0.0, 0.48)]
+
+
+def plain_cases(dtype: str, head_dim: int) -> list[Case]:
+    return [
+        case_of(dtype, head_dim, seqlen, causal=causal, dropout_p=p)
+        for seqlen in SEQLENS
+        for causal, p in PLAIN
+    ]
+
+
+# The arch varies fastest, so that what both are compared with is computed once.
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "arch"),
+    [(dtype, d, arch) for dtype in ("fp16", "bf16") for d in (16, 32, 64, 128, 256) for arch in ARCHS],
+)
+def test_errors_are_those_of_flash_attention_2(dtype, head_dim, arch, table):
+    settings = [Setting(case, inputs) for case in plain_cases(dtype, head_dim) for inputs in INPUTS]
+    found = [ratio for setting in settings for ratio in ratios(setting, arch)]
+    table += found
+    check_all(found)
+
+
+# ---- against the memory-efficient attention, where rows see few keys ----
+
+FLOOR = 1e-6
+"""What float32 leaves of dP - D, divided by the square root of a head dim, where they are equal: a row of one key."""
+BIASED = ((32, 200), (64, 200), (64, 1024), (128, 200), (128, 1024), (256, 200))
+"""Head dims and seqlens. The latter are multiples of 8, which is what a bias that comes by TMA needs."""
+
+
+def biased_case(dtype: str, head_dim: int, seqlen: int) -> Case:
+    return case_of(dtype, head_dim, seqlen, bias=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "seqlen", "bias_grad", "arch"),
+    [
+        (dtype, *shape, bias_grad, arch)
+        for dtype in ("fp16", "bf16")
+        for shape in BIASED
+        for bias_grad in (False, True)
+        for arch in ARCHS
+    ],
+)
+def test_rows_of_few_keys_are_those_of_mem_efficient(dtype, head_dim, seqlen, bias_grad, arch, table):
+    """A row of one key has no gradient but for rounding, which is not to be made larger by that of P."""
+    case = biased_case(dtype, head_dim, seqlen)
+    settings = [Setting(case, inputs, n) for n in (1, 2, 5) for inputs in ("normal", "large-mean")]
+    found = [ratio for setting in settings for ratio in ratios(setting, arch, bias_grad, FLOOR)]
+    # Where there is no gradient but for rounding, a ratio says nothing.
+    table += [ratio for ratio in found if ratio.setting.visible > 1 or ratio.output in ("out", "dv")]
+    check_all(found)
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple]:
+    """(traits, tile, target) of all that a test launches, for ``conftest.py`` to build beforehand."""
+    dtype, head_dim, arch = (params[name] for name in ("dtype", "head_dim", "arch"))
+    bias_grad = params.get("bias_grad", False)
+    cases = (
+        [biased_case(dtype, head_dim, params["seqlen"])]
+        if "seqlen" in params
+        else plain_cases(dtype, head_dim)
+    )
+    for case in cases:
+        forward = registry.lookup(case.traits(arch), None, target)
+        yield forward.traits, forward.for_lengths(*case.longest, case.group).tile, target
+        backward = registry.lookup(replace(case.traits(arch, "backward"), bias_grad=bias_grad), None, target)
+        yield from ((traits, tile, target) for traits, tile in kernels_of(backward))
