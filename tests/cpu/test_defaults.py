@@ -20,10 +20,13 @@ SASS = {
 }
 
 
+COVER = cover(every())
+
+
 def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--every-default", default=False)
-        metafunc.parametrize("default", every() if whole else cover(every()), ids=str)
+        metafunc.parametrize("default", every() if whole else COVER, ids=str)
 
 
 def build(default: Default):
@@ -42,7 +45,7 @@ def test_default_builds_without_spills(default):
 
 
 # ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled.
-KINDS = {(default.traits.op, default.traits.arch, default.target): default for default in cover(every())}
+KINDS = {(default.traits.op, default.traits.arch, default.target): default for default in COVER}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
