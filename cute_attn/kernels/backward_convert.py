@@ -1,13 +1,13 @@
-"""The backward's last launch: dQ in 16 bits out of the fp32 accumulators. Runs on every target.
+"""The backward's last launch: dQ in 16 bits from the fp32 accumulators. Runs on every target.
 
     dQ = rp * softmax_scale * (sum of the accumulators, first to last)        rp = 1 / (1 - dropout_p)
 
-A block takes one query block of one head, with as many threads as multiply in the main kernel and its MMA: thread t
-reads what thread t of the main kernel's blocks added up, turns it to 16 bits and brings it to rows in shared memory,
-from where rows go out 16 bytes at a time.
+A CTA converts one query block of one head, with the main kernel's MMA and as many threads as its consumers: thread t
+loads the fragments that thread t of the main kernel's CTAs added, sums them, converts them to 16 bits and stores them
+to shared memory, from where rows are stored 16 bytes at a time.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte aligned with a contiguous last dimension,
-otherwise of any strides. The tile is the main kernel's: what is read of it stands in ``cute_attn.outputs.dq_order``.
+otherwise of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the fields that matter.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ class BackwardConvert:
         if traits.op != "backward_convert":
             return f"it computes backward_convert, not {traits.op}"
         if traits != traits.part(traits.op):
-            return f"it knows nothing of scores; accepted: {traits.part(traits.op)}"
+            return f"it uses no score features; accepted: {traits.part(traits.op)}"
         return None
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
-        """The tile to take beside a main kernel's: the same, but for what does not concern dQ's order in memory."""
+        """The tile for a main kernel's tile: the same, without what does not affect dQ's order in memory."""
         return tile.for_convert()
 
     def fake_args(self) -> tuple:
@@ -70,7 +70,7 @@ class BackwardConvert:
     def smem_layout(self) -> cute.ComposedLayout:
         """(tile_m, padded head_dim) of dQ in shared memory.
 
-        On sm90 each warpgroup along head_dim has a part of its own: its columns need not be whole atoms of the whole.
+        On sm90 each warpgroup along head_dim has its own part, since its columns may end within a swizzle atom.
         """
         parts = self.tile.dq_warps_n if self.traits.arch == "sm90" else 1
         cols = padded(self.traits.head_dim) // parts
@@ -82,7 +82,7 @@ class BackwardConvert:
         return dq.mma_dq(self.traits, self.tile)
 
     def store_copy(self, tiled_mma: cute.TiledMma) -> cute.TiledCopy:
-        """Accumulator to shared memory; a transposed one, of sm90 alone, is transposed on the way."""
+        """Accumulator to shared memory; transposes a transposed accumulator (sm90 only)."""
         if self.tile.dq_transposed:
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
             return cute.make_tiled_copy_C(atom, tiled_mma)
@@ -101,7 +101,7 @@ class BackwardConvert:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
 
-        Writes the rows of dQ that are some sequence's: those that seqused_q leaves out are 0.
+        Writes all rows of dQ that belong to a sequence; rows beyond seqused_q become 0.
         """
         tile = self.tile
         nheads = mDQ.shape[1] if self.traits.varlen else mDQ.shape[2]
@@ -124,36 +124,42 @@ class BackwardConvert:
         thread, _, _ = cute.arch.thread_idx()
         if cutlass.const_expr(self.follows_early):
             cute.arch.griddepcontrol_wait()  # for the main kernel
-        place = grid.tile(seqlens, tile.tile_m)
-        exist = existing_rows(seqlens.cu_seqlens_q, mDQ, place.batch) - place.row0
+        query_tile = grid.tile(seqlens, tile.tile_m)
+        exist = existing_rows(seqlens.cu_seqlens_q, mDQ, query_tile.batch) - query_tile.row0
         if exist > 0:
             rows = 2 * tile.tile_m * padded(traits.head_dim)
             base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
             s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
-            used = place.info.seqlen_q - place.row0
+            used = query_tile.info.seqlen_q - query_tile.row0
             if used > 0:
-                row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m) + place.row0
-                acc = self.load(mDQaccum, place, row0, thread)
+                row0 = padded_row0(seqlens, query_tile.info, query_tile.batch, tile.tile_m) + query_tile.row0
+                acc = self.load(mDQaccum, query_tile, row0, thread)
                 self.to_shared(acc, s_dq, scale, thread)
             cute.arch.barrier()
-            rows_dq = sequence(mDQ, place.batch, place.head, place.info.offset_q, traits.varlen)
-            self.store_rows(s_dq, rows_dq, place.row0, used, exist, thread)
+            rows_dq = sequence(
+                mDQ, query_tile.batch, query_tile.head, query_tile.info.offset_q, traits.varlen
+            )
+            self.store_rows(s_dq, rows_dq, query_tile.row0, used, exist, thread)
 
     @cute.jit
-    def load(self, mDQaccum: cute.Tensor, place: QueryTile, row0: Int32, thread: Int32) -> cute.Tensor:
-        """The sum of all accumulators' fragments of this thread, in their order."""
+    def load(self, mDQaccum: cute.Tensor, query_tile: QueryTile, row0: Int32, thread: Int32) -> cute.Tensor:
+        """The sum of this thread's fragments of all accumulators, first to last."""
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
-        first = dq.accumulator_rows(mDQaccum, 0, place.batch, place.head, row0, width, traits.varlen)
+        first = dq.accumulator_rows(
+            mDQaccum, 0, query_tile.batch, query_tile.head, row0, width, traits.varlen
+        )
         load_fragment(acc, first.iterator, thread, tile.dq_vector)
         for i in cutlass.range(1, mDQaccum.shape[0], unroll=1):
-            other = dq.accumulator_rows(mDQaccum, i, place.batch, place.head, row0, width, traits.varlen)
+            other = dq.accumulator_rows(
+                mDQaccum, i, query_tile.batch, query_tile.head, row0, width, traits.varlen
+            )
             load_fragment(acc, other.iterator, thread, tile.dq_vector, more=True)
         return acc
 
     @cute.jit
     def to_shared(self, acc: cute.Tensor, s_dq: cute.Tensor, scale: Float32, thread: Int32) -> None:
-        """acc * scale in 16 bits to rows of queries."""
+        """Write acc * scale in 16 bits to ``s_dq``, (tile_m, padded head_dim)."""
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)
         fragment.store((acc.load() * scale).to(self.dtype))
         store = self.store_copy(self.tiled_mma())
@@ -171,9 +177,9 @@ class BackwardConvert:
         exist: Int32,
         thread: Int32,
     ) -> None:
-        """From ``row0`` on ``used`` rows, and zeros up to ``exist`` ones, or as many of them as a block has.
+        """Store ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m in all.
 
-        In vectors of 16 bytes: neighbours go to neighbours.
+        Adjacent threads store adjacent vectors of 16 bytes.
         """
         tile: Constexpr = self.tile
         per_row: Constexpr = self.traits.head_dim // 8
@@ -188,5 +194,5 @@ class BackwardConvert:
                 if cutlass.const_expr(self.traits.seqused_q):
                     if row >= used:
                         vector.fill(0.0)
-                place = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=8)
-                cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(8)))
+                target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=8)
+                cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(8)))

@@ -1,16 +1,16 @@
-"""The backward's first launch: what it needs of every query row, and an accumulator of zeros. Runs on every target.
+"""The backward's first launch: LSE and D of every query row, and zeroed accumulators. Runs on every target.
 
     minus_d[i] = (dLSE[i] - sum_j dO[i, j] * O[i, j]) / rp  rp = 1 / (1 - dropout_p)
     lse_log2[i] = LSE[i] * log2(e)                          so that P = exp2(score * log2(e) - lse_log2)
-    dQ accumulators = 0, the main kernel's count of key blocks = 0;  of packed dQ, dK and dV, rows of no sequence = 0
+    dQ accumulators = 0, the main kernel's claim counter = 0;  varlen dQ, dK and dV: rows out of bounds = 0
 
-A block takes some rows of one head. A few neighbouring threads share a row: each multiplies vectors of 16 bytes of dO
-and O, shuffles add up, and shared memory brings a row's sum to the thread that writes its two numbers. The kernel does
-little but move bytes: as many loads as a thread has registers for are on their way at once.
+A CTA computes some rows of one head. A few adjacent threads share a row: each multiplies 16-byte vectors of dO and O,
+shuffles add the products, and the row's sum goes through shared memory to the thread that writes both statistics. The
+kernel is bound by memory bandwidth: each thread has as many loads in flight as its registers allow.
 
-Rows that saw no key have an LSE of -inf here, +inf in PyTorch's kernels. They, and the rows that pad a sequence to
-whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: whatever the score, P and its gradient are 0. D comes
-negative because sums of products may start from that number.
+A row that saw no key has an LSE of -inf here, +inf in PyTorch's kernels. Such rows, and those that pad a sequence to
+whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: P and its gradient are 0 whatever the score. D is
+negated because the accumulator of dP may start from it.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dO and O 16-byte aligned with a contiguous last
 dimension, otherwise of any strides; dLSE of any strides.
@@ -33,31 +33,31 @@ from cute_attn.traits import Traits
 
 @dataclass(frozen=True)
 class RowGrid:
-    """A grid of (heads x blocks of rows x batch) in one dimension; heads, which are neighbours in memory, fastest."""
+    """A one-dimensional grid of (batch, blocks of rows, heads); heads, which are adjacent in memory, run fastest."""
 
     nheads: cute.FastDivmodDivisorV2
     blocks: cute.FastDivmodDivisorV2
 
     @staticmethod
     def make(nheads: Int32, blocks: Int32) -> "RowGrid":
-        """On the host. A grid of nothing may have divisors of 0, which are not launched."""
+        """On the host. Divisors of an empty grid, which is not launched, are 1 instead of 0."""
         return RowGrid(*(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (nheads, blocks)))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a block works on."""
+    """The query rows of a CTA."""
 
     row0: Int32
     head: Int32
     batch: Int32
     info: SeqlenInfo
-    padded0: Int32  # the row of the workspace that row0 is
+    padded0: Int32  # row0's row in the workspace
 
     @staticmethod
     @cute.jit
     def read(seqlens: Seqlens, grid: RowGrid, rows: Constexpr, tile_m: Constexpr) -> "Rows":
-        """Of the running block."""
+        """Those of the running CTA."""
         plane, head = divmod(cute.arch.block_idx()[0], grid.nheads)
         batch, block = divmod(plane, grid.blocks)
         batch, head, block = (cute.arch.make_warp_uniform(x) for x in (batch, head, block))
@@ -66,12 +66,12 @@ class Rows:
     @staticmethod
     @cute.jit
     def at(seqlens: Seqlens, batch: Int32, head: Int32, row0: Int32, tile_m: Constexpr) -> "Rows":
-        """From ``row0`` of a sequence on."""
+        """Those from ``row0`` of a sequence on."""
         info = SeqlenInfo.read(seqlens, batch)
         return Rows(row0, head, batch, info, padded_row0(seqlens, info, batch, tile_m) + row0)
 
     def existing(self, row: Int32) -> Int32:
-        """``row`` of the block as a row of the sequence, or the sequence's last one instead of one that is none."""
+        """The sequence's row of ``row`` in the block, at most its last one."""
         return cutlass.min(self.row0 + row, self.info.seqlen_q - 1)
 
 
@@ -90,12 +90,12 @@ class BackwardPreprocess:
         if traits.op != "backward_preprocess":
             return f"it computes backward_preprocess, not {traits.op}"
         if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
-            return f"it knows nothing of scores; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
+            return f"it uses no score features; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
         return None
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:
-        """The tile to take beside a main kernel's."""
+        """The tile for a main kernel's tile."""
         return BackwardPreprocessTile.of(traits, tile.tile_m)
 
     def fake_args(self) -> tuple:
@@ -122,9 +122,8 @@ class BackwardPreprocess:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; keep_prob: 1 - dropout_p.
 
-        Of each sequence all rows up to a whole block of tile_m are written, and of its dq accumulators as many; what
-        lies between packed sequences beyond those is not touched. Of packed gradients all rows are written that lie
-        before the first sequence or behind the last.
+        Writes each sequence's rows of the statistics and of the accumulators up to whole blocks of tile_m, nothing
+        between them, and zeros to the rows of varlen gradients before the first and after the last sequence.
         """
         tile = self.tile
         nheads = mO.shape[1] if self.traits.varlen else mO.shape[2]
@@ -155,10 +154,10 @@ class BackwardPreprocess:
     ) -> None:
         tile = self.tile
         if cutlass.const_expr(self.traits.arch == "sm90"):
-            cute.arch.griddepcontrol_launch_dependents()  # the main kernel, which waits for all of this one
+            cute.arch.griddepcontrol_launch_dependents()  # the main kernel waits for this grid's end
         thread, _, _ = cute.arch.thread_idx()
-        place = Rows.read(seqlens, grid, tile.rows, tile.tile_m)
-        if place.row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
+        query_rows = Rows.read(seqlens, grid, tile.rows, tile.tile_m)
+        if query_rows.row0 < cute.round_up(query_rows.info.seqlen_q, tile.tile_m):
             sums = cute.make_tensor(
                 cute.recast_ptr(
                     memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16), dtype=Float32
@@ -167,19 +166,23 @@ class BackwardPreprocess:
             )
             lse, dlse = Float32(0.0), Float32(0.0)
             if thread < tile.rows:
-                lse = self.load_number(mLSE, place, thread)
+                lse = self.load_number(mLSE, query_rows, thread)
                 if cutlass.const_expr(mDLSE is not None):
-                    dlse = self.load_number(mDLSE, place, thread)
-            do = self.load_rows(mDO, place, thread)
-            o = self.load_rows(mO, place, thread)
+                    dlse = self.load_number(mDLSE, query_rows, thread)
+            do = self.load_rows(mDO, query_rows, thread)
+            o = self.load_rows(mO, query_rows, thread)
             self.sum_rows(do, o, sums, thread)
-            self.clear_accumulators(mDQaccum, place, thread)
+            self.zero_accumulators(mDQaccum, query_rows, thread)
             cute.arch.barrier()
             if thread < tile.rows:
-                packed = self.traits.varlen
-                lse_log2 = workspace_rows(mLSElog2, place.batch, place.head, place.padded0, 1, packed)
-                minus_d = workspace_rows(mMinusD, place.batch, place.head, place.padded0, 1, packed)
-                exists = place.row0 + thread < place.info.seqlen_q
+                varlen = self.traits.varlen
+                lse_log2 = workspace_rows(
+                    mLSElog2, query_rows.batch, query_rows.head, query_rows.padded0, 1, varlen
+                )
+                minus_d = workspace_rows(
+                    mMinusD, query_rows.batch, query_rows.head, query_rows.padded0, 1, varlen
+                )
+                exists = query_rows.row0 + thread < query_rows.info.seqlen_q
                 lse_log2[thread], minus_d[thread] = self.statistics(
                     exists, sums[thread], lse, dlse, keep_prob
                 )
@@ -189,21 +192,21 @@ class BackwardPreprocess:
             block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
             cu_seqlens = (seqlens.cu_seqlens_q, seqlens.cu_seqlens_k, seqlens.cu_seqlens_k)
             for gradient, ends in zip(gradients, cu_seqlens, strict=True):  # type: ignore[arg-type]
-                self.clear_foreign_rows(gradient, ends, block, blocks, thread)
+                self.zero_out_of_bounds_rows(gradient, ends, block, blocks, thread)
 
     @cute.jit
-    def load_rows(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> cute.Tensor:
+    def load_rows(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> cute.Tensor:
         """This thread's part of the block's rows of dO or O, (8, vectors, passes).
 
-        Rows and columns that do not exist are read as others that do, which takes no branch, and are left out later.
+        Out-of-bounds coordinates are clamped, which takes no branch; their values are left out of the sums.
         """
         tile, traits = self.tile, self.traits
         per_row = tile.threads_per_row(traits)
-        rows = sequence(tensor, place.batch, place.head, place.info.offset_q, traits.varlen)
+        rows = sequence(tensor, query_rows.batch, query_rows.head, query_rows.info.offset_q, traits.varlen)
         shape = (8, tile.vectors(traits), tile.passes(traits))
         values = cute.make_rmem_tensor(cute.make_layout(shape), tensor.element_type)
         for i in cutlass.range_constexpr(tile.passes(traits)):
-            row = place.existing(thread // per_row + i * tile.rows_at_once(traits))
+            row = query_rows.existing(thread // per_row + i * tile.rows_at_once(traits))
             first = rows.iterator + cute.assume(Int64(row) * rows.stride[0], divby=8)
             for j in cutlass.range_constexpr(tile.vectors(traits)):
                 col = cutlass.min((thread % per_row + j * per_row) * 8, traits.head_dim_v - 8)
@@ -212,25 +215,33 @@ class BackwardPreprocess:
         return values
 
     @cute.jit
-    def load_number(self, tensor: cute.Tensor, place: Rows, thread: Int32) -> Float32:
-        """The thread's own row of LSE or dLSE, (batch, nheads, seqlen_q) or packed (nheads, total_q)."""
+    def load_number(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> Float32:
+        """LSE or dLSE of row ``thread``; ``tensor``: (batch, nheads, seqlen_q), or (nheads, total_q) with varlen."""
         if cutlass.const_expr(self.traits.varlen):
-            start = Int64(place.head) * tensor.stride[0] + Int64(place.info.offset_q) * tensor.stride[1]
+            start = (
+                Int64(query_rows.head) * tensor.stride[0] + Int64(query_rows.info.offset_q) * tensor.stride[1]
+            )
         else:
-            start = Int64(place.batch) * tensor.stride[0] + Int64(place.head) * tensor.stride[1]
-        start += Int64(place.existing(thread)) * tensor.stride[-1]
+            start = Int64(query_rows.batch) * tensor.stride[0] + Int64(query_rows.head) * tensor.stride[1]
+        start += Int64(query_rows.existing(thread)) * tensor.stride[-1]
         return cute.make_tensor(tensor.iterator + start, cute.make_layout(1))[0]
 
     @cute.jit
-    def clear_accumulators(self, mDQaccum: cute.Tensor, place: Rows, thread: Int32) -> None:
-        """Zeros to the block's rows of every accumulator, 16 bytes at a time."""
+    def zero_accumulators(self, mDQaccum: cute.Tensor, query_rows: Rows, thread: Int32) -> None:
+        """Zero the block's rows of every accumulator, 16 bytes at a time."""
         tile, width = self.tile, padded(self.traits.head_dim)
         zeros = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         zeros.fill(0.0)
         vectors: Constexpr = tile.rows * width // 4
         for accumulator in cutlass.range(mDQaccum.shape[0], unroll=1):
             rows = accumulator_rows(
-                mDQaccum, accumulator, place.batch, place.head, place.padded0, width, self.traits.varlen
+                mDQaccum,
+                accumulator,
+                query_rows.batch,
+                query_rows.head,
+                query_rows.padded0,
+                width,
+                self.traits.varlen,
             )
             for first in cutlass.range_constexpr(0, vectors, tile.num_threads):
                 target = rows.iterator + cute.assume((first + thread) * 4, divby=4)
@@ -243,10 +254,10 @@ class BackwardPreprocess:
                     cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
-    def clear_foreign_rows(
+    def zero_out_of_bounds_rows(
         self, gradient: cute.Tensor, cu_seqlens: cute.Tensor, block: Int32, blocks: Int32, thread: Int32
     ) -> None:
-        """Zeros to the rows of packed (rows, heads, head_dim) that no sequence owns; a block takes every blocks-th."""
+        """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` takes every blocks-th."""
         begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
         per_head = gradient.shape[2] // 8
         zeros = cute.make_rmem_tensor(cute.make_layout(8), gradient.element_type)
@@ -254,8 +265,8 @@ class BackwardPreprocess:
         for i in cutlass.range(block, gradient.shape[0] - (end - begin), blocks, unroll=1):
             row = i if i < begin else i + end - begin
             for j in cutlass.range(thread, gradient.shape[1] * per_head, self.tile.num_threads, unroll=1):
-                place = Int64(row) * gradient.stride[0] + Int64(j // per_head) * gradient.stride[1]
-                target = gradient.iterator + cute.assume(place + j % per_head * 8, divby=8)
+                start = Int64(row) * gradient.stride[0] + Int64(j // per_head) * gradient.stride[1]
+                target = gradient.iterator + cute.assume(start + j % per_head * 8, divby=8)
                 cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(8)))
 
     @cute.jit
@@ -272,7 +283,7 @@ class BackwardPreprocess:
 
     @cute.jit
     def part_of_row(self, do: cute.Tensor, o: cute.Tensor, i: Constexpr, thread: Int32) -> Float32:
-        """The sum of dO * O over the columns that this thread has of its row of pass i."""
+        """The sum of dO * O over this thread's columns of its row in pass i."""
         per_row, dv = self.tile.threads_per_row(self.traits), self.traits.head_dim_v
         total = Float32(0.0)
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):

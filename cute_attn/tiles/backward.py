@@ -90,7 +90,7 @@ class BackwardSm80Tile(WarpTile):
             *([] if self.v_in_regs else between),
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
-            ("parked", 80),
+            ("spilled", 80),
         ]
         for name, size in [("k", 2 * n * d), ("v", v)]:
             areas[name] = (end, end + size)

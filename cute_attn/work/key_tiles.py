@@ -27,7 +27,7 @@ class BackwardSchedule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeyBlocks:
+class KeyTiles:
     """One kv head's key blocks ``first``, ``first + num_splits``, ... of one batch."""
 
     first: Int32

@@ -38,14 +38,14 @@ ARCH = {"sm80": cute.GPUArch("sm_80"), "sm90": cute.GPUArch("sm_90a")}
 
 
 def on_cpu(tensor: torch.Tensor | None):
-    """As the kernels' fakes have it: any extents, last dimension contiguous, 16-byte strides where rows are read."""
+    """A dynamic layout as the kernels' fake arguments have it: last dimension contiguous, rows 16-byte aligned."""
     if tensor is None:
         return None
     given = from_dlpack(tensor, assumed_align=16 if tensor.dtype != torch.int32 else 4)
     return given.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
 
 
-# ---- where rows lie ----
+# ---- rows of the workspace ----
 
 
 @cute.jit
@@ -91,7 +91,7 @@ def compiled_sequences_of_blocks(tile: int):
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from((64, 80)), st.integers(0, 300), st.lists(st.integers(0, 300), min_size=1, max_size=12))
 def test_blocks_find_their_sequences(tile, first, lengths):
-    """Each sequence has a block for each of its rows, and blocks beyond belong to the sequence before."""
+    """Blocks beyond a sequence's last one belong to that sequence."""
     ends = torch.tensor([*itertools.accumulate(lengths, initial=first)], dtype=torch.int32)
     found = torch.full((int(ends[-1]) // tile + len(lengths),), -1, dtype=torch.int32)
     starts = torch.full((len(lengths),), -1, dtype=torch.int32)
@@ -104,7 +104,7 @@ def test_blocks_find_their_sequences(tile, first, lengths):
 
 # ---- the accumulator ----
 
-# The main kernels' ways to multiply: what a tile says about dQ, with the arch and the head dim.
+# The main kernels' MMAs of dQ: arch, head dim and the fields of a tile that shape its accumulator.
 ORDERS = {
     "sm80-warps-4x2": ("sm80", 128, BackwardSm80Tile(64, 128, 8, 2, 4, 4)),
     "sm80-warps-2x2": ("sm80", 40, BackwardSm80Tile(32, 32, 4, 2, 2, 2, dq_vector=4)),
@@ -120,7 +120,7 @@ ORDERS = {
 def add_and_load(
     memory: cute.Tensor, values: cute.Tensor, matrix: cute.Tensor, traits: Constexpr, tile: Constexpr
 ):
-    """Each thread adds its elements' numbers to memory, twice, and writes out what it then reads there."""
+    """Each thread adds its elements' linear indices to memory twice, then loads its fragment to ``out``."""
     mma = dq.mma_dq(traits, tile)
     shape = dq.accumulator_shape(traits, tile)
     acc = dq.make_accumulator(mma, traits, tile)
@@ -128,9 +128,9 @@ def add_and_load(
     coords = cute.make_identity_tensor(shape)
     for _ in cutlass.range(2, unroll=1):
         for thread in cutlass.range(tile.mma_threads, unroll=1):
-            place = mma.get_slice(thread).partition_C(coords)
+            position = mma.get_slice(thread).partition_C(coords)
             for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
+                acc[i] = Float32(position[i][0] * shape[1] + position[i][1])
             add_fragment(acc, memory.iterator, thread, tile.dq_vector)
             for i in cutlass.range_constexpr(cute.size(acc)):
                 values[thread, i] = 2 * flat[i]
@@ -143,7 +143,7 @@ def add_and_load(
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_fragments_lie_where_documented_and_come_back(name):
+def test_fragments_are_stored_as_documented_and_load_back(name):
     arch, head_dim, tile = ORDERS[name]
     traits = Traits("backward", arch, "fp16", head_dim)
     m, n = dq.accumulator_shape(traits, tile)
@@ -157,26 +157,26 @@ def test_fragments_lie_where_documented_and_come_back(name):
     assert torch.equal(memory.sort().values, 2 * elements)  # every element once
     thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
     vector = tile.dq_vector
-    place = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
-    assert torch.equal(memory[place], values)
+    position = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
+    assert torch.equal(memory[position], values)
     assert torch.equal(matrix.view(-1), 4 * elements)
 
 
 @cute.jit
 def add_and_stage(added: cute.Tensor, staged: cute.Tensor, traits: Constexpr, tile: Constexpr):
-    """Each thread adds its elements' numbers to one memory and stages them in another."""
+    """Each thread adds its elements' linear indices to ``added`` and stages them in ``staged``."""
     mma, shape = dq.mma_dq(traits, tile), dq.accumulator_shape(traits, tile)
     acc = dq.make_accumulator(mma, traits, tile)
     for thread in cutlass.range(tile.mma_threads, unroll=1):
-        place = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+        position = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
+            acc[i] = Float32(position[i][0] * shape[1] + position[i][1])
         add_fragment(acc, added.iterator, thread, tile.dq_vector)
         stage_fragment(acc, staged.iterator, thread, tile.dq_vector)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("sm90")])
-def test_what_is_staged_lies_as_what_is_added(name):
+def test_staged_and_added_fragments_have_the_same_layout(name):
     arch, head_dim, tile = ORDERS[name]
     traits = Traits("backward", arch, "fp16", head_dim)
     added, staged = (torch.zeros(dq.block_floats(traits, tile)) for _ in range(2))
@@ -187,7 +187,7 @@ def test_what_is_staged_lies_as_what_is_added(name):
     )
 
 
-def test_a_fragment_of_no_whole_vectors_is_refused():
+def test_a_fragment_of_a_fractional_number_of_vectors_is_refused():
     @cute.jit
     def broken(memory: cute.Tensor):
         add_fragment(cute.make_rmem_tensor(cute.make_layout(6), Float32), memory.iterator, Int32(0), 4)
@@ -215,32 +215,35 @@ def preprocess(
     keep_prob: Float32,
     kernel: Constexpr,
 ):
-    """Every block and thread of the kernel in turn; where lanes shuffle, they add up in memory."""
+    """Every CTA and thread of the kernel in turn; shared memory replaces the shuffles."""
     tile, traits = kernel.tile, kernel.traits
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
     for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
         batch, head = i // sizes[1], i % sizes[1]
         for row0 in cutlass.range(0, cute.round_up(seqlens.max_seqlen_q, tile.tile_m), tile.rows, unroll=1):
-            place = Rows.at(seqlens, batch, head, row0, tile.tile_m)
-            if row0 < cute.round_up(place.info.seqlen_q, tile.tile_m):
+            query_rows = Rows.at(seqlens, batch, head, row0, tile.tile_m)
+            if row0 < cute.round_up(query_rows.info.seqlen_q, tile.tile_m):
                 for row in cutlass.range(tile.rows):
                     sums[row] = Float32(0.0)
                 for thread in cutlass.range(tile.num_threads, unroll=1):
-                    do, o = kernel.load_rows(mDO, place, thread), kernel.load_rows(mO, place, thread)
+                    do, o = (
+                        kernel.load_rows(mDO, query_rows, thread),
+                        kernel.load_rows(mO, query_rows, thread),
+                    )
                     for j in cutlass.range_constexpr(tile.passes(traits)):
                         part = kernel.part_of_row(do, o, j, thread)
                         row = thread // tile.threads_per_row(traits) + j * tile.rows_at_once(traits)
                         if row < tile.rows:
                             sums[row] = sums[row] + part
-                    kernel.clear_accumulators(mDQaccum, place, thread)
+                    kernel.zero_accumulators(mDQaccum, query_rows, thread)
                 for thread in cutlass.range(tile.rows, unroll=1):
-                    lse, dlse = kernel.load_number(mLSE, place, thread), Float32(0.0)
+                    lse, dlse = kernel.load_number(mLSE, query_rows, thread), Float32(0.0)
                     if cutlass.const_expr(mDLSE is not None):
-                        dlse = kernel.load_number(mDLSE, place, thread)
-                    exists = row0 + thread < place.info.seqlen_q
+                        dlse = kernel.load_number(mDLSE, query_rows, thread)
+                    exists = row0 + thread < query_rows.info.seqlen_q
                     out = kernel.statistics(exists, sums[thread], lse, dlse, keep_prob)
                     for workspace, number in zip((mLSElog2, mMinusD), out, strict=True):
-                        rows = workspace_rows(workspace, batch, head, place.padded0, 1, traits.varlen)
+                        rows = workspace_rows(workspace, batch, head, query_rows.padded0, 1, traits.varlen)
                         rows[thread] = number
 
 
@@ -252,7 +255,7 @@ class Case:
     head_dim_v: int
     tile: BackwardPreprocessTile
     lengths: tuple[int, ...]
-    packed: bool = False
+    varlen: bool = False
     used: tuple[int, ...] | None = None
     lse_grad: bool = False
     accumulators: int = 1
@@ -264,8 +267,8 @@ CASES = {
     "wide-values": Case(8, 256, T(32, 8, 32), (40,), accumulators=2),
     "lse-grad": Case(64, 64, T(48, 24, 128), (49,), lse_grad=True),
     "used": Case(32, 96, T(16, 16, 64), (40, 40, 40), used=(40, 0, 17), lse_grad=True),
-    "packed": Case(64, 32, T(32, 16, 64), (32, 0, 31, 33, 1), packed=True),
-    "packed-used": Case(96, 24, T(16, 4, 32), (16, 5, 40), packed=True, used=(16, 0, 18), accumulators=3),
+    "varlen": Case(64, 32, T(32, 16, 64), (32, 0, 31, 33, 1), varlen=True),
+    "varlen-used": Case(96, 24, T(16, 4, 32), (16, 5, 40), varlen=True, used=(16, 0, 18), accumulators=3),
 }
 
 
@@ -282,19 +285,19 @@ def test_preprocess_on_every_thread(name):
         "fp16",
         case.head_dim,
         dv,
-        varlen=case.packed,
+        varlen=case.varlen,
         seqused_q=case.used is not None,
         lse_grad=case.lse_grad,
     )
     assert case.tile.reject(traits, "sm80") is None
-    plane = (heads,) if case.packed else (batch, heads)
-    tokens = (total,) if case.packed else (batch, longest)
+    plane = (heads,) if case.varlen else (batch, heads)
+    tokens = (total,) if case.varlen else (batch, longest)
     do, o = (torch.randn(*tokens, heads, dv).half() for _ in range(2))
     lse = torch.randn(*plane, tokens[-1])
     lse[..., 3::7], lse[..., 5::11] = -math.inf, math.inf
     dlse = torch.randn(*plane, tokens[-1]) if case.lse_grad else None
     starts = [0, *itertools.accumulate(case.lengths)]
-    if case.packed:
+    if case.varlen:
         firsts = [(starts[b] // m + b) * m for b in range(batch)]
         rows = (total // m + batch) * m
     else:
@@ -307,8 +310,8 @@ def test_preprocess_on_every_thread(name):
     for b in range(batch):
         n, first = min(used[b], case.lengths[b]), firsts[b]
         end = first + -(-n // m) * m
-        here = (slice(starts[b], starts[b] + n),) if case.packed else (b, slice(0, n))
-        numbers = (slice(None), *here) if case.packed else (b, slice(None), slice(0, n))
+        here = (slice(starts[b], starts[b] + n),) if case.varlen else (b, slice(0, n))
+        numbers = (slice(None), *here) if case.varlen else (b, slice(None), slice(0, n))
         minus_d = (dlse[numbers] if dlse is not None else 0.0) - (do[here].float() * o[here].float()).sum(
             -1
         ).T
@@ -318,13 +321,13 @@ def test_preprocess_on_every_thread(name):
             torch.where(seen, minus_d * keep, 0.0),
         ]
         for target, value, nothing in zip(expected, found, (math.inf, 0.0), strict=True):
-            sequence_rows = target if case.packed else target[b]
+            sequence_rows = target if case.varlen else target[b]
             sequence_rows[:, first:end] = nothing
             sequence_rows[:, first : first + n] = value
-        (cleared if case.packed else cleared[:, b])[:, :, first:end] = 0.0
+        (cleared if case.varlen else cleared[:, b])[:, :, first:end] = 0.0
 
     lengths = (
-        on_cpu(torch.tensor(starts, dtype=torch.int32)) if case.packed else None,
+        on_cpu(torch.tensor(starts, dtype=torch.int32)) if case.varlen else None,
         on_cpu(torch.tensor(case.used, dtype=torch.int32)) if case.used else None,
     )
     sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
@@ -340,18 +343,18 @@ def test_preprocess_on_every_thread(name):
 
 
 @cute.jit
-def clear_foreign_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: Int32, kernel: Constexpr):
+def zero_out_of_bounds_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: Int32, kernel: Constexpr):
     for block in cutlass.range(blocks, unroll=1):
         for thread in cutlass.range(kernel.tile.num_threads, unroll=1):
-            kernel.clear_foreign_rows(gradient, ends, block, blocks, thread)
+            kernel.zero_out_of_bounds_rows(gradient, ends, block, blocks, thread)
 
 
 @pytest.mark.parametrize("ends", [(0, 9), (3, 3, 5, 7), (9, 9), (0, 0), (0, 4, 8), (2, 9)])
-def test_rows_of_no_sequence_are_cleared_and_no_others(ends):
+def test_only_out_of_bounds_rows_become_zero(ends):
     gradient = torch.full((9, 3, 24), math.nan).half()
     kernel = BackwardPreprocess(Traits("backward_preprocess", "sm80", "fp16", 24, varlen=True), T(16, 4, 32))
     given = (on_cpu(gradient), on_cpu(torch.tensor(ends, dtype=torch.int32)))
-    cute.compile(clear_foreign_rows, *given, Int32(4), kernel)(*given, 4)
+    cute.compile(zero_out_of_bounds_rows, *given, Int32(4), kernel)(*given, 4)
     owned = gradient[ends[0] : ends[-1]]
     assert owned.isnan().all() and (gradient == 0).sum() + owned.numel() == gradient.numel()
 
@@ -380,10 +383,10 @@ def test_a_preprocess_tile_that_cannot_work_is_refused(tile, message):
         registry.lookup(Traits("backward_preprocess", "sm80", "bf16", 64), tile)
 
 
-def test_parts_know_nothing_of_scores():
+def test_preprocess_and_convert_refuse_score_features():
     for op in ("backward_preprocess", "backward_convert"):
         with pytest.raises(
-            registry.Unsupported, match=f"knows nothing of scores; accepted: {op}-sm80-bf16-d64$"
+            registry.Unsupported, match=f"uses no score features; accepted: {op}-sm80-bf16-d64$"
         ):
             registry.lookup(Traits(op, "sm80", "bf16", 64, mask="causal"))
 
@@ -392,7 +395,7 @@ def test_parts_know_nothing_of_scores():
 
 
 class HostConvert(BackwardConvert):
-    """Stores to shared memory one by one, since no stmatrix runs on the CPU."""
+    """Stores single elements to shared memory, since the CPU has no stmatrix."""
 
     @cute.jit
     def to_shared(self, acc: cute.Tensor, s_dq: cute.Tensor, scale: Float32, thread: Int32) -> None:
@@ -413,8 +416,8 @@ def convert(
     scale: Float32,
     kernel: Constexpr,
 ):
-    """Every block and thread of the kernel, one step after the other."""
-    tile, packed = kernel.tile, kernel.traits.varlen
+    """Every CTA and thread of the kernel, one step after the other."""
+    tile, varlen = kernel.tile, kernel.traits.varlen
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
     s_dq = cute.make_tensor(shared.iterator, kernel.smem_layout())
     for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
@@ -422,24 +425,24 @@ def convert(
         info = SeqlenInfo.read(seqlens, batch)
         exist = existing_rows(cu_seqlens, mDQ, batch)
         for row0 in cutlass.range(0, exist, tile.tile_m, unroll=1):
-            place = QueryTile(row0, head, head, batch, info)
+            query_tile = QueryTile(row0, head, head, batch, info)
             padded0 = padded_row0(seqlens, info, batch, tile.tile_m) + row0
             if row0 < info.seqlen_q:
                 for thread in cutlass.range(tile.mma_threads, unroll=1):
-                    kernel.to_shared(kernel.load(mDQaccum, place, padded0, thread), s_dq, scale, thread)
-            rows = sequence(mDQ, batch, head, info.offset_q, packed)
+                    kernel.to_shared(kernel.load(mDQaccum, query_tile, padded0, thread), s_dq, scale, thread)
+            rows = sequence(mDQ, batch, head, info.offset_q, varlen)
             for thread in cutlass.range(tile.mma_threads, unroll=1):
                 kernel.store_rows(s_dq, rows, row0, info.seqlen_q - row0, exist - row0, thread)
 
 
 @cute.jit
 def register_order(out: cute.Tensor, traits: Constexpr, tile: Constexpr):
-    """out[thread, i] = the element (row * columns + column) in register i of the thread's accumulator."""
+    """out[thread, i] = row * columns + column of register i of the thread's accumulator."""
     mma, shape = dq.mma_dq(traits, tile), dq.accumulator_shape(traits, tile)
     for thread in cutlass.range(tile.mma_threads, unroll=1):
-        place = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
-        for i in cutlass.range_constexpr(cute.size(place)):
-            out[thread, i] = place[i][0] * shape[1] + place[i][1]
+        position = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(cute.size(position)):
+            out[thread, i] = position[i][0] * shape[1] + position[i][1]
 
 
 def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,8 +453,8 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
     cute.compile[ARCH[traits.arch]](register_order, given, traits, tile)(given)
     thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
     elements = torch.empty(order.numel(), dtype=torch.int32)
-    place = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
-    elements[place] = order
+    position = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
+    elements[position] = order
     rows, cols = (
         elements // dq.accumulator_shape(traits, tile)[1],
         elements % dq.accumulator_shape(traits, tile)[1],
@@ -461,7 +464,7 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
 
 CONVERTS = {
     "batched": ("sm80-warps-2x2", (33, 33), None, False),
-    "packed": ("sm80-warps-1x4", (16, 0, 15, 17), None, True),
+    "varlen": ("sm80-warps-1x4", (16, 0, 15, 17), None, True),
     "used": ("sm90", (150, 150, 150), (70, 3, 0), False),
     "along-m": ("sm90-along-m", (130,), None, False),
     "along-n": ("sm90-along-n", (65, 63), None, True),
@@ -472,18 +475,18 @@ CONVERTS = {
 @pytest.mark.parametrize("name", CONVERTS)
 def test_convert_on_every_thread(name):
     torch.manual_seed(0)
-    order, lengths, used, packed = CONVERTS[name]
+    order, lengths, used, varlen = CONVERTS[name]
     arch, head_dim, tile = ORDERS[order]
-    traits = Traits("backward_convert", arch, "fp16", head_dim, varlen=packed, seqused_q=used is not None)
+    traits = Traits("backward_convert", arch, "fp16", head_dim, varlen=varlen, seqused_q=used is not None)
     batch, longest, total, heads, scale, m = len(lengths), max(lengths), sum(lengths), 2, 0.375, tile.tile_m
     starts = [0, *itertools.accumulate(lengths)]
-    plane = (heads,) if packed else (batch, heads)
-    blocks = total // m + batch if packed else -(-longest // m)
+    plane = (heads,) if varlen else (batch, heads)
+    blocks = total // m + batch if varlen else -(-longest // m)
     accumulators = torch.randn(3, *plane, blocks, m, padded(head_dim))
     rows, cols = elements_in_memory(traits, tile)
     memory = accumulators[..., rows, cols].reshape(3, *plane, -1).contiguous()
     out = torch.full(
-        (total, heads, head_dim) if packed else (batch, longest, heads, head_dim), math.nan
+        (total, heads, head_dim) if varlen else (batch, longest, heads, head_dim), math.nan
     ).half()
 
     summed = (accumulators[0] + accumulators[1] + accumulators[2]) * scale
@@ -491,8 +494,8 @@ def test_convert_on_every_thread(name):
     expected = torch.full_like(out, math.nan)
     for b in range(batch):
         n = min(used[b], lengths[b]) if used else lengths[b]
-        first = (starts[b] // m + b) * m if packed else 0
-        if packed:
+        first = (starts[b] // m + b) * m if varlen else 0
+        if varlen:
             expected[starts[b] : starts[b + 1]] = 0.0
             expected[starts[b] : starts[b] + n] = summed[:, first : first + n].transpose(0, 1)
         else:
@@ -501,7 +504,7 @@ def test_convert_on_every_thread(name):
 
     given = [on_cpu(x) for x in (memory, out, torch.zeros(m * padded(head_dim)).half())]
     ends = (
-        on_cpu(torch.tensor(starts, dtype=torch.int32)) if packed else None,
+        on_cpu(torch.tensor(starts, dtype=torch.int32)) if varlen else None,
         on_cpu(torch.tensor(used, dtype=torch.int32)) if used else None,
     )
     sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
@@ -513,24 +516,24 @@ def test_convert_on_every_thread(name):
 
 
 @cute.jit
-def stores(values: cute.Tensor, places: cute.Tensor, kernel: Constexpr):
-    """For each thread which elements it hands to the copies to shared memory, and which ones its addresses are of."""
+def stores(values: cute.Tensor, coordinates: cute.Tensor, kernel: Constexpr):
+    """For each thread, the elements in its copy's source registers, and those at its copy's target addresses."""
     tile, shape = kernel.tile, dq.accumulator_shape(kernel.traits, kernel.tile)
     mma = kernel.tiled_mma()
     store, coords = kernel.store_copy(mma), cute.make_identity_tensor(shape)
     for thread in cutlass.range(tile.mma_threads, unroll=1):
-        place = mma.get_slice(thread).partition_C(coords)
+        own = mma.get_slice(thread).partition_C(coords)
         acc = dq.make_accumulator(mma, kernel.traits, tile)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(place[i][0] * shape[1] + place[i][1])
-        handed, target = store.get_slice(thread).retile(acc), store.get_slice(thread).partition_D(coords)
+            acc[i] = Float32(own[i][0] * shape[1] + own[i][1])
+        sources, target = store.get_slice(thread).retile(acc), store.get_slice(thread).partition_D(coords)
         for i in cutlass.range_constexpr(cute.size(acc)):
-            values[thread, i] = handed[i]
-            places[thread, i] = Float32(target[i][0] * shape[1] + target[i][1])
+            values[thread, i] = sources[i]
+            coordinates[thread, i] = Float32(target[i][0] * shape[1] + target[i][1])
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name.startswith("sm90")])
-def test_stmatrix_brings_every_element_to_its_place(name):
+def test_stmatrix_stores_every_element_at_its_coordinates(name):
     """stmatrix.x4 by its definition: lane l's address is of row l % 8 of matrix l // 8, 8 elements long.
 
     Register r of lane l has elements 2 (l % 4) and the next one of row l // 4 of matrix r; transposed, of that column.
@@ -538,14 +541,14 @@ def test_stmatrix_brings_every_element_to_its_place(name):
     arch, head_dim, tile = ORDERS[name]
     kernel = BackwardConvert(Traits("backward_convert", arch, "fp16", head_dim), tile)
     size = dq.block_floats(kernel.traits, tile) // tile.mma_threads
-    values, places = (torch.full((tile.mma_threads, size), -1.0) for _ in range(2))
-    given = [from_dlpack(values), from_dlpack(places)]
+    values, coordinates = (torch.full((tile.mma_threads, size), -1.0) for _ in range(2))
+    given = [from_dlpack(values), from_dlpack(coordinates)]
     cute.compile[ARCH[arch]](stores, *given, kernel)(*given)
 
     lane, value = torch.arange(32).unsqueeze(1), torch.arange(8).unsqueeze(0)
     matrix, pair = value // 2, 2 * (lane % 4) + value % 2
     row, column = (pair, lane // 4) if tile.dq_transposed else (lane // 4, pair)
-    written = places.view(-1, 32, size // 8, 8).transpose(1, 2)[:, :, 8 * matrix + row, column]
+    written = coordinates.view(-1, 32, size // 8, 8).transpose(1, 2)[:, :, 8 * matrix + row, column]
     assert torch.equal(written, values.view(-1, 32, size // 8, 8).transpose(1, 2))
 
 
@@ -553,13 +556,13 @@ def test_stmatrix_brings_every_element_to_its_place(name):
     "rest", ["d64", "d64-bias_bf16", "d128-bias_bf16-bias_grad", "d128-causal-dropout", "d256-varlen"]
 )
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
-def test_parts_are_served_beside_every_default(arch, rest):
+def test_every_default_has_a_preprocess_and_a_convert(arch, rest):
     main = registry.lookup(Traits.parse(f"backward-{arch}-bf16-{rest}"), target="sm90")
     for traits, tile in kernels_of(main):
         assert registry.lookup(traits, tile, "sm90").tile == tile
 
 
-def test_parts_take_the_main_kernels_tile():
+def test_preprocess_and_convert_take_the_main_kernels_tile():
     main = registry.lookup(Traits("backward", "sm80", "bf16", 128, mask="causal"), target="sm86").tile
     part = Traits("backward_convert", "sm80", "bf16", 128)
     assert registry.lookup(part, main, "sm86").tile == main

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 
 import layouts
 from cute_attn import registry
-from cute_attn.kernels.backward_sm80.kernel import BackwardSm80, Memory
+from cute_attn.kernels.backward_sm80.kernel import BackwardSm80, BackwardSm80Storage
 from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
@@ -35,8 +35,8 @@ def kernel_of(name):
     return BackwardSm80(Traits("backward", "sm80", "fp16", d, dv), tile)
 
 
-def memory_at_zero(kernel):
-    """The kernel's layouts, each at address 0 of shared memory."""
+def storage_at_zero(kernel):
+    """Shared memory with every area at address 0."""
     tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
 
     def at_zero(layout):
@@ -44,7 +44,7 @@ def memory_at_zero(kernel):
         return cute.make_tensor(pointer, layout)
 
     ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-    return Memory(
+    return BackwardSm80Storage(
         k=at_zero(kernel.smem_layout(tile.tile_n, d)),
         v=at_zero(kernel.smem_layout(tile.tile_n, dv)),
         q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
@@ -55,15 +55,15 @@ def memory_at_zero(kernel):
         minus_d=None,
         dk=at_zero(kernel.smem_layout(tile.tile_n, d, None)),
         dv=at_zero(kernel.smem_layout(tile.tile_n, dv, None)),
-        parked=None,
+        spilled=None,
     )
 
 
 @cute.jit
 def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece] = addresses: as the kernel reads, in a loop too, and where the layout has the vector."""
+    """out[thread, k, piece] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
-        operand = getattr(kernel.operands(memory_at_zero(kernel), thread), name)
+        operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
         reference = operand.tiled_copy.get_slice(thread).partition_S(
             cute.make_identity_tensor(operand.tile.layout.shape)
         )
@@ -98,7 +98,7 @@ def sizes_of(kernel, name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_operands_are_read_where_they_lie(name):
+def test_operands_are_read_at_the_layouts_addresses(name):
     kernel = kernel_of(name)
     for operand in OPERANDS:
         if kernel.tile.p_in_regs and operand in ("p_t", "ds_t"):
@@ -117,12 +117,12 @@ def test_operands_are_read_where_they_lie(name):
 def write_stores(
     kernel: cutlass.Constexpr, name: cutlass.Constexpr, col0: cutlass.Constexpr, out: cute.Tensor
 ):
-    """out[thread, r, c] = the address of a pair as the kernel stores it, and where the layout has it."""
+    """out[thread, r, c] = addresses of a pair: the kernel's and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
-        memory = memory_at_zero(kernel)
-        operands = kernel.operands(memory, thread)
+        storage = storage_at_zero(kernel)
+        operands = kernel.operands(storage, thread)
         if cutlass.const_expr(name in ("dk", "dv")):
-            result = kernel.gradient_result(operands.mma_dkv, getattr(memory, name), thread)
+            result = kernel.gradient_result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
@@ -137,7 +137,7 @@ def write_stores(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_results_are_stored_where_they_belong(name):
+def test_results_are_stored_at_the_layouts_addresses(name):
     kernel = kernel_of(name)
     tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
     scores = tile.tile_n * tile.queries if tile.p_in_regs else tile.tile_m * tile.tile_n
@@ -177,7 +177,7 @@ def test_results_are_stored_where_they_belong(name):
         ("tile_n=1024", "shared memory"),
     ],
 )
-def test_a_tile_says_why_it_does_not_serve(change, named):
+def test_a_rejected_tile_names_the_reason(change, named):
     traits = Traits("backward", "sm80", "bf16", 64)
     assert UPRIGHT.reject(traits, "sm90") is None
     reason = UPRIGHT.override(change).reject(traits, "sm90")
@@ -201,7 +201,7 @@ def test_every_head_dim_has_a_default_tile(target):
 
 
 @pytest.mark.parametrize("v_in_regs", [False, True])
-def test_areas_overlap_only_where_one_takes_over_another(v_in_regs):
+def test_areas_overlap_only_where_memory_is_reused(v_in_regs):
     traits = Traits("backward", "sm80", "bf16", 96, 64)
     tile = BackwardSm80Tile(64, 64, 8, 4, 4, 4, v_in_regs=v_in_regs)
     areas = tile.smem_areas(traits)

@@ -148,22 +148,26 @@ def test_masks(mask, name):
 
 
 def check_visits(tile, visits, hidden):
-    """Blocks that hide nothing are visited without a mask, blocks that hide some with one, others not at all."""
+    """Every key block is visited unmasked, visited masked or not visited, as BlockRange.of_queries documents.
+
+    Unmasked: all queries see the whole block, and it lies before the block of the first query's last key.
+    Not visited: no query sees any of it, and it does not lie between two blocks that are seen.
+    """
     seqlen_q, seqlen_k = hidden.shape
     for m, row in enumerate(visits.tolist()):
         rows = slice(m * tile.tile_m, min((m + 1) * tile.tile_m, seqlen_q))
+        first_query_keys = (~hidden[rows.start]).nonzero()
+        last_block = int(first_query_keys.max()) // tile.tile_n if len(first_query_keys) else 0
         for n, visit in enumerate(row):
             columns = slice(n * tile.tile_n, (n + 1) * tile.tile_n)
             block = hidden[rows, columns]
-            whole = columns.stop <= seqlen_k
-            # A block between two that are seen is visited even if it hides all: with a band of one, between its steps.
+            # With a window of one key, a block between two that are seen may hide everything.
             between = (~hidden[rows, : columns.start]).any() and (~hidden[rows, columns.stop :]).any()
+            unmasked = not block.any() and columns.stop <= seqlen_k and n < last_block
             if block.all() and not between:
                 assert visit == UNVISITED
-            elif visit != MASKED:
-                assert visit == UNMASKED and whole and not block.any()
             else:
-                assert block.any() or not whole
+                assert visit == (UNMASKED if unmasked else MASKED)
 
 
 # ---- softcap and ALiBi ----

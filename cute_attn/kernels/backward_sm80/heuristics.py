@@ -1,4 +1,4 @@
-"""Which tile the Ampere backward takes when none is named."""
+"""The Ampere backward's default tiles."""
 
 import dataclasses
 from typing import Any
@@ -7,11 +7,11 @@ from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile
 from cute_attn.traits import Traits
 
 
-def _burden(traits: Traits) -> int:
-    """What the epilogues ask of a thread's registers beside scores and gradients, from 0 to 5.
+def _pressure(traits: Traits) -> int:
+    """Register pressure of the epilogues, from 0 to 5.
 
-    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: what a derivative needs, or a mask of dropout; 4: a mask
-    that leaves still fewer registers; 5: dropout and something else.
+    1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: a
+    dropout mask or a window, with lengths or many Philox words; 5: dropout and another epilogue.
     """
     saves = bool(traits.softcap or traits.epilogues)  # for their derivatives
     lengths = bool(traits.varlen or traits.seqused_q or traits.seqused_k)
@@ -20,8 +20,7 @@ def _burden(traits: Traits) -> int:
         many_words = traits.dropout == "mem_efficient"
         if saves or traits.bias or traits.alibi or (many_words and lengths and large):
             return 5
-        needy = lengths if large else many_words
-        return 4 if needy else 3
+        return 4 if (lengths if large else many_words) else 3
     if saves:
         return 3
     if traits.bias:
@@ -39,7 +38,7 @@ def _tile(
 
 
 def _in_regs(queries_at_once: int, sdp_unroll: int, dq_unroll: int) -> BackwardSm80Tile:
-    """P and dS in registers: four warps of 32 keys, so that two blocks share a multiprocessor."""
+    """P and dS in registers: four warps of 32 keys, so that two CTAs fit a multiprocessor."""
     return BackwardSm80Tile(
         *(64, 128, 4, 1, 4, 2),
         p_in_regs=True,
@@ -50,8 +49,8 @@ def _in_regs(queries_at_once: int, sdp_unroll: int, dq_unroll: int) -> BackwardS
 
 
 _ONE_STAGE = {"stages_q": 1, "stages_do": 1}
-# The larger head dim -> tiles, each with the largest burden that it bears. Of those that bear that of the traits, the
-# first that fits them and the target is the default. None spills.
+# The larger head dim -> tiles, each with the highest register pressure at which it does not spill. The default is the
+# first of these that fits the traits and the target.
 _TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
     64: [
         (0, _in_regs(32, 0, 0)),
@@ -85,7 +84,7 @@ _TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
         (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
     ],
 }
-# The same for targets with less than 100 KB of shared memory a multiprocessor.
+# For targets with less shared memory than sm80.
 _SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
     64: [(5, _tile(64, 128, 8, 2, 4, 2, dq_unroll=2))],
     96: [(5, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2))],
@@ -106,7 +105,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
     # Reductions of single floats take registers too.
-    burden = max(_burden(traits), 1 if target == "sm80" and largest > 192 else 0)
-    fitting = [tile for most, tile in tiles if most >= burden]
+    pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
+    fitting = [tile for highest, tile in tiles if highest >= pressure]
     vector = 4 if target == "sm90" else 1
     return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

@@ -4,19 +4,19 @@
     P  = exp(S - LSE)
     dP = dO V^T
     dS = epilogues'(P * (keep * dP - D))            D = rowsum(dO * O) of the preprocess
-    dV = (keep * P)^T dO,  dK = dS^T Q,  dQ = dS K  times constants, which are applied at the very end
+    dV = (keep * P)^T dO,  dK = dS^T Q,  dQ = dS K  constant factors are applied when results are stored
 
-A block owns tile_n keys of one kv head, whose K and V stay in shared memory and whose dK and dV stay in registers, and
-walks over the query blocks that see them, of every query head of the group. A step:
+A CTA owns tile_n keys of one kv head. K and V stay in shared memory, dK and dV in registers. The mainloop runs over the
+query blocks that see these keys, for every query head of the group:
 
     wait Q[i], dO[i]; start Q, dO[i + 1]
     S = Q K^T; P;  dP = dO V^T; dS                  P and dS in 16 bits to shared memory
     dV += P^T dO; dK += dS^T Q
     dQ[i] += dS K                                   fp32 reductions into global memory
 
-Dropout's mask is drawn before S, when few registers hold anything, and is a bit an element until it is needed.
+Dropout's mask is computed before S, when few registers are live, and kept as one bit an element.
 
-With ``p_in_regs`` the scores are computed transposed and P and dS are operands of dV and dK as they are: only dS passes
+With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
@@ -49,18 +49,18 @@ from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import BackwardSchedule, KeyBlocks, KeyTileOrder
+from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles
 
 _BAND = ("left", "right", "seqlen_k")
 _BLOCKS = ("full_begin", "full_end", "end")
-PARKED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
-"""Numbers that are the same in all threads and wait in shared memory, as 64 bits. Compilers keep what comes from a
-kernel's arguments in registers all through the loop, and spill it; shared memory they read rematerialize after every barrier."""
+SPILLED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
+"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
+in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Shared memory. Q and dO lie in pieces of the queries that are in registers at a time."""
+class BackwardSm80Storage:
+    """Shared memory. Q and dO are divided into pieces: the queries whose scores are in registers at a time."""
 
     k: cute.Tensor  # (tile_n, head_dim, 1)
     v: cute.Tensor  # (tile_n, head_dim_v, 1)
@@ -72,25 +72,25 @@ class Memory:
     minus_d: cute.Tensor  # (tile_m, stage)
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
-    parked: cute.Tensor  # Int64, see PARKED
+    spilled: cute.Tensor  # Int64, see SPILLED
 
     def number(self, name: str) -> cute.Tensor:
-        """(1,): a parked number."""
-        return cute.make_tensor(self.parked.iterator + PARKED.index(name), cute.make_layout(1))
+        """(1,): a spilled number."""
+        return cute.make_tensor(self.spilled.iterator + SPILLED.index(name), cute.make_layout(1))
 
     def reload_int(self, name: str) -> Int32:
-        """A parked number that has 32 bits."""
+        """A spilled number of 32 bits."""
         return Int32(self.number(name)[0])
 
-    def park(self, **numbers: Int64 | Int32) -> None:
-        """Every thread stores them, and all the same ones; compilers would keep what they are widened to."""
+    def spill(self, **numbers: Int64 | Int32) -> None:
+        """Store CTA-uniform numbers, by all threads. The barrier keeps the 64-bit copies out of registers."""
         for name, number in numbers.items():
-            self.parked[PARKED.index(name)] = Int64(optimization_barrier(number))
+            self.spilled[SPILLED.index(name)] = Int64(optimization_barrier(number))
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of the five products, as they are read from shared memory, and the MMAs that multiply them."""
+    """The five products' operands in shared memory, their results there, and the MMAs."""
 
     mma_sdp: cute.TiledMma
     mma_dkv: cute.TiledMma
@@ -111,24 +111,24 @@ class Operands:
 
 @dataclass(frozen=True)
 class Gradients:
-    """dK and dV of a block, accumulated in fp32 registers."""
+    """dK and dV of a key block, accumulated in fp32 registers."""
 
     dk: cute.Tensor
     dv: cute.Tensor
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a block works on for one query head, and everything a step needs of it."""
+class MainloopContext:
+    """One query head of a CTA's key block: what a step of the mainloop reads and writes."""
 
-    memory: Memory
+    smem: BackwardSm80Storage
     operands: Operands
     gradients: Gradients
     load_q: BlockLoad
     load_do: BlockLoad
     blocks: BlockRange
     state: ScoreState
-    dq_blocks: cute.Pointer  # query block by query block
+    dq_blocks: cute.Pointer  # fp32 accumulator of dQ, one query block after the other
     key0: Int32
     scale_log2: Float32
     thread: Int32
@@ -152,7 +152,7 @@ class BackwardSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
-        """The tile that is taken when none is named."""
+        """The tile if none is named."""
         return first_that_fits([*preferred_tiles(traits, target), FIT_ALWAYS[0]], traits, target)
 
     @functools.cached_property
@@ -197,7 +197,7 @@ class BackwardSm80:
         return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
 
     def mma_dq(self) -> cute.TiledMma:
-        """dQ = dS K, the same for the convert that reads what this kernel has added."""
+        """dQ = dS K; the convert uses the same MMA."""
         return dq.mma_dq(self.traits, self.tile)
 
     @property
@@ -237,7 +237,7 @@ class BackwardSm80:
         outputs = (mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, group)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
-        # Launches follow each other, so that no two blocks add to the same accumulator in an order of their own.
+        # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
@@ -261,18 +261,18 @@ class BackwardSm80:
         order: KeyTileOrder,
         skipped: Int32,
     ) -> None:
-        # All keys that exist have gradients, those that are not used too.
-        place = place_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
-        key0 = (place.first + skipped) * self.tile.tile_n
-        if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch):
-            mem = self.shared_memory()
-            mem.park(
+        # Keys beyond seqused_k have gradients too: zeros.
+        key_tile = key_tile_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
+        key0 = (key_tile.first + skipped) * self.tile.tile_n
+        if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch):
+            smem = self.shared_memory()
+            smem.spill(
                 block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
             )
-            gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
-            place = place_of(order, seqlens, mem.reload_int("block"))
-            key0 = (place.first + skipped) * self.tile.tile_n
-            self.store(gradients, inputs, outputs, seqlens, scalars, score_args, place, key0, mem)
+            gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
+            key_tile = key_tile_of(order, seqlens, smem.reload_int("block"))
+            key0 = (key_tile.first + skipped) * self.tile.tile_n
+            self.store(gradients, inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
 
     @cute.jit
     def key_block(
@@ -282,19 +282,19 @@ class BackwardSm80:
         seqlens: Seqlens,
         scalars: tuple,
         score_args: tuple,
-        place: KeyBlocks,
+        key_tile: KeyTiles,
         key0: Int32,
-        mem: Memory,
+        smem: BackwardSm80Storage,
     ) -> Gradients:
-        """dK and dV of the keys from ``key0`` on, but for constants, and what they add to dQ."""
+        """dK and dV of the key block at ``key0``, without constant factors; adds its part of dQ to the accumulator."""
         traits, tile, chain = self.traits, self.tile, self.epilogues
         _, mK, mV, _, _, _ = inputs
         mDQaccum, _, _ = outputs
         softmax_scale, scale_log2, split_stride, nheads, group = scalars
         thread, _, _ = cute.arch.thread_idx()
-        operands = self.operands(mem, thread)
-        self.load_keys(mK, mem.k, traits.head_dim, place, key0, thread)
-        self.load_keys(mV, mem.v, traits.head_dim_v, place, key0, thread)
+        operands = self.operands(smem, thread)
+        self.load_keys(mK, smem.k, traits.head_dim, key_tile, key0, thread)
+        self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, key0, thread)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
@@ -302,36 +302,29 @@ class BackwardSm80:
             operands.v.load_all()
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
-        head0 = place.head_kv * group
+        head0 = key_tile.head_kv * group
         for head in cutlass.range(head0, head0 + group, unroll=1):
-            context = chain.context(score_args, seqlens, place.info, place.batch, head, nheads, softmax_scale)
+            context = chain.context(
+                score_args, seqlens, key_tile.info, key_tile.batch, head, nheads, softmax_scale
+            )
             state = chain.begin(score_args, context)
-            key = rematerialize(
-                key0
-            )  # what follows from key0 itself would be kept in registers through all heads
-            blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, place.info.seqlen_q, tile.tile_m)
-            row0 = padded_row0(seqlens, place.info, place.batch, tile.tile_m)
+            # What is computed from key0 itself would stay in registers for all heads.
+            key = rematerialize(key0)
+            blocks = BlockRange.of_keys(
+                state.band, key, key + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
+            )
+            row0 = padded_row0(seqlens, key_tile.info, key_tile.batch, tile.tile_m)
             accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
             head_dq = workspace_rows(
-                accumulator, place.batch, head, row0, padded(traits.head_dim), traits.varlen
+                accumulator, key_tile.batch, head, row0, padded(traits.head_dim), traits.varlen
             )
-            dq_blocks = head_dq.iterator + Int64(place.first) * split_stride
-            load_q, load_do = self.query_loads(inputs, mem, place, head, row0, thread)
-            work = Work(
-                mem,
-                operands,
-                gradients,
-                load_q,
-                load_do,
-                blocks,
-                state,
-                dq_blocks,
-                key0,
-                scale_log2,
-                thread,
+            dq_blocks = head_dq.iterator + Int64(key_tile.first) * split_stride
+            load_q, load_do = self.query_loads(inputs, smem, key_tile, head, row0, thread)
+            ctx = MainloopContext(
+                smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0, scale_log2, thread
             )
-            self.main_loop(work)
-        # Nothing may be on its way to shared memory, nor read there, when the gradients take it over.
+            self.main_loop(ctx)
+        # dK and dV reuse shared memory: all copies and reads have to be complete.
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         return gradients
@@ -345,27 +338,27 @@ class BackwardSm80:
         seqlens: Seqlens,
         scalars: tuple,
         score_args: tuple,
-        place: KeyBlocks,
+        key_tile: KeyTiles,
         key0: Int32,
-        mem: Memory,
+        smem: BackwardSm80Storage,
     ) -> None:
-        """dK and dV of the keys that exist, times their constants."""
+        """Store dK and dV times their constant factors, for the keys within the sequence's memory."""
         _, mDK, mDV = outputs
         softmax_scale, _, _, nheads, _ = scalars
         thread, _, _ = cute.arch.thread_idx()
         rescale = self.epilogues.context(
-            score_args, seqlens, place.info, place.batch, place.head_kv, nheads, softmax_scale
+            score_args, seqlens, key_tile.info, key_tile.batch, key_tile.head_kv, nheads, softmax_scale
         ).gradient_scale
-        keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], place.batch) - key0
+        keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch) - key0
         mma_dkv = self.mma_dkv()
-        self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, mem.dk, thread)
-        self.stage_gradient(gradients.dv, rescale, mma_dkv, mem.dv, thread)
+        self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, smem.dk, thread)
+        self.stage_gradient(gradients.dv, rescale, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
-        self.store_gradient(mem.dk, mDK, self.traits.head_dim, place, key0, keys, thread)
-        self.store_gradient(mem.dv, mDV, self.traits.head_dim_v, place, key0, keys, thread)
+        self.store_gradient(smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread)
+        self.store_gradient(smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread)
 
-    def shared_memory(self) -> Memory:
-        """Everything in shared memory."""
+    def shared_memory(self) -> BackwardSm80Storage:
+        """The areas of shared memory as tensors."""
         tile, areas = self.tile, self.tile.smem_areas(self.traits)
         d, dv = padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
@@ -374,7 +367,7 @@ class BackwardSm80:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
         ds_shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-        return Memory(
+        return BackwardSm80Storage(
             k=area("k", self.smem_layout(tile.tile_n, d)),
             v=area("v", self.smem_layout(tile.tile_n, dv)),
             q=area("q", self.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
@@ -385,11 +378,11 @@ class BackwardSm80:
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
             dk=area("dk", self.smem_layout(tile.tile_n, d, None)),
             dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
-            parked=area("parked", cute.make_layout(len(PARKED)), Int64),
+            spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
         )
 
-    def operands(self, mem: Memory, thread: Int32) -> Operands:
-        """All products' operands: what is contiguous along the other extent is read transposed."""
+    def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
+        """All products' operands; those that are not K-major are read by transposing ldmatrix."""
         tile, dtype = self.tile, self.dtype
         mma_sdp, mma_dkv, mma_dq = self.mma_sdp(), self.mma_dkv(), self.mma_dq()
 
@@ -407,22 +400,22 @@ class BackwardSm80:
             mma_sdp,
             mma_dkv,
             mma_dq,
-            q=queries(mma_sdp, mem.q),
-            k=keys(mma_sdp, mem.k),
-            do=queries(mma_sdp, mem.do),
-            v=keys(mma_sdp, mem.v),
-            p_t=a(mma_dkv, mem.p, True) if through_smem else None,
-            do_t=b(mma_dkv, mem.do, True),
-            ds_t=a(mma_dkv, mem.ds, True) if through_smem else None,
-            q_t=b(mma_dkv, mem.q, True),
-            ds=a(mma_dq, mem.ds, tile.p_in_regs),
-            k_t=b(mma_dq, mem.k, True),
-            p_out=self.scores_result(mma_sdp, mem.p, thread) if through_smem else None,
-            ds_out=self.scores_result(mma_sdp, mem.ds, thread),
+            q=queries(mma_sdp, smem.q),
+            k=keys(mma_sdp, smem.k),
+            do=queries(mma_sdp, smem.do),
+            v=keys(mma_sdp, smem.v),
+            p_t=a(mma_dkv, smem.p, True) if through_smem else None,
+            do_t=b(mma_dkv, smem.do, True),
+            ds_t=a(mma_dkv, smem.ds, True) if through_smem else None,
+            q_t=b(mma_dkv, smem.q, True),
+            ds=a(mma_dq, smem.ds, tile.p_in_regs),
+            k_t=b(mma_dq, smem.k, True),
+            p_out=self.scores_result(mma_sdp, smem.p, thread) if through_smem else None,
+            ds_out=self.scores_result(mma_sdp, smem.ds, thread),
         )
 
     def scores_result(self, mma_sdp: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread's P or dS go."""
+        """Where a thread stores P or dS."""
         tile = self.tile
         shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
         plane = cute.make_tensor(s.iterator, self.smem_layout(*shape, None))
@@ -430,41 +423,41 @@ class BackwardSm80:
 
     @cute.jit
     def load_keys(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: KeyBlocks, key0: Int32, thread: Int32
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, key_tile: KeyTiles, key0: Int32, thread: Int32
     ) -> None:
-        """Start loading a block of K or V; keys that are not the sequence's become zeros."""
+        """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
-        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
+        g = sequence(m, key_tile.batch, key_tile.head_kv, key_tile.info.offset_k, self.traits.varlen)
         row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
         tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
-        row_copy.copy(tile, s[None, None, 0], place.info.seqlen_k - key0, False)
+        row_copy.copy(tile, s[None, None, 0], key_tile.info.seqlen_k - key0, False)
 
     def query_loads(
         self,
         inputs: tuple,
-        mem: Memory,
-        place: KeyBlocks,
+        smem: BackwardSm80Storage,
+        key_tile: KeyTiles,
         head: Int32,
         row0: Int32,
         thread: Int32,
     ) -> tuple[BlockLoad, BlockLoad]:
         """Q with LSE, and dO with D, of one head."""
         mQ, _, _, mDO, mLSElog2, mMinusD = inputs
-        packed = self.traits.varlen
+        varlen = self.traits.varlen
 
         def load(m, head_dim, s, stride, m_row, s_row):
-            g = sequence(m, place.batch, head, place.info.offset_q, packed)
-            g_row = workspace_rows(m_row, place.batch, head, row0, 1, packed)
-            seqlen, threads = place.info.seqlen_q, self.tile.num_threads
-            return BlockLoad(g, head_dim, s, mem.number(stride), g_row, s_row, seqlen, thread, threads)
+            g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
+            g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
+            seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
+            return BlockLoad(g, head_dim, s, smem.number(stride), g_row, s_row, seqlen, thread, threads)
 
         return (
-            load(mQ, self.traits.head_dim, mem.q, "stride_q", mLSElog2, mem.lse),
-            load(mDO, self.traits.head_dim_v, mem.do, "stride_do", mMinusD, mem.minus_d),
+            load(mQ, self.traits.head_dim, smem.q, "stride_q", mLSElog2, smem.lse),
+            load(mDO, self.traits.head_dim_v, smem.do, "stride_do", mMinusD, smem.minus_d),
         )
 
     def gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
-        """dK and dV of nothing yet."""
+        """dK and dV, all zero."""
         shapes = ((self.tile.tile_n, padded(dim)) for dim in (self.traits.head_dim, self.traits.head_dim_v))
         dk, dv = (
             cute.make_rmem_tensor(mma_dkv.get_slice(thread).partition_shape_C(shape), Float32)
@@ -475,120 +468,120 @@ class BackwardSm80:
         return Gradients(dk, dv)
 
     @cute.jit
-    def main_loop(self, work: Work) -> None:
-        """All query blocks of one head."""
-        blocks = work.blocks
+    def main_loop(self, ctx: MainloopContext) -> None:
+        """All query blocks of one query head."""
+        blocks = ctx.blocks
         if blocks.begin < blocks.end:
-            # The head before this one may still be reading.
+            # Other warps may still read what the previous head left in shared memory.
             cute.arch.barrier()
-            band = work.state.band
-            work.memory.park(dq=work.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
-            work.memory.park(**{name: getattr(blocks, name) for name in _BLOCKS})
-            work.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
-            work.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
+            band = ctx.state.band
+            ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
+            ctx.smem.spill(**{name: getattr(blocks, name) for name in _BLOCKS})
+            ctx.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
+            ctx.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
             cute.arch.cp_async_commit_group()
-            block, more = blocks.begin, Boolean(True)  # the step's barrier is between parking and reading
+            block, more = blocks.begin, Boolean(True)  # step's barrier lies between spill and reload
             while more:
-                self.step(work, block)
+                self.step(ctx, block)
                 block += 1
-                more = block < work.memory.reload_int("end")
+                more = block < ctx.smem.reload_int("end")
 
     def stage(self, block: Int32, stages: int) -> Int32:
-        """Which stage a block of queries goes through."""
+        """The pipeline stage of a query block."""
         return Int32(Uint32(block) % Uint32(stages)) if stages > 1 else Int32(0)
 
     @cute.jit
-    def step(self, work: Work, block: Int32) -> None:
+    def step(self, ctx: MainloopContext, block: Int32) -> None:
         """One query block."""
-        tile, op = self.tile, work.operands
+        tile, op = self.tile, ctx.operands
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        self.start_next(work, block, tile.stages_q == 2, tile.stages_do == 2)
+        self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
         for piece in cutlass.range_constexpr(tile.pieces):
-            self.scores(work, block, piece)
+            self.scores(ctx, block, piece)
         cute.arch.barrier()
         if cutlass.const_expr(tile.p_in_regs):
-            self.start_next(work, block, tile.stages_q == 1, tile.stages_do == 1)
+            self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
             unroll = tile.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage_do = self.stage(block, tile.stages_do)
-            gemm(op.mma_dkv, work.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
+            gemm(op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
             if cutlass.const_expr(tile.stages_do == 1):
                 cute.arch.barrier()
-                self.start_next(work, block, False, True)
+                self.start_next(ctx, block, False, True)
             stage_q = self.stage(block, tile.stages_q)
-            gemm(op.mma_dkv, work.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
+            gemm(op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
             if cutlass.const_expr(tile.stages_q == 1):
                 cute.arch.barrier()
-                self.start_next(work, block, True, False)
-        self.add_dq(work, block)
+                self.start_next(ctx, block, True, False)
+        self.add_dq(ctx, block)
 
     @cute.jit
-    def start_next(self, work: Work, block: Int32, q: Constexpr, do: Constexpr) -> None:
-        """Start loading what the next step needs."""
+    def start_next(self, ctx: MainloopContext, block: Int32, q: Constexpr, do: Constexpr) -> None:
+        """Start loading Q or dO of the next query block, if there is one."""
         block = block + 1
-        if block < work.memory.reload_int("end"):
+        if block < ctx.smem.reload_int("end"):
             if cutlass.const_expr(q):
-                work.load_q.start(block, self.stage(block, self.tile.stages_q))
+                ctx.load_q.start(block, self.stage(block, self.tile.stages_q))
             if cutlass.const_expr(do):
-                work.load_do.start(block, self.stage(block, self.tile.stages_do))
+                ctx.load_do.start(block, self.stage(block, self.tile.stages_do))
         if cutlass.const_expr(q or do):
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def scores(self, work: Work, block: Int32, piece: Constexpr) -> None:
-        """P and dS of a piece of the queries; with ``p_in_regs`` also what they add to dV and dK."""
-        tile, op, chain, traits = self.tile, work.operands, self.epilogues, self.traits
+    def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> None:
+        """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK."""
+        tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         acc_s.fill(0.0)
-        loaded, drawn = (), ()
-        if cutlass.const_expr(bool(traits.dropout)):  # while few registers hold anything
-            drawn = chain.dropout_mask(work.state, self.score_tile(work, block, piece, acc_s))
+        loaded, mask = (), ()
+        if cutlass.const_expr(bool(traits.dropout)):  # while few registers are live
+            mask = chain.dropout_mask(ctx.state, self.score_tile(ctx, block, piece, acc_s))
         if cutlass.const_expr(chain.modifiers):
-            loaded = chain.load(work.state, self.score_tile(work, block, piece, acc_s))
+            loaded = chain.load(ctx.state, self.score_tile(ctx, block, piece, acc_s))
         unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
         if cutlass.const_expr(tile.p_in_regs):
             gemm(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
         else:
             gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
-        scores = self.score_tile(work, block, piece, acc_s)
-        saved = chain.forward(work.state, scores, loaded, False)
-        full_begin, full_end = work.memory.reload_int("full_begin"), work.memory.reload_int("full_end")
+        scores = self.score_tile(ctx, block, piece, acc_s)
+        saved = chain.forward(ctx.state, scores, loaded, False)
+        full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
         if (block < full_begin) | (block >= full_end):
-            parked = {name: work.memory.reload_int(name) for name in _BAND}
-            chain.mask.forward(dataclasses.replace(work.state.band, **parked), scores)
-        lse = self.row_numbers(work, block, piece, work.memory.lse)
-        probabilities(scores, lse, work.scale_log2)
+            band = {name: ctx.smem.reload_int(name) for name in _BAND}
+            chain.mask.forward(dataclasses.replace(ctx.state.band, **band), scores)
+        lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
+        probabilities(scores, lse, ctx.scale_log2)
         stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
         minus_d = None
-        if cutlass.const_expr(traits.dropout):  # which zeroes some of dP, but not of D
-            acc_dp = self.dp(work, stage_do, None)
-            minus_d = self.row_numbers(work, block, piece, work.memory.minus_d)
+        if cutlass.const_expr(traits.dropout):  # zeroes elements of dP, not of D
+            acc_dp = self.dp(ctx, stage_do, None)
+            minus_d = self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
         else:
-            acc_dp = self.dp(work, stage_do, self.row_numbers(work, block, piece, work.memory.minus_d))
+            acc_dp = self.dp(ctx, stage_do, self.row_numbers(ctx, block, piece, ctx.smem.minus_d))
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
-        dp = self.score_tile(work, block, piece, acc_dp)
-        chain.zero_dropped(drawn, self.by_rows(op, p))
+        dp = self.score_tile(ctx, block, piece, acc_dp)
+        chain.zero_dropped(mask, self.by_rows(op, p))
         if cutlass.const_expr(op.p_out is None):
-            gemm_rs(op.mma_dkv, work.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
+            gemm_rs(op.mma_dkv, ctx.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
-        chain.zero_dropped(drawn, dp.acc)
+        chain.zero_dropped(mask, dp.acc)
         score_gradient(scores.acc, dp.acc, minus_d)
-        chain.backward(work.state, dp, saved)
+        chain.backward(ctx.state, dp, saved)
         ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
         ds.store(acc_dp.load().to(self.dtype))
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
             stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
-            gemm_rs(op.mma_dkv, work.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
+            gemm_rs(op.mma_dkv, ctx.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
 
     @cute.jit
-    def dp(self, work: Work, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
-        """dP = dO V^T, to which ``start`` is added: a number for each of the thread's rows."""
-        tile, op = self.tile, work.operands
+    def dp(self, ctx: MainloopContext, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
+        """dP = dO V^T + start; ``start``: one number for each of the thread's rows, or None for 0."""
+        tile, op = self.tile, ctx.operands
         acc = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         if cutlass.const_expr(start is None):
             acc.fill(0.0)
@@ -605,31 +598,31 @@ class BackwardSm80:
             gemm(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage)
         return acc
 
-    def score_tile(self, work: Work, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
-        """A scores' accumulator in terms of queries and keys."""
+    def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
+        """An accumulator of scores with the query and key indices of its elements."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp,
+            ctx.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            below_1024(rematerialize(work.thread)),
+            below_1024(rematerialize(ctx.thread)),
             tile.p_in_regs,
         )
-        return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, work.key0)
+        return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, ctx.key0)
 
     def by_rows(self, op: Operands, p: cute.Tensor) -> cute.Tensor:
-        """P, laid out as the scores' accumulator, as (rows, cols)."""
+        """A (rows, cols) view of ``p``, laid out as the scores' accumulator."""
         modes = layouts.row_col_modes(op.mma_sdp, *self.scores_shape, self.tile.p_in_regs)
         return layouts.row_col_view(p, modes)
 
-    def row_numbers(self, work: Work, block: Int32, piece: int, s_row: cute.Tensor) -> cute.Tensor:
+    def row_numbers(self, ctx: MainloopContext, block: Int32, piece: int, s_row: cute.Tensor) -> cute.Tensor:
         """LSE or D of the thread's rows, from shared memory."""
         tile = self.tile
         score_map = ScoreMap.make(
-            work.operands.mma_sdp,
+            ctx.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            below_1024(rematerialize(work.thread)),
+            below_1024(rematerialize(ctx.thread)),
             tile.p_in_regs,
         )
         rows = score_map.modes.rows
@@ -641,22 +634,22 @@ class BackwardSm80:
         return numbers
 
     @cute.jit
-    def add_dq(self, work: Work, block: Int32) -> None:
-        """dQ of the query block's part of the keys, into global memory."""
-        tile, op = self.tile, work.operands
+    def add_dq(self, ctx: MainloopContext, block: Int32) -> None:
+        """Add dS K of this key block to the query block's dQ in global memory."""
+        tile, op = self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
         acc.fill(0.0)
         gemm(op.mma_dq, acc, op.ds, op.k_t, Int32(0), tile.steps_at_once(tile.tile_n, tile.dq_unroll))
         floats = dq.block_floats(self.traits, tile)
-        blocks = cute.make_ptr(Float32, work.memory.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
-        place = blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, place, below_1024(rematerialize(work.thread)), tile.dq_vector)
+        blocks = cute.make_ptr(Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
+        target = blocks + cute.assume(Int64(block) * floats, divby=4)
+        add_fragment(acc, target, below_1024(rematerialize(ctx.thread)), tile.dq_vector)
 
     @cute.jit
     def stage_gradient(
         self, acc: cute.Tensor, factor: Float32, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32
     ) -> None:
-        """A gradient times its factor to shared memory."""
+        """Write acc * factor to shared memory in 16 bits."""
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] * factor
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)
@@ -664,7 +657,7 @@ class BackwardSm80:
         self.gradient_result(mma_dkv, s, thread).store(fragment)
 
     def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread's part of dK or dV goes."""
+        """Where a thread stores its part of dK or dV."""
         return SmemResult(mma_dkv, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
 
     @cute.jit
@@ -673,26 +666,27 @@ class BackwardSm80:
         s: cute.Tensor,
         m: cute.Tensor,
         head_dim: int,
-        place: KeyBlocks,
+        key_tile: KeyTiles,
         key0: Int32,
         keys: Int32,
         thread: Int32,
     ) -> None:
-        """dK or dV from shared memory to global memory, in whole 16-byte pieces of rows."""
+        """dK or dV from shared to global memory, in 16-byte vectors."""
         cols = padded(head_dim)
-        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
+        g = sequence(m, key_tile.batch, key_tile.head_kv, key_tile.info.offset_k, self.traits.varlen)
         tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
         RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
 
 @cute.jit
-def place_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyBlocks:
-    """What the running block has, as numbers that the compiler knows to be the same in all lanes: what follows from
-    them, such as pointers, stays out of the threads' registers. Each call computes them rematerialize.
+def key_tile_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyTiles:
+    """The CTA's key tile as warp-uniform numbers, computed again at every call.
+
+    What follows from them, such as pointers, then takes uniform registers.
     """
     found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
     first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
     info = SeqlenInfo.read(seqlens, batch)
     lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
     info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
-    return KeyBlocks(first, head_kv, batch, info)
+    return KeyTiles(first, head_kv, batch, info)

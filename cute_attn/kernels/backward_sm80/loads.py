@@ -1,4 +1,4 @@
-"""How the Ampere backward brings queries, their gradients and their row statistics to shared memory."""
+"""The Ampere backward's loads by cp.async: Q with LSE, and dO with D."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from cute_attn.device.math import rematerialize
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """One head's Q or dO in global memory with its row statistics, and their stages in shared memory."""
+    """One head's Q with LSE, or dO with D: in global memory, and their stages in shared memory."""
 
     g: cute.Tensor  # (seqlen_q, head_dim)
     valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
-    stride: cute.Tensor  # of g's rows, parked
+    stride: cute.Tensor  # of g's rows, spilled to shared memory
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
     seqlen_q: Int32
@@ -26,7 +26,7 @@ class BlockLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
-        """Start loading ``block``. Queries that do not exist become zeros, since 0 * NaN would be NaN."""
+        """Start loading query block ``block``. Queries out of bounds become zeros, since 0 * NaN would be NaN."""
         tile_m = cute.size(self.s_row, mode=[0])
         if (block + 1) * tile_m <= self.seqlen_q:
             self.rows(block, stage, True)
@@ -36,10 +36,10 @@ class BlockLoad:
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows exist.
+        """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows are in bounds.
 
-        A thread's vectors lie whole rows of the swizzle's pattern apart, so that one address in shared memory serves
-        all of them. The row stride is optimization_barrier, or each vector's offset would be kept in registers.
+        A thread's vectors lie whole periods of the swizzle apart: one address in shared memory serves all of them.
+        The row stride is read from shared memory, or each vector's offset would be kept in registers.
         """
         (tile_m, _), (queries, cols, _) = (
             tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
@@ -81,11 +81,11 @@ class BlockLoad:
 
     @cute.jit
     def row_statistics(self, block: Int32, stage: Int32) -> None:
-        """A number a row, 16 bytes a thread; the workspace has all rows of the block."""
+        """LSE or D of ``block``, 16 bytes a thread; the workspace is padded to whole blocks."""
         tile_m = cute.size(self.s_row, mode=[0])
         thread = below_1024(rematerialize(self.thread))
         if thread < tile_m // 4:
-            # A 32-bit offset in bytes leaves the address before it in a uniform register.
+            # With a 32-bit offset in bytes, the base address stays in a uniform register.
             source = self.g_row.iterator.toint() + Int64((block * tile_m + thread * 4) * 4)
             target = (self.s_row.iterator + (stage * tile_m + thread * 4)).toint()
             spaces = cute.AddressSpace.gmem, cute.AddressSpace.smem
