@@ -38,9 +38,9 @@ def test_default_builds_without_spills(default):
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
     assert compiled.warnings == ()
-    asked = compiled.tile.smem_bytes(traits)
-    assert resources.shared_memory_bytes <= asked
-    assert resources.shared_memory_bytes == asked or traits.op != "forward" or traits.arch != "sm90"
+    assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
+    if (traits.op, traits.arch) == ("forward", "sm90"):
+        assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
     assert not [word for word in PTX.get(traits.op) or PTX[traits.arch] if word not in compiled.ptx]
 
 
