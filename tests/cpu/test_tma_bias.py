@@ -1,4 +1,4 @@
-"""A bias that TMA brings: which tiles can, which tensors it can read, and what becomes of the others."""
+"""A bias loaded by TMA: tiles that can, tensors that TMA can read, and what happens to other tensors."""
 
 import itertools
 import re
@@ -21,20 +21,25 @@ from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
-STAGED = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
+TMA_TILE = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
 BACKWARD = Traits("backward", "sm90", "bf16", 64, bias="bf16")
 
 
 def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Of rows ``row`` elements apart, from element ``first`` of its memory on."""
+    """Zeros with rows ``row`` elements apart, from element ``first`` of its memory on."""
     batch, nheads, rows, cols = shape
     row = row or cols
     memory = torch.zeros(batch * nheads * rows * row + first + 8, dtype=dtype)
     return memory.as_strided(shape, (nheads * rows * row, rows * row, row, 1), first)
 
 
+def best_tile(traits: Traits) -> BackwardSm90Tile:
+    """The backward's first tile for a bias loaded by TMA."""
+    return tma_bias_tiles(traits, max(padded(traits.head_dim), padded(traits.head_dim_v)))[0]
+
+
 def call(bias: torch.Tensor, tile: str = "", **options) -> AttentionParams:
-    """Of two heads and a batch of two, with as many queries as keys."""
+    """A call with two heads and a batch of two, with as many queries as keys."""
     length = bias.shape[3]
     q = torch.empty(2, length, 2, 64, dtype=torch.bfloat16)
     options |= {"q": q, "k": q, "v": q, "bias": bias, "max_seqlen_q": length, "max_seqlen_k": length}
@@ -68,36 +73,36 @@ OTHERS = {
 
 
 @pytest.fixture
-def staged_default(monkeypatch):
-    """The default tile stages the bias."""
-    monkeypatch.setattr(ForwardSm90, "default_tile", classmethod(lambda cls, traits, target: STAGED))
+def tma_default(monkeypatch):
+    """The forward's default tile loads the bias by TMA."""
+    monkeypatch.setattr(ForwardSm90, "default_tile", classmethod(lambda cls, traits, target: TMA_TILE))
 
 
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
-def test_a_call_has_a_staged_bias_where_tma_can_read_it(staged_default, name):
+def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(tma_default, name):
     bias = (READABLE | OTHERS)[name]
     kernel = launcher.choose_kernel(call(bias), "sm90")
-    assert (kernel.tile == STAGED) == (name in READABLE)
+    assert (kernel.tile == TMA_TILE) == (name in READABLE)
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_tile_that_is_named_is_not_given_up_silently(name):
+def test_a_named_tile_is_never_replaced(name):
     with pytest.raises(Unsupported, match=r"bias has shape .* accepted: more rows than one, multiples of 8 "):
-        launcher.choose_kernel(call(OTHERS[name], str(STAGED)), "sm90")
+        launcher.choose_kernel(call(OTHERS[name], str(TMA_TILE)), "sm90")
 
 
 @pytest.fixture
-def staged_backward_default(monkeypatch):
-    """The same of the backward."""
-    first = classmethod(lambda cls, traits, target: tma_bias_tiles(traits)[0])
-    monkeypatch.setattr(BackwardSm90, "default_tile", first)
+def tma_backward_default(monkeypatch):
+    """The backward's default tile loads the bias by TMA."""
+    best = classmethod(lambda cls, traits, target: best_tile(traits))
+    monkeypatch.setattr(BackwardSm90, "default_tile", best)
 
 
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
-def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradient(
-    staged_backward_default, name, bias_grad
+def test_a_backward_loads_the_bias_by_tma_where_it_can_read_it_and_store_its_gradient(
+    tma_backward_default, name, bias_grad
 ):
     bias = (READABLE | OTHERS)[name]
     storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
@@ -106,7 +111,7 @@ def test_a_backward_has_a_staged_bias_where_tma_can_read_it_and_store_its_gradie
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 
-def test_a_backward_tile_that_is_named_is_not_given_up_silently():
+def test_a_named_backward_tile_is_never_replaced():
     unstorable = call(READABLE["one head"], backward_tile="bias_stages=2")
     assert launcher.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
     with pytest.raises(
@@ -127,17 +132,17 @@ def test_plans_of_aligned_and_other_addresses_differ():
     "tile, traits, message",
     [
         (
-            replace(STAGED, bias_stages=-1),
+            replace(TMA_TILE, bias_stages=-1),
             TRAITS,
             "bias_stages is -1; accepted: 0, or more with a bias of 16",
         ),
         (
-            STAGED,
+            TMA_TILE,
             replace(TRAITS, bias="fp32"),
             "bias_stages is 2; accepted: 0, or more with a bias of 16 bits",
         ),
-        (STAGED, replace(TRAITS, bias=""), "bias_stages is 2; accepted"),
-        (replace(STAGED, bias_stages=5), TRAITS, "need .* bytes of shared memory"),
+        (TMA_TILE, replace(TRAITS, bias=""), "bias_stages is 2; accepted"),
+        (replace(TMA_TILE, bias_stages=5), TRAITS, "need .* bytes of shared memory"),
         (
             ForwardSm90Tile(64, 16, 16),
             replace(TRAITS, head_dim=32, head_dim_v=32),
@@ -160,30 +165,30 @@ def test_plans_of_aligned_and_other_addresses_differ():
         ),
     ],
 )
-def test_a_tile_that_cannot_stage_says_so(tile, traits, message):
+def test_a_tile_that_cannot_load_the_bias_by_tma_is_rejected(tile, traits, message):
     reason = tile.reject(traits, "sm90") or ""
     assert re.search(message, reason), reason
 
 
-def test_shared_memory_and_registers_of_a_staged_bias():
-    without = replace(STAGED, bias_stages=0)
-    assert STAGED.smem_bytes(TRAITS) - without.smem_bytes(TRAITS) == 2 * 2 * 192 * 96
-    assert STAGED.registers(TRAITS) == without.registers(replace(TRAITS, bias=""))
+def test_shared_memory_and_registers_of_a_tma_bias():
+    without = replace(TMA_TILE, bias_stages=0)
+    assert TMA_TILE.smem_bytes(TRAITS) - without.smem_bytes(TRAITS) == 2 * 2 * 192 * 96
+    assert TMA_TILE.registers(TRAITS) == without.registers(replace(TRAITS, bias=""))
 
 
-def test_a_staged_bias_comes_by_tma_and_ldmatrix():
-    compiled = compiler.compile(TRAITS, STAGED, "sm90")
+def test_a_tma_bias_is_read_by_ldmatrix():
+    compiled = compiler.compile(TRAITS, TMA_TILE, "sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
-    assert resources.shared_memory_bytes == STAGED.smem_bytes(TRAITS)
+    assert resources.shared_memory_bytes == TMA_TILE.smem_bytes(TRAITS)
     assert compiled.instructions["LDSM"] > 0
     direct = compiler.compile(TRAITS, "bias_stages=0", "sm90").instructions
     assert "LDG" not in compiled.instructions and direct["LDG"] > 0
 
 
 @pytest.mark.parametrize("cols", [16, 32, 80, 96, 128, 192])
-def test_lanes_find_their_rows_where_tma_puts_them(cols):
-    """ldmatrix's addresses against the layout that TMA writes, swizzled by the model."""
+def test_lane_addresses_of_rows_match_tmas_layout(cols):
+    """ldmatrix's addresses are those of the swizzled layout that TMA writes."""
     swizzle = layouts.choose_swizzle(cols, 16)
     bytewise = layouts.Swizzle(swizzle.bits, 4, 3)
     width, wrong = layouts.atom_cols(cols, 16), []
@@ -206,16 +211,16 @@ def test_lanes_find_their_rows_where_tma_puts_them(cols):
 
 
 @pytest.mark.parametrize("queries, groups", [(48, 2), (64, 1), (128, 2), (64, 3)])
-def test_lanes_find_their_queries_where_tma_puts_them(queries, groups):
-    """The same for a backward: a warp's sixteen keys, of eight queries at a time."""
+def test_lane_addresses_of_queries_match_tmas_layout(queries, groups):
+    """The same for the backward: 16 keys a warp, eight queries at a time."""
     bytewise, wrong = layouts.Swizzle(3, 4, 3), []
 
     def compare():
         outer = layouts.wgmma_smem_layout(queries, groups * ROW_COLS, cutlass.BFloat16).outer
         for thread, first in itertools.product(range(128 * groups), range(0, queries, 16)):
-            lane, matrix = thread % 8, thread // 8 % 4  # of four of 8 x 8: keys first, then queries
-            place = (first + 8 * (matrix // 2) + lane, thread // 32 * 16 + 8 * (matrix % 2))
-            expected = bytewise(2 * cute.crd2idx(place, outer))
+            lane, matrix = thread % 8, thread // 8 % 4  # four matrices of 8 x 8: keys first, then queries
+            position = (first + 8 * (matrix // 2) + lane, thread // 32 * 16 + 8 * (matrix % 2))
+            expected = bytewise(2 * cute.crd2idx(position, outer))
             if lane_address_transposed(0, thread, queries) + 2 * ROW_COLS * first != expected:
                 wrong.append((thread, first))
 
@@ -228,7 +233,7 @@ def test_lanes_find_their_queries_where_tma_puts_them(queries, groups):
 
 
 def with_constants(ptx: str) -> str:
-    """PTX with constants in place of the registers that they are moved to."""
+    """``ptx`` with constants for the registers that they are moved to."""
     constants = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
     return re.sub(r"%r\d+", lambda found: constants.get(found[0], found[0]), ptx)
 
@@ -236,17 +241,17 @@ def with_constants(ptx: str) -> str:
 @pytest.mark.parametrize(
     "name", ["d64-bias_bf16", "d128-causal-bias_bf16-bias_grad", "d96-softcap-bias_bf16-bias_grad"]
 )
-def test_a_backward_reads_a_staged_bias_transposed_and_stores_its_gradient_by_tma(name):
+def test_a_backward_reads_a_tma_bias_transposed_and_stores_its_gradient_by_tma(name):
     traits = Traits.parse(f"backward-sm90-bf16-{name}")
-    compiled = compiler.compile(traits, tma_bias_tiles(traits)[0], "sm90")
+    compiled = compiler.compile(traits, best_tile(traits), "sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
     assert compiled.tile.bias_stages == 2 and "LDG" not in compiled.instructions
     assert "LDSM.16.MT88.4" in compiled.sass
-    announced = {int(n) for n in re.findall(r"expect_tx\S* .*, (\d+);", with_constants(compiled.ptx))}
+    expected_bytes = {int(n) for n in re.findall(r"expect_tx\S* .*, (\d+);", with_constants(compiled.ptx))}
     tile, d = compiled.tile, padded(traits.head_dim)
-    rows = tile.tile_m * (2 * d + 4)  # of Q with the log-sum-exps, and of dO with D
-    assert announced == {2 * tile.tile_n * d, rows, rows + 2 * tile.tile_m * tile.tile_n}
+    rows = tile.tile_m * (2 * d + 4)  # Q with LSE, and dO with D
+    assert expected_bytes == {2 * tile.tile_n * d, rows, rows + 2 * tile.tile_m * tile.tile_n}
     kernel = BackwardSm90(compiled.traits, compiled.tile)
     assert kernel.stores_bias_gradient == ("bias_grad" in name and "softcap" not in name)
     assert ("STG" in compiled.instructions) == ("softcap" in name)
