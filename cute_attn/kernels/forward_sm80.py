@@ -4,17 +4,17 @@
     P = exp(S - LSE),  LSE = log sum exp S     online: running row maxima and sums
     O = dropout(P) V                           (seqlen_q, head_dim_v)
 
-A block owns tile_m queries of one head and walks over the key blocks they see, last one first:
+A CTA owns tile_m queries of one head and visits the key blocks that they see, last one first:
 
-    one stage                                      two and more
+    one stage                                      two or more stages
     wait K[j]; start V[j]                          wait K[j], V[j]; start K, V[j - stages + 1]
     S = Q K[j]^T                                   S = Q K[j]^T
     wait V[j]; start K[j - 1]
     epilogues, online softmax, P to 16 bits        epilogues, online softmax, P to 16 bits
     O = rescaled O + P V[j]                        O = rescaled O + P V[j]
 
-Blocks that the band's edge crosses are walked by loops with masks, those inside by a loop without. Follows
-FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
+Key blocks that the mask's edge crosses take loops with masks, those inside a loop without. Follows FlashAttention-2
+(Dao 2023, https://arxiv.org/abs/2307.08691).
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
 rows 16-byte aligned with a contiguous last dimension.
@@ -48,7 +48,7 @@ from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
 @dataclass(frozen=True)
 class Operands:
-    """The three operands of the two products and the MMA that multiplies them."""
+    """Operands of both products in shared memory, and their tiled MMA."""
 
     tiled_mma: cute.TiledMma
     q: SmemOperand
@@ -58,7 +58,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class BlockLoad:
-    """One head's K or V in global memory, (seqlen_k, head_dim), and its blocks' place in shared memory."""
+    """Loads key blocks of one head's K or V, (seqlen_k, head_dim), from global to shared memory."""
 
     row_copy: RowCopy
     g: cute.Tensor
@@ -67,15 +67,15 @@ class BlockLoad:
 
     @cute.jit
     def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``; ``whole``: all its keys exist. Others become zeros, since 0 * NaN would be NaN."""
+        """Start loading ``block``; ``whole``: all its keys exist. Others are zeroed, since 0 * NaN is NaN."""
         rows = cute.size(self.s, mode=[0])
-        tile = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
-        self.row_copy.copy(tile, self.s[None, None, stage], self.seqlen_k - block * rows, whole)
+        g_block = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
+        self.row_copy.copy(g_block, self.s[None, None, stage], self.seqlen_k - block * rows, whole)
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one block works on, and everything a step needs of it."""
+class MainloopContext:
+    """What the steps of the main loop need of the CTA's work tile."""
 
     operands: Operands
     load_k: BlockLoad
@@ -85,19 +85,19 @@ class Work:
     thread: Int32
     row0: Int32
     softmax: OnlineSoftmax
-    parked: cute.Pointer
+    stats: cute.Pointer  # row statistics of all threads in shared memory
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
 
 
 @dataclass(frozen=True)
 class ForwardSm80:
-    """Forward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """Forward kernel of (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: ForwardSm80Tile
 
-    # ---- what it serves ----
+    # ---- support, tiles and arguments ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -108,12 +108,12 @@ class ForwardSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
-        """The tile that is taken when none is named."""
+        """The tile for calls that name none."""
         fits_always = ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
         return first_that_fits([*_preferred_tiles(traits), fits_always], traits, target)
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm80":
-        """This kernel with the default tile for such lengths and heads: one serves them all."""
+        """This kernel: its default tile does not depend on lengths and heads."""
         return self
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class ForwardSm80:
 
     @property
     def swizzle_bits(self) -> int | None:
-        """As the layouts take it."""
+        """log2 of the 16-byte units that a row is permuted over, or None for the widest swizzle."""
         return None if self.tile.swizzle_bits < 0 else self.tile.swizzle_bits
 
     def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.ComposedLayout:
@@ -158,7 +158,7 @@ class ForwardSm80:
         )
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Both products: warps stacked along the queries."""
+        """MMA of both products: warps along the queries."""
         return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
 
     # ---- host ----
@@ -182,7 +182,7 @@ class ForwardSm80:
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
-        # As an argument it takes no register. The cap is the first of the epilogues' arguments.
+        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         self.kernel(
             mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
@@ -206,34 +206,36 @@ class ForwardSm80:
         nheads: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        place = grid.tile(seqlens, self.tile.tile_m)
-        row0, info = place.row0, place.info
+        tile = grid.tile(seqlens, self.tile.tile_m)
+        row0, info = tile.row0, tile.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
-            packed = self.traits.varlen
-            q = sequence(mQ, place.batch, place.head, info.offset_q, packed)
-            context = chain.context(score_args, seqlens, info, place.batch, place.head, nheads, softmax_scale)
+            varlen = self.traits.varlen
+            q = sequence(mQ, tile.batch, tile.head, info.offset_q, varlen)
+            context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
-            s_q, s_k, s_v, s_o, parked = self.shared_memory()
+            s_q, s_k, s_v, s_o, stats = self.shared_memory()
             operands = self.operands(s_q, s_k, s_v, thread)
-            load_k = self.block_load(mK, s_k, self.traits.head_dim, place, thread)
-            load_v = self.block_load(mV, s_v, self.traits.head_dim_v, place, thread)
-            work = self.work(operands, load_k, load_v, blocks, state, row0, scale_log2, parked, thread)
-            self.load_queries(q, s_q, info.seqlen_q - row0, work, thread)
-            self.main_loop(work)
-            place = grid.tile(seqlens, self.tile.tile_m)
-            lse = cute.make_rmem_tensor(cute.make_layout(cute.size(work.acc_o_rows, mode=[0])), Float32)
-            self.statistics(work, thread).load_stats().normalize(work.acc_o_rows, lse, chain.rescale(state))
+            load_k = self.block_load(mK, s_k, self.traits.head_dim, tile, thread)
+            load_v = self.block_load(mV, s_v, self.traits.head_dim_v, tile, thread)
+            ctx = self.mainloop_context(
+                operands, load_k, load_v, blocks, state, row0, scale_log2, stats, thread
+            )
+            self.load_queries(q, s_q, info.seqlen_q - row0, ctx, thread)
+            self.main_loop(ctx)
+            tile = grid.tile(seqlens, self.tile.tile_m)
+            lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
+            self.stored_softmax(ctx, thread).load_stats().normalize(ctx.acc_o_rows, lse, chain.rescale(state))
             thread = optimization_barrier(thread)
             score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
-            store_lse(mLSE, lse, score_map, place, self.traits.varlen)
-            o = sequence(mO, place.batch, place.head, place.info.offset_q, packed)
-            self.store_output(o, s_o, work, place, thread)
+            store_lse(mLSE, lse, score_map, tile, self.traits.varlen)
+            o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, varlen)
+            self.store_output(o, s_o, ctx, tile, thread)
 
     def shared_memory(self):
-        """sQ, sK, sV and sO as (rows, cols, stage), and where the parked statistics begin."""
+        """sQ, sK, sV and sO as (rows, cols, stage), and a pointer to the row statistics."""
         d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
         q_layout = self.smem_layout(tile.tile_m, d)
         k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
@@ -250,17 +252,17 @@ class ForwardSm80:
             cute.make_tensor(area("k", self.dtype), k_layout),
             cute.make_tensor(area("v", self.dtype), v_layout),
             cute.make_tensor(area("o", self.dtype), o_layout),
-            area("parked", Float32),
+            area("stats", Float32),
         )
 
-    def parked_statistics(self, place: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
+    def row_stats(self, stats: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
         """This thread's row maxima and sums in shared memory, (rows, 2)."""
         threads = self.tile.num_threads
         layout = cute.make_layout((rows, 2, threads), stride=(1, rows * threads, rows))
-        return cute.make_tensor(place, layout)[None, None, thread]
+        return cute.make_tensor(stats, layout)[None, None, thread]
 
     def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
-        """Both products' operands in shared memory; V is read transposed."""
+        """Operands of both products in shared memory; V is read transposed."""
         tiled_mma = self.tiled_mma()
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
@@ -273,14 +275,14 @@ class ForwardSm80:
         )
 
     def block_load(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, place: QueryTile, thread: Int32
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, thread: Int32
     ) -> BlockLoad:
-        """K or V of one head, to be loaded by blocks of keys."""
+        """The loads of one head's K or V."""
         row_copy = RowCopy(self.gmem_load(head_dim), thread, padded(head_dim), head_dim)
-        g = sequence(m, place.batch, place.head_kv, place.info.offset_k, self.traits.varlen)
-        return BlockLoad(row_copy, g, s, place.info.seqlen_k)
+        g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
+        return BlockLoad(row_copy, g, s, tile.info.seqlen_k)
 
-    def work(
+    def mainloop_context(
         self,
         operands: Operands,
         load_k: BlockLoad,
@@ -289,10 +291,10 @@ class ForwardSm80:
         state: ScoreState,
         row0: Int32,
         scale_log2: Float32,
-        place: cute.Pointer,
+        stats: cute.Pointer,
         thread: Int32,
-    ) -> Work:
-        """Nothing seen yet: an output of zeros and an empty softmax."""
+    ) -> MainloopContext:
+        """Before the first step: O is zero, row maxima are -inf, row sums are 0."""
         tile, dv, tiled_mma = self.tile, padded(self.traits.head_dim_v), operands.tiled_mma
         acc_o = cute.make_rmem_tensor(
             tiled_mma.get_slice(thread).partition_shape_C((tile.tile_m, dv)), Float32
@@ -300,103 +302,107 @@ class ForwardSm80:
         acc_o.fill(0.0)
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
-        parked = self.parked_statistics(place, rows, thread) if tile.stats_in_smem else None
-        softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, parked)
-        return Work(operands, load_k, load_v, blocks, state, thread, row0, softmax, place, acc_o, acc_o_rows)
+        own_stats = self.row_stats(stats, rows, thread) if tile.stats_in_smem else None
+        softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, own_stats)
+        return MainloopContext(
+            operands, load_k, load_v, blocks, state, thread, row0, softmax, stats, acc_o, acc_o_rows
+        )
 
     @cute.jit
-    def load_queries(self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, work: Work, thread: Int32) -> None:
-        """Start loading Q; when Q is kept in registers, wait for it and read it."""
+    def load_queries(
+        self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, ctx: MainloopContext, thread: Int32
+    ) -> None:
+        """Start loading Q; if it is kept in registers, wait and read it."""
         d = self.traits.head_dim
-        g_q = cute.local_tile(q, (self.tile.tile_m, padded(d)), (work.row0 // self.tile.tile_m, 0))
+        g_q = cute.local_tile(q, (self.tile.tile_m, padded(d)), (ctx.row0 // self.tile.tile_m, 0))
         RowCopy(self.gmem_load(d), thread, padded(d), d).copy(g_q, s_q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(self.tile.keeps_q):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-            work.operands.q.load_all()
+            ctx.operands.q.load_all()
             if cutlass.const_expr(self.tile.share_qk_smem):
                 cute.arch.barrier()
 
     @cute.jit
-    def main_loop(self, work: Work) -> None:
-        """All key blocks, last first: masked ones at the band's right edge, inner ones, masked ones at its left."""
-        blocks = work.blocks
-        self.start_loads(work)
-        block = self.steps(work, blocks.end - 1, blocks.full_end, True)
-        block = self.steps(work, block, blocks.full_begin, False)
+    def main_loop(self, ctx: MainloopContext) -> None:
+        """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
+        blocks = ctx.blocks
+        self.start_loads(ctx)
+        block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
+        block = self.steps(ctx, block, blocks.full_begin, False)
         if cutlass.const_expr(self.traits.windowed):
-            self.steps(work, block, blocks.begin, True)
-        # Nothing may be on its way to shared memory when O takes it over.
+            self.steps(ctx, block, blocks.begin, True)
+        # O reuses the shared memory of loads in flight.
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def start_loads(self, work: Work) -> None:
-        """Before the first step: K of the last block, or whole steps as far ahead as there are stages."""
-        last = work.blocks.end - 1
+    def start_loads(self, ctx: MainloopContext) -> None:
+        """Prologue: K of the last block, or K and V of num_stages - 1 blocks."""
+        last = ctx.blocks.end - 1
         if cutlass.const_expr(self.tile.num_stages == 1):
-            if work.blocks.begin < work.blocks.end:
-                work.load_k.start(last, 0, False)
+            if ctx.blocks.begin < ctx.blocks.end:
+                ctx.load_k.start(last, 0, False)
             cute.arch.cp_async_commit_group()
         else:
             for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
-                if last - ahead >= work.blocks.begin:
+                if last - ahead >= ctx.blocks.begin:
                     stage = self.stage(last - ahead)
-                    work.load_k.start(last - ahead, stage, False)
-                    work.load_v.start(last - ahead, stage, False)
+                    ctx.load_k.start(last - ahead, stage, False)
+                    ctx.load_v.start(last - ahead, stage, False)
                 cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def steps(self, work: Work, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
-        """``block`` and those before it down to ``begin``; returns the next one."""
+    def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
+        """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
             if cutlass.const_expr(self.tile.num_stages == 1):
-                self.step_one_stage(work, block, masked)
+                self.step_one_stage(ctx, block, masked)
             else:
-                self.step_staged(work, block, masked)
+                self.step_pipelined(ctx, block, masked)
             block -= 1
         return block
 
     @cute.jit
-    def step_one_stage(self, work: Work, block: Int32, masked: Constexpr) -> None:
-        """One key block, loads and products taking turns."""
+    def step_one_stage(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
+        """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        work.load_v.start(block, 0, not masked)
+        ctx.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
-        acc_s, loaded = self.scores(work, block, Int32(0))
+        acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
-        if block > work.blocks.begin:
-            work.load_k.start(block - 1, 0, True)
+        if block > ctx.blocks.begin:
+            ctx.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
-        self.accumulate(work, block, acc_s, loaded, Int32(0), masked)
+        self.accumulate(ctx, block, acc_s, loaded, Int32(0), masked)
 
     @cute.jit
-    def step_staged(self, work: Work, block: Int32, masked: Constexpr) -> None:
-        """One key block, with later ones on their way."""
+    def step_pipelined(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
+        """One key block, with the loads of num_stages - 1 later ones in flight."""
         stages: Constexpr = self.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.barrier()
         ahead = block - (stages - 1)
-        if ahead >= work.blocks.begin:
-            work.load_k.start(ahead, self.stage(ahead), True)
-            work.load_v.start(ahead, self.stage(ahead), True)
+        if ahead >= ctx.blocks.begin:
+            ctx.load_k.start(ahead, self.stage(ahead), True)
+            ctx.load_v.start(ahead, self.stage(ahead), True)
         cute.arch.cp_async_commit_group()
-        acc_s, loaded = self.scores(work, block, stage)
-        # The same number again, disguised: known to be the same, it would be kept in a register through the softmax.
+        acc_s, loaded = self.scores(ctx, block, stage)
+        # Recomputed, or the stage would stay in a register through the softmax.
         stage = self.stage(optimization_barrier(block) + stages)
-        self.accumulate(work, block, acc_s, loaded, stage, masked)
+        self.accumulate(ctx, block, acc_s, loaded, stage, masked)
 
     def stage(self, block: Int32) -> Int32:
-        """Which stage a block of keys goes through."""
+        """The stage of a key block."""
         return Int32(Uint32(block) % Uint32(self.tile.num_stages))
 
     @cute.jit
-    def scores(self, work: Work, block: Int32, stage: Int32):
-        """S = Q K^T, and what the epilogues read of global memory meanwhile."""
-        op, tile = work.operands, self.tile
+    def scores(self, ctx: MainloopContext, block: Int32, stage: Int32):
+        """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
+        op, tile = ctx.operands, self.tile
         acc_s = cute.make_rmem_tensor(
             op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
         )
@@ -404,7 +410,7 @@ class ForwardSm80:
         loaded = ()
         if cutlass.const_expr(self.epilogues.modifiers):
             loaded = self.epilogues.load(
-                work.state, self.score_tile(work, block, acc_s, rematerialize(work.thread))
+                ctx.state, self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
             )
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
@@ -419,125 +425,129 @@ class ForwardSm80:
             )
         return acc_s, loaded
 
-    def score_tile(self, work: Work, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
-        """acc_s in terms of queries and keys."""
+    def score_tile(self, ctx: MainloopContext, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
+        """acc_s with its query and key indices."""
         tile = self.tile
-        score_map = ScoreMap.make(work.operands.tiled_mma, tile.tile_m, tile.tile_n, thread)
-        return score_map.tile(acc_s, work.row0, block * tile.tile_n)
+        score_map = ScoreMap.make(ctx.operands.tiled_mma, tile.tile_m, tile.tile_n, thread)
+        return score_map.tile(acc_s, ctx.row0, block * tile.tile_n)
 
-    def by_rows(self, work: Work, p: cute.Tensor) -> cute.Tensor:
-        """P, laid out as the scores' accumulator, as (rows, cols)."""
-        modes = layouts.row_col_modes(work.operands.tiled_mma, self.tile.tile_m, self.tile.tile_n)
+    def by_rows(self, ctx: MainloopContext, p: cute.Tensor) -> cute.Tensor:
+        """P in the layout of the scores' accumulator, as (rows, cols)."""
+        modes = layouts.row_col_modes(ctx.operands.tiled_mma, self.tile.tile_m, self.tile.tile_n)
         return layouts.row_col_view(p, modes)
 
-    def statistics(self, work: Work, thread: Int32) -> OnlineSoftmax:
-        """The online softmax, with its statistics where they are kept between steps."""
+    def stored_softmax(self, ctx: MainloopContext, thread: Int32) -> OnlineSoftmax:
+        """The online softmax with its statistics where they stay between steps: in registers or shared memory."""
         if not self.tile.stats_in_smem:
-            return work.softmax
-        parked = self.parked_statistics(work.parked, cute.size(work.acc_o_rows, mode=[0]), thread)
-        return dataclasses.replace(work.softmax, row_max=parked[None, 0], row_sum=parked[None, 1])
+            return ctx.softmax
+        stats = self.row_stats(ctx.stats, cute.size(ctx.acc_o_rows, mode=[0]), thread)
+        return dataclasses.replace(ctx.softmax, row_max=stats[None, 0], row_sum=stats[None, 1])
 
     @cute.jit
     def accumulate(
-        self, work: Work, block: Int32, acc_s: cute.Tensor, loaded: tuple, stage: Int32, masked: Constexpr
+        self,
+        ctx: MainloopContext,
+        block: Int32,
+        acc_s: cute.Tensor,
+        loaded: tuple,
+        stage: Int32,
+        masked: Constexpr,
     ) -> None:
         """Scores to probabilities, and O += P V."""
-        chain, op = self.epilogues, work.operands
-        thread = rematerialize(
-            work.thread
-        )  # or coordinates and addresses would wait in registers from the step before
-        tile = self.score_tile(work, block, acc_s, thread)
-        chain.forward(work.state, tile, loaded, masked)
-        statistics = self.statistics(work, thread)
-        softmax = statistics.load_stats()
-        softmax.step(tile.acc, work.acc_o_rows, masked)
-        statistics.store_stats(softmax)
+        chain, op = self.epilogues, ctx.operands
+        # Otherwise coordinates and addresses stay in registers from step to step.
+        thread = rematerialize(ctx.thread)
+        scores = self.score_tile(ctx, block, acc_s, thread)
+        chain.forward(ctx.state, scores, loaded, masked)
+        stored = self.stored_softmax(ctx, thread)
+        softmax = stored.load_stats()
+        softmax.step(scores.acc, ctx.acc_o_rows, masked)
+        stored.store_stats(softmax)
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
-        chain.drop(work.state, tile, self.by_rows(work, p))
-        gemm_rs(op.tiled_mma, work.acc_o, layouts.as_operand_a(p), op.v, stage)
+        chain.drop(ctx.state, scores, self.by_rows(ctx, p))
+        gemm_rs(op.tiled_mma, ctx.acc_o, layouts.as_operand_a(p), op.v, stage)
 
     @cute.jit
     def store_output(
-        self, o: cute.Tensor, s_o: cute.Tensor, work: Work, place: QueryTile, thread: Int32
+        self, o: cute.Tensor, s_o: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32
     ) -> None:
-        """O through shared memory, to be written in whole 16-byte pieces of rows."""
-        dv, tiled_mma, tile_m = self.traits.head_dim_v, work.operands.tiled_mma, self.tile.tile_m
-        fragment = cute.make_rmem_tensor_like(work.acc_o, self.dtype)
-        fragment.store(work.acc_o.load().to(self.dtype))
+        """O through shared memory, for 16-byte stores."""
+        dv, tiled_mma, tile_m = self.traits.head_dim_v, ctx.operands.tiled_mma, self.tile.tile_m
+        fragment = cute.make_rmem_tensor_like(ctx.acc_o, self.dtype)
+        fragment.store(ctx.acc_o.load().to(self.dtype))
         cute.arch.barrier()
         store = layouts.store_copy_c(tiled_mma, self.dtype, "sm80")
         mine = store.get_slice(thread)
         s_o = s_o[None, None, 0]
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         cute.arch.barrier()
-        g_o = cute.local_tile(o, (tile_m, padded(dv)), (place.row0 // tile_m, 0))
+        g_o = cute.local_tile(o, (tile_m, padded(dv)), (tile.row0 // tile_m, 0))
         copy_o = RowCopy(self.gmem_store(dv), thread, padded(dv), dv)
-        copy_o.copy(s_o, g_o, place.info.seqlen_q - place.row0, False)
+        copy_o.copy(s_o, g_o, tile.info.seqlen_q - tile.row0, False)
 
 
-def _burden(traits: Traits) -> str:
-    """What the epilogues ask of a thread beside its scores: a key of the tables in ``_TILES``."""
+def _register_need(traits: Traits) -> str:
+    """Registers that the epilogues need beside the scores: a key of the tables in ``_TILES``."""
     modified = traits.softcap or traits.alibi
     if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
-        return "most"
+        return "highest"
     if traits.bias == "fp32":
-        return "much"
+        return "high"
     if traits.bias or traits.epilogues or (traits.dropout and modified):
-        return "more"
-    return "some" if traits.dropout or modified else "none"
+        return "medium"
+    return "low" if traits.dropout or modified else "none"
 
 
 def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
     return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
 
 
-# The largest head_dim_v -> what the epilogues ask for -> tiles, best first; the first that fits the traits and the
-# target is the default, and what is not listed is as without epilogues. Chosen by time on an H200 among those that
-# spill nothing on any target: 32 queries a warp read keys and values from shared memory half as often as 16, and two
-# stages save a barrier. bench/notes.md has the others.
+# Largest head_dim_v -> ``_register_need`` -> tiles, best first; the first that fits the traits and the target is the
+# default. A need that is not listed takes "none". Fastest on an H200 of those that spill on no target: 32 queries a
+# warp read K and V from shared memory half as often as 16, and two stages save a barrier. bench/notes.md has others.
 _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     32: {
         "none": [_tile(128, 128, 4, 2)],
-        "some": [_tile(128, 64, 4, 2)],
-        "more": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "much": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "most": [_tile(64, 64, 4, 1)],
+        "low": [_tile(128, 64, 4, 2)],
+        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "high": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "highest": [_tile(64, 64, 4, 1)],
     },
     64: {
         "none": [_tile(128, 96, 4, 2)],
-        "some": [_tile(128, 96, 4, 2, qk_unroll=2)],
-        "more": [_tile(128, 96, 4, 2, qk_unroll=1)],
-        "much": [_tile(128, 64, 4, 2, qk_unroll=2)],
-        "most": [_tile(64, 64, 4, 1)],
+        "low": [_tile(128, 96, 4, 2, qk_unroll=2)],
+        "medium": [_tile(128, 96, 4, 2, qk_unroll=1)],
+        "high": [_tile(128, 64, 4, 2, qk_unroll=2)],
+        "highest": [_tile(64, 64, 4, 1)],
     },
     96: {
         "none": [_tile(128, 64, 4, 2)],
-        "some": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "more": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "much": [_tile(128, 32, 4, 2, qk_unroll=2)],
-        "most": [_tile(64, 64, 4, 1)],
+        "low": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
+        "high": [_tile(128, 32, 4, 2, qk_unroll=2)],
+        "highest": [_tile(64, 64, 4, 1)],
     },
     128: {
         "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
-        "more": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
-        "much": [_tile(128, 32, 4, 2, qk_unroll=4)],
-        "most": [_tile(64, 64, 4, 1)],
+        "medium": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
+        "high": [_tile(128, 32, 4, 2, qk_unroll=4)],
+        "highest": [_tile(64, 64, 4, 1)],
     },
     192: {
         "none": [_tile(128, 64, 8, 1)],
-        "much": [_tile(64, 64, 4, 1)],
-        "most": [_tile(64, 32, 4, 1)],
+        "high": [_tile(64, 64, 4, 1)],
+        "highest": [_tile(64, 32, 4, 1)],
     },
     256: {
         "none": [_tile(64, 64, 4, 1)],
-        "most": [_tile(64, 32, 4, 1, qk_unroll=4)],
+        "highest": [_tile(64, 32, 4, 1, qk_unroll=4)],
     },
 }
 _FITS_ALWAYS = _tile(64, 32, 4, 1)
 
 
 def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    """Best first."""
+    """Tiles to try, best first."""
     table = next(table for dim, table in _TILES.items() if traits.head_dim_v <= dim)
-    return [*table.get(_burden(traits), table["none"]), *table["most"], _FITS_ALWAYS]
+    return [*table.get(_register_need(traits), table["none"]), *table["highest"], _FITS_ALWAYS]

@@ -1,4 +1,4 @@
-"""Tiles: *how* a kernel computes. Block sizes, warps, stages, operands in registers, swizzle."""
+"""Tiles: *how* a kernel computes: tile sizes, warps, stages, operands in registers, swizzle."""
 
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded

@@ -1,4 +1,4 @@
-"""Tiles of the backward kernels: the main ones and the preprocess. The convert takes the main kernel's."""
+"""Tiles of the backward's main kernels and of its preprocess. The convert takes the main kernel's tile."""
 
 import dataclasses
 import math
@@ -15,20 +15,20 @@ class BackwardSm80Tile(WarpTile):
 
     Attributes:
         tile_m: queries of a step.
-        tile_n: keys of a block.
-        num_warps: warps of a block.
-        sdp_warps_m: of them along the queries in S = Q K^T and dP = dO V^T; the others divide the keys.
-        dkv_warps_m: of them along the keys in dV = P^T dO and dK = dS^T Q; the others divide the head dims.
-        dq_warps_m: of them along the queries in dQ = dS K; the others divide head_dim.
-        stages_q, stages_do: copies of Q and of dO in shared memory, 1 or 2. 2: the next step's load during all of this
-            one, and 1 during its last product.
-        v_in_regs: V is read from shared memory once and kept in registers; P and dS take over its shared memory.
-        p_in_regs: S and dP are computed transposed by warps that divide the keys alone, so that P and dS go on to dV
-            and dK in registers and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
-            ``dkv_warps_m`` all warps.
+        tile_n: keys of a CTA.
+        num_warps: warps of a CTA.
+        sdp_warps_m: warps along the queries in S = Q K^T and dP = dO V^T; num_warps / sdp_warps_m along the keys.
+        dkv_warps_m: warps along the keys in dV = P^T dO and dK = dS^T Q; the others along the head dims.
+        dq_warps_m: warps along the queries in dQ = dS K; the others along head_dim.
+        stages_q, stages_do: stages of Q and dO, 1 or 2. 2: the next step's load overlaps all of this step; 1: only its
+            last product.
+        v_in_regs: V is read from shared memory once and kept in registers; P and dS reuse its shared memory.
+        p_in_regs: S and dP are computed transposed with all warps along the keys, so that P and dS are register
+            operands of dV and dK, and only dS passes through shared memory, for dQ. ``sdp_warps_m`` is then 1 and
+            ``dkv_warps_m`` is num_warps.
         queries_at_once: with ``p_in_regs``, queries whose scores are in registers at a time; 0 for all ``tile_m``.
-        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 that these products take at a time; 0 for all of them. No operand
-            is read before an earlier group's products, so that few steps bound the registers that wait for them.
+        sdp_unroll, dkv_unroll, dq_unroll: steps of 16 whose operands these products read at a time; 0 for all of them.
+            Few steps bound the registers of operands.
         dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
     """
 
@@ -50,16 +50,16 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def mma_threads(self) -> int:
-        """Threads that multiply: all."""
+        """Threads of the tiled MMAs: all."""
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The tile that the convert takes beside this one: the same."""
+        """The convert's tile: this one."""
         return self
 
     @property
     def dq_transposed(self) -> bool:
-        """dQ's accumulator is (queries, head_dim)."""
+        """Whether dQ's accumulator is (head_dim, queries): no."""
         return False
 
     @property
@@ -74,11 +74,11 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def pieces(self) -> int:
-        """Pieces in which a step takes its queries."""
+        """Parts of ``queries`` queries in a step."""
         return self.tile_m // self.queries
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of everything in shared memory; dK and dV take over what is loaded."""
+        """Name -> first byte and end of each area of shared memory; dK and dV reuse the operands' memory."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         m, n = self.tile_m, self.tile_n
         v, p = 2 * n * dv, 0 if self.p_in_regs else 2 * m * n
@@ -148,7 +148,7 @@ class BackwardSm80Tile(WarpTile):
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
         if min(self.sdp_unroll, self.dkv_unroll, self.dq_unroll, self.queries_at_once) < 0:
-            return "an unroll or queries_at_once is negative; accepted: 0 for all, or how many at a time"
+            return "an unroll or queries_at_once is negative; accepted: 0 for all, or the number at a time"
         if self.queries_at_once and (not self.p_in_regs or self.tile_m % self.queries_at_once):
             return (
                 f"queries_at_once is {self.queries_at_once}; accepted: 0, or with p_in_regs a divisor of tile_m, "
@@ -173,7 +173,7 @@ class BackwardSm80Tile(WarpTile):
             ("padded head_dim", d, 16 * dq_n),
         ):
             if extent <= 0 or extent % step:
-                return f"{name} is {extent}; accepted: multiples of {step}, which the warps of {self} divide"
+                return f"{name} is {extent}; accepted: multiples of {step} for the warps of {self}"
         return None
 
 
@@ -183,21 +183,20 @@ class BackwardSm90Tile(Tile):
 
     Attributes:
         tile_m: queries of a step, a multiple of 16 (of 64 unless ``dq_transposed``).
-        tile_n: keys of a block, 64 for each warpgroup, or 64 in all with ``p_in_smem``.
-        p_in_smem: P goes through shared memory as dS does, so that the warpgroups divide the head dims of dK and dV
-            between them. Otherwise they divide the keys, and P and dS of their own keys stay in registers.
-        num_stages_q, num_stages_do: copies of Q and dO in shared memory.
-        num_stages_ds: copies of dS (and P) in shared memory; with 2 a step has one barrier, with 1 it has two.
-        dq_transposed: dQ is computed as its transpose, so that the warpgroups divide the head dim in steps of 64.
-        dq_bulk: dQ goes through shared memory, from where a warp that does nothing else adds it, by one bulk reduction
-            a query block. Not with ``p_in_smem``.
-        bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it with Q, and so as many as of
-            Q; 0: threads read the bias from global memory. TMA also takes its gradient from where dS
-            lies, if that is the same. Rows of both must then be as those of q are.
-        mask_warps: warps of the loading warpgroup that draw flash's dropout mask, at most 3, or 1 beside ``dq_bulk``;
-            0: threads draw what they need themselves. Not with ``p_in_smem``.
-        staggered: where every key block is seen by all queries, blocks of threads walk over these from different ones
-            on, so that those that have the same head at the same time do not add to the same dQ.
+        tile_n: keys of a key tile, 64 for each consumer warpgroup, or 64 in all with ``p_in_smem``.
+        p_in_smem: P goes through shared memory as dS does, and the warpgroups divide the head dims of dK and dV.
+            Otherwise they divide the keys, and P and dS are register operands.
+        num_stages_q, num_stages_do: stages of Q and dO.
+        num_stages_ds: stages of dS (and P); with 2 a step has one barrier, with 1 it has two.
+        dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
+        dq_bulk: dQ is staged in shared memory, from where one warp adds it by one bulk reduction a query block. Not
+            with ``p_in_smem``.
+        bias_stages: stages of a 16-bit bias that TMA loads with Q: ``num_stages_q``, with rows aligned as those of q;
+            0: threads read the bias from global memory. If its gradient equals dS, TMA stores that from dS.
+        mask_warps: warps of the producer warpgroup that compute the flash dropout mask, at most 3, or 1 with
+            ``dq_bulk``; 0: each consumer thread computes its own. Not with ``p_in_smem``.
+        staggered: where all queries see every key block, CTAs start at different query blocks, so that those of one
+            head do not add to the same dQ at the same time.
     """
 
     tile_m: int = 64
@@ -214,12 +213,12 @@ class BackwardSm90Tile(Tile):
 
     BARRIER_BYTES: ClassVar[int] = 1024
     MASK_STAGES: ClassVar[int] = 2
-    warpgroups: ClassVar[int] = 2  # that compute; one more loads
+    warpgroups: ClassVar[int] = 2  # consumers; there is one producer warpgroup beside them
     mma_threads: ClassVar[int] = 256
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
     def for_convert(self) -> "BackwardSm90Tile":
-        """The tile that the convert takes beside this one: the same, but for what dQ's order in memory is not of."""
+        """The convert's tile: this one with the fields reset that do not affect dQ's order in memory."""
         return dataclasses.replace(
             self,
             bias_stages=0,
@@ -230,17 +229,17 @@ class BackwardSm90Tile(Tile):
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return self.mma_threads + 128
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a thread that computes: what the loading warpgroup leaves of 65,536."""
+        """Registers of a consumer thread."""
         return COMPUTE_REGISTERS[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a thread that loads."""
+        """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups]
 
     @property
@@ -254,30 +253,30 @@ class BackwardSm90Tile(Tile):
         return self.warpgroups // math.gcd(self.warpgroups, self.tile_n // 64) if self.p_in_smem else 1
 
     def dk_leaves_k(self, traits: Traits) -> bool:
-        """Whether dK takes over dS and P instead of K, so that the next K is loaded while it is on its way out.
+        """Whether dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
 
-        Not where dS may still be on its way out itself, as the bias's gradient.
+        Not where TMA may still be storing dS as the bias's gradient.
         """
         room = self.tile_m * self.num_stages_ds * (2 if self.p_in_smem else 1)
         return room >= padded(traits.head_dim) and not (self.bias_stages and traits.bias_grad)
 
     @property
     def row_stride(self) -> int:
-        """Numbers from one stage of the rows' log-sum-exps or D to the next: TMA writes to multiples of 128 bytes."""
+        """fp32 numbers from one stage of LSE or D to the next: TMA writes to multiples of 128 bytes."""
         return -(-self.tile_m // 32) * 32
 
     @property
     def idle_warps(self) -> int:
-        """Warps of the loading warpgroup that have nothing else to do under dropout."""
+        """Warps of the producer warpgroup that are free for the dropout mask."""
         return 1 if self.dq_bulk else 3
 
     @property
     def mask_words(self) -> int:
-        """Words of dropout's mask that a thread has of a step; see ``cute_attn.epilogues.dropout_words``."""
+        """Words of the dropout mask for each thread and step; see ``cute_attn.epilogues.dropout_words``."""
         return -(-self.tile_m // 64)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of everything in shared memory. dV takes over V, and dK what ``dk_leaves_k`` says."""
+        """Name -> first byte and end of each area of shared memory. dV reuses V's; for dK see ``dk_leaves_k``."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         sizes = {
             "barriers": self.BARRIER_BYTES,
@@ -317,21 +316,23 @@ class BackwardSm90Tile(Tile):
             return f"tile_m is {self.tile_m}; accepted: multiples of {rows} up to 256"
         if self.dq_transposed and d % (64 * self.warpgroups):
             return (
-                f"dq_transposed is true; accepted: with head dims of whole {64 * self.warpgroups}, 64 for each of "
-                f"{self.warpgroups} warpgroups, not {d}"
+                f"dq_transposed is true; accepted: with head dims in multiples of {64 * self.warpgroups}, 64 "
+                f"for each of {self.warpgroups} warpgroups, not {d}"
             )
         along_n = self.warpgroups // min(self.warpgroups, self.tile_m // 64) if self.p_in_smem else 1
         if self.p_in_smem and (
             self.tile_m % (64 * self.warpgroups // along_n) or self.tile_n % (16 * along_n)
         ):
-            return f"warpgroups is {self.warpgroups}; accepted with p_in_smem: what divides {self.tile_m} queries"
+            return (
+                f"warpgroups is {self.warpgroups}; accepted with p_in_smem: divisors of {self.tile_m} queries"
+            )
         for what, dim, parts in (
             ("dQ", d, self.dq_warps_n),
             ("dK", d, self.dkv_warps_n),
             ("dV", dv, self.dkv_warps_n),
         ):
             if dim % (16 * parts):
-                return f"warpgroups is {self.warpgroups}; accepted: so many that {parts} divide {dim} columns of {what}"
+                return f"warpgroups is {self.warpgroups}; accepted: such that {parts} divide {dim} columns of {what}"
         if min(self.num_stages_q, self.num_stages_do) < 1 or self.num_stages_ds not in (1, 2):
             return (
                 f"num_stages_q, _do, _ds are {self.num_stages_q}, {self.num_stages_do}, {self.num_stages_ds}; "
@@ -343,8 +344,8 @@ class BackwardSm90Tile(Tile):
             return "dq_bulk is true; accepted: with p_in_smem=false"
         if self.bias_stages and (traits.bias not in ("fp16", "bf16") or self.p_in_smem):
             return (
-                f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false as "
-                f"many as num_stages_q, for {traits}"
+                f"bias_stages is {self.bias_stages}; accepted: 0, or with a bias of 16 bits and p_in_smem=false, "
+                f"num_stages_q, for {traits}"
             )
         if self.bias_stages not in (0, self.num_stages_q):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or num_stages_q, which is {self.num_stages_q}"
@@ -367,9 +368,9 @@ class BackwardPreprocessTile(Tile):
     """Tile of the backward's preprocess.
 
     Attributes:
-        tile_m: the main kernel's queries of a block, which sequences are padded to in the workspace.
-        rows: queries of a block here, a divisor of tile_m.
-        num_threads: threads of a block, at least one a row.
+        tile_m: the main kernel's queries of a step, whose multiples sequences are padded to in the workspace.
+        rows: queries of a CTA, a divisor of tile_m.
+        num_threads: threads of a CTA, at least one a row.
     """
 
     tile_m: int = 128
@@ -378,34 +379,34 @@ class BackwardPreprocessTile(Tile):
 
     @staticmethod
     def of(traits: Traits, tile_m: int) -> "BackwardPreprocessTile":
-        """The tile for a main kernel's ``tile_m``: the most rows that keep all threads busy and fit their registers."""
+        """The tile for a main kernel's ``tile_m``: most rows with fewest idle threads that fit the registers."""
         whole = BackwardPreprocessTile(tile_m, tile_m)
         tiles = [
             dataclasses.replace(whole, rows=n) for n in range(4, whole.num_threads + 1, 4) if tile_m % n == 0
         ]
 
-        def badness(tile: BackwardPreprocessTile) -> tuple[bool, float, int]:
+        def cost(tile: BackwardPreprocessTile) -> tuple[bool, float, int]:
             vectors = tile.vectors(traits) * tile.passes(traits)
             return vectors > 5, tile.passes(traits) * tile.rows_at_once(traits) / tile.rows, -tile.rows
 
-        return min(tiles, key=badness)
+        return min(tiles, key=cost)
 
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads that read one row of O, three times 16 bytes each at most: what leaves the fewest idle."""
+        """Adjacent threads that read a row of O, up to three 16-byte vectors each: 4, 8 or 16, the fewest idle."""
         pieces = traits.head_dim_v // 8
         enough = [threads for threads in (16, 8, 4) if 3 * threads >= pieces]
         return min(enough, key=lambda threads: -(-pieces // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
-        """Vectors of 16 bytes that a thread reads of a row of O."""
+        """16-byte vectors of a row of O for each thread."""
         return -(-traits.head_dim_v // (8 * self.threads_per_row(traits)))
 
     def rows_at_once(self, traits: Traits) -> int:
-        """Rows that the threads of a block read side by side."""
+        """Rows that a CTA reads at a time."""
         return self.num_threads // self.threads_per_row(traits)
 
     def passes(self, traits: Traits) -> int:
-        """How often they do."""
+        """Passes of ``rows_at_once`` rows."""
         return -(-self.rows // self.rows_at_once(traits))
 
     def smem_bytes(self, traits: Traits) -> int:

@@ -1,7 +1,7 @@
-"""What all tiles have in common.
+"""Base classes of all tiles.
 
-A tile is a frozen value that prints as text and parses back, knows what it will cost before anything is compiled, and
-says why it cannot serve some traits on some GPU. It never changes a result, only how fast it comes.
+A tile is a frozen value that prints as text and parses back. It computes its shared memory and registers before
+anything is compiled, and gives the reason why it does not fit some traits or target.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from cute_attn.traits import Traits
 
 SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
-"""Shared memory that one block may use on each target, in bytes."""
+"""Largest shared memory of one CTA on each target, in bytes."""
 
 TARGETS = tuple(SHARED_MEMORY_BYTES)
 REGISTERS_PER_THREAD = 255
@@ -20,18 +20,18 @@ HEAD_DIM_PAD = 32
 
 
 def padded(head_dim: int) -> int:
-    """head_dim rounded up to what shared memory and registers hold of it."""
+    """head_dim rounded up to a multiple of ``HEAD_DIM_PAD``, as shared memory and registers hold it."""
     return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
 
 
 class Tile:
-    """Base of all tiles: text both ways, and the checks that every tile needs."""
+    """Base of all tiles: conversion to and from text, and the checks of shared memory and registers."""
 
     def __str__(self) -> str:
         return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
 
     def override(self, text: str) -> Self:
-        """This tile with the fields that ``text`` names changed: ``"tile_n=128,q_in_regs=true"``.
+        """This tile with the fields of ``text`` changed, such as ``"tile_n=128,q_in_regs=true"``.
 
         Raises:
             ValueError: a field that does not exist or a value that does not parse.
@@ -48,23 +48,23 @@ class Tile:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of everything in shared memory."""
+        """Name -> first byte and end of each area of shared memory."""
         raise NotImplementedError
 
     def smem_bytes(self, traits: Traits) -> int:
-        """Shared memory of one block, in bytes."""
+        """Shared memory of one CTA, in bytes."""
         return max(end for _, end in self.smem_areas(traits).values())
 
     def registers(self, traits: Traits) -> int:
-        """An estimate of registers a thread, from the fragments that live through the main loop."""
+        """Estimated registers a thread, from the fragments that are live in the main loop."""
         raise NotImplementedError
 
     def shape_reason(self, traits: Traits) -> str | None:
-        """Why these fields do not go together, or None."""
+        """Why these fields cannot be combined for ``traits``, or None."""
         raise NotImplementedError
 
     def reject(self, traits: Traits, target: str) -> str | None:
-        """Why this tile cannot serve ``traits`` on ``target``, or None if it can."""
+        """Why this tile does not fit ``traits`` on ``target``, or None."""
         reason = self.shape_reason(traits)
         if reason:
             return reason
@@ -80,45 +80,45 @@ class Tile:
 
 
 class WarpTile(Tile):
-    """What the tiles of kernels whose warps all copy and multiply have in common; they have a field ``num_warps``."""
+    """Base of tiles of kernels whose warps all copy and multiply; they have a field ``num_warps``."""
 
     num_warps: int
     MAX_WARPS: ClassVar[int] = 16
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return 32 * self.num_warps
 
     @staticmethod
     def steps_at_once(extent: int, unroll: int) -> int:
-        """Steps of 16 along ``extent`` that a product takes at a time: at most ``unroll``, and a divisor of all."""
+        """Steps of 16 along ``extent`` that a product takes at a time: a divisor of all, at most ``unroll``."""
         steps = extent // 16
         return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
 
     def num_warps_reason(self) -> str | None:
-        """Why there are not so many warps, or None."""
+        """Why ``num_warps`` is out of range, or None."""
         if not 1 <= self.num_warps <= self.MAX_WARPS:
             return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
         return None
 
     def copies_reason(self, traits: Traits, **extents: int) -> str | None:
-        """Why the warps cannot copy so many rows of each head dim, or None; extents: rows by what they are called."""
+        """Why the warps cannot copy whole tiles of so many rows, or None; extents: name -> rows."""
         for dim in sorted({padded(traits.head_dim), padded(traits.head_dim_v)}):
             rows_per_pass = self.num_threads // (8 if dim % 64 == 0 else 4)
-            for what, rows in extents.items():
+            for name, rows in extents.items():
                 if rows % rows_per_pass:
                     return (
-                        f"{what} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
+                        f"{name} is {rows}; accepted: multiples of {rows_per_pass} rows, which {self.num_warps} "
                         f"warps copy at once at head dim {dim}"
                     )
         return None
 
 
 COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160}
-"""Of a thread that computes, for so many computing warpgroups: what the loading one leaves of 65,536."""
+"""Consumer warpgroups -> registers of a consumer thread; the producer's come out of the same 65,536."""
 LOAD_REGISTERS = {1: 56, 2: 24, 3: 32}
-"""Of a thread that loads, beside them."""
+"""Consumer warpgroups -> registers of a producer thread."""
 
 
 def _text(value: Any) -> str:
@@ -141,5 +141,5 @@ T = TypeVar("T", bound=Tile)
 
 
 def first_that_fits(tiles: Sequence[T], traits: Traits, target: str) -> T:
-    """The first of some tiles that serves ``traits``, or the last one, which says why it does not."""
+    """The first tile that fits ``traits`` on ``target``, or the last one, whose ``reject`` gives the reason."""
     return next((tile for tile in tiles if tile.reject(traits, target) is None), tiles[-1])

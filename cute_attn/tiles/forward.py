@@ -1,4 +1,4 @@
-"""Tiles of the forward kernels, and of the one that writes a forward's probabilities."""
+"""Tiles of the forward kernels and of the softmax kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,11 +7,11 @@ from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTi
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
-"""Shared memory of a Hopper multiprocessor, in bytes, of which each block costs 1024 more than it uses."""
+"""Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it beside its own."""
 
 
 def may_pack_heads(traits: Traits) -> bool:
-    """Whether nothing but ALiBi's slope depends on a row's head, so that rows of several heads can be one block's."""
+    """Whether no epilogue but ALiBi depends on the head, so that a work tile may hold rows of several heads."""
     return not (traits.bias or traits.dropout or traits.epilogues)
 
 
@@ -20,15 +20,15 @@ class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
 
     Attributes:
-        tile_m: queries of a block, a multiple of 16 a warp.
+        tile_m: queries of a CTA, a multiple of 16 a warp.
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
-        num_warps: warps of a block; each has tile_m / num_warps queries.
-        num_stages: copies of K and V in shared memory. 1: K of the next step loads during the softmax and V during
-            Q K^T, two barriers a step; 2 and more: whole steps load ahead, one barrier a step.
+        num_warps: warps of a CTA; each has tile_m / num_warps queries.
+        num_stages: stages of K and V. 1: K of the next step loads during the softmax and V during Q K^T, two barriers
+            a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier a step.
         q_in_regs: Q is read from shared memory once and kept in registers.
-        share_qk_smem: K takes over Q's shared memory (implies that Q is kept in registers).
-        qk_unroll: steps of 16 along head_dim that Q K^T takes at a time; 0 for all of them. No operand is read before
-            an earlier group's products, so that few steps bound the registers that wait for them.
+        share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
+        qk_unroll: steps of 16 along head_dim whose operands Q K^T reads at a time; 0 for all of them. Few steps bound
+            the registers of operands. Any value but 0 also keeps the row statistics in shared memory.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
     """
 
@@ -43,36 +43,36 @@ class ForwardSm80Tile(WarpTile):
 
     @property
     def stats_in_smem(self) -> bool:
-        """Whether row maxima and sums wait in shared memory while the scores are computed.
+        """Whether row maxima and sums are in shared memory during Q K^T.
 
-        Eight registers less, which is what lets 64 keys beside 128 rows of output do without spills.
+        Eight registers less: 64 keys with 128 queries then do not spill.
         """
         return self.qk_unroll > 0
 
     @property
     def stats_bytes(self) -> int:
-        """Shared memory for the row statistics: two numbers a row, for each of the four lanes that share it."""
+        """Shared memory for the row statistics, in bytes: two fp32 a row for each of the four lanes that share it."""
         return 2 * 4 * 4 * self.tile_m if self.stats_in_smem else 0
 
     @property
     def keeps_q(self) -> bool:
-        """Whether Q lives in registers through the main loop."""
+        """Whether Q is in registers during the main loop."""
         return self.q_in_regs or self.share_qk_smem
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of Q, K and V of all stages, O and the parked statistics; O takes over what is loaded."""
+        """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         q, o = 2 * self.tile_m * d, 2 * self.tile_m * dv
         k_start = 0 if self.share_qk_smem else q
         v_start = max(q, k_start + 2 * self.tile_n * d * self.num_stages)
         v_end = v_start + 2 * self.tile_n * dv * self.num_stages
-        parked = max(v_end, o)
+        stats = max(v_end, o)
         return {
             "q": (0, q),
             "k": (k_start, k_start + 2 * self.tile_n * d * self.num_stages),
             "v": (v_start, v_end),
             "o": (0, o),
-            "parked": (parked, parked + self.stats_bytes),
+            "stats": (stats, stats + self.stats_bytes),
         }
 
     def registers(self, traits: Traits) -> int:
@@ -96,7 +96,9 @@ class ForwardSm80Tile(WarpTile):
         if self.num_stages < 1:
             return f"num_stages is {self.num_stages}; accepted: 1 or more"
         if self.qk_unroll < 0:
-            return f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or how many at a time"
+            return (
+                f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or the number of steps at a time"
+            )
         if not -1 <= self.swizzle_bits <= 3:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
@@ -111,22 +113,22 @@ class ForwardSm90Tile(Tile):
     """Tile of the Hopper forward.
 
     Attributes:
-        tile_m: queries of a block, 64 for each warpgroup that computes.
+        tile_m: rows of a work tile, 64 for each consumer warpgroup.
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
-        num_stages: copies of K and V in shared memory.
-        q_in_regs: Q is read from shared memory once: a third less of it is read for Q K^T.
-        rescale_threshold: the output is rescaled only when a score exceeds the maximum in use by more than so many
-            powers of two; 0 rescales in every step.
-        share_qo_smem: O takes over Q's shared memory, so that the next Q waits for O to be stored.
-        speculative: after the masked blocks the row maxima are frozen; a work tile whose sums tell that one was too
-            small is computed again, exactly.
-        blocks_per_sm: how many blocks, of one computing warpgroup each, a multiprocessor has at a time, 1 to 3: one's
-            first and last steps then run beside another's products, which short sequences live by.
-        bias_stages: copies of a 16-bit bias's tile in shared memory, where TMA brings it, for each warpgroup that
-            computes; 0: threads read the bias from global memory. Its rows must then be as those of q are.
-        pack_heads: how many of the query heads that share a key head are rows of one block: row r is query
-            r // pack_heads of head r % pack_heads. Few queries then fill a block, and K and V are read once for all of
-            its heads. A power of two up to 64 that divides the heads of a group.
+        num_stages: stages of K and V.
+        q_in_regs: Q is read from shared memory once and kept in registers.
+        rescale_threshold: O is rescaled only when a score exceeds the row maximum in use by more than so many powers of
+            two; 0 rescales in every step.
+        share_qo_smem: O reuses Q's shared memory, so the next Q loads after O has been stored.
+        speculative: after the masked blocks the row maxima are frozen; a work tile with a row whose sum exceeds 2^40
+            is replayed with exact online softmax.
+        blocks_per_sm: CTAs of one consumer warpgroup each that share a multiprocessor, 1 to 3: prologue and epilogue
+            of one overlap the products of another, which pays for short sequences.
+        bias_stages: stages, for each consumer warpgroup, of a 16-bit bias that TMA loads, with rows aligned as those of
+            q; 0: threads read the bias from global memory.
+        pack_heads: packed GQA: query heads of one key head that share a work tile. Row r is query r // pack_heads of
+            head r % pack_heads; K and V are read once for all of them. A power of two up to 64 that divides the heads
+            of a group.
     """
 
     tile_m: int = 128
@@ -142,29 +144,29 @@ class ForwardSm90Tile(Tile):
 
     @property
     def queries(self) -> int:
-        """Queries of a block, each with a row for each of its heads."""
+        """Queries of a work tile, each with a row for each packed head."""
         return self.tile_m // self.pack_heads
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute; one more loads."""
+        """Consumer warpgroups; there is one producer warpgroup beside them."""
         return self.tile_m // 64
 
     @property
     def num_threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return 128 * (self.warpgroups + 1)
 
     @property
     def compute_registers(self) -> int:
-        """Registers of a thread that computes: what the loading warpgroup leaves of the block's share of 65,536."""
+        """Registers of a consumer thread: the CTA's share of 65,536 less the producer's."""
         if self.blocks_per_sm > 1:
             return {2: 232, 3: 136}[self.blocks_per_sm]
         return COMPUTE_REGISTERS[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a thread that loads."""
+        """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
     def smem_bytes(self, traits: Traits) -> int:
@@ -175,8 +177,8 @@ class ForwardSm90Tile(Tile):
         return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
-    BROADCAST_START: ClassVar[int] = 480  # of them: the next work tiles
-    REPLAY_START: ClassVar[int] = 512  # and which have to be computed again
+    BROADCAST_START: ClassVar[int] = 480  # within the barriers: the work broadcast's items
+    REPLAY_START: ClassVar[int] = 512  # and the replay slots
 
     def registers(self, traits: Traits) -> int:
         acc_o, acc_s = padded(traits.head_dim_v) // 2, self.tile_n // 2
@@ -202,20 +204,20 @@ class ForwardSm90Tile(Tile):
         shared = self.blocks_per_sm * (self.smem_bytes(traits) + 1024)
         if shared > SM90_SHARED_MEMORY:
             return (
-                f"{self.blocks_per_sm} blocks of tile {self} need {shared} bytes of shared memory for {traits}; "
+                f"{self.blocks_per_sm} CTAs of tile {self} need {shared} bytes of shared memory for {traits}; "
                 f"a multiprocessor has {SM90_SHARED_MEMORY}"
             )
         if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
         if self.pack_heads < 1 or 64 % self.pack_heads:
-            return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64, of a warpgroup's 64 rows"
+            return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64"
         if self.pack_heads > 1 and not may_pack_heads(traits):
             return (
                 f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout or users' epilogues, "
                 f"for {traits}"
             )
         if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.BROADCAST_START:
-            return f"num_stages is {self.num_stages}; accepted: few enough for {self.BROADCAST_START} bytes of barriers"
+            return f"num_stages is {self.num_stages}; accepted: stages whose barriers fit {self.BROADCAST_START} bytes"
         if self.registers(traits) > self.compute_registers:
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
@@ -226,7 +228,7 @@ class ForwardSm90Tile(Tile):
 
 @dataclass(frozen=True)
 class SoftmaxTile(WarpTile):
-    """Tile of the kernel that writes a forward's probabilities.
+    """Tile of the softmax kernel, which writes a forward's probabilities.
 
     Attributes:
         tile_m: queries of a CTA, a multiple of 16 a warp.

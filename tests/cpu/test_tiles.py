@@ -143,9 +143,9 @@ def test_shared_memory_does_not_overlap(tile, value):
     areas = tile.smem_areas(value)
     assert all(start % 1024 == 0 for start, _ in areas.values())
     inputs = [areas[name] for name in (("k", "v") if tile.share_qk_smem else ("q", "k", "v"))]
-    for first, second in itertools.combinations([*inputs, areas["parked"]], 2):
+    for first, second in itertools.combinations([*inputs, areas["stats"]], 2):
         assert first[1] <= second[0] or second[1] <= first[0]
-    assert areas["o"][1] <= areas["parked"][0]  # the statistics are read after O has been written
+    assert areas["o"][1] <= areas["stats"][0]  # the statistics are read after O has been written
     assert areas["q"][1] <= areas["v"][0]  # V's first loads may start before Q has been read
     assert tile.smem_bytes(value) == max(end for _, end in areas.values())
 
@@ -166,7 +166,7 @@ BUILT = {
     "stages-4": (SMALL, "num_stages=4,qk_unroll=2"),
     "q-in-regs": (SMALL, "q_in_regs=true"),
     "share-qk": (SMALL, "share_qk_smem=true,num_stages=2"),
-    "share-qk-parked": (replace(SMALL, mask="causal"), "share_qk_smem=true,qk_unroll=2,tile_n=16"),
+    "share-qk-stats": (replace(SMALL, mask="causal"), "share_qk_smem=true,qk_unroll=2,tile_n=16"),
     "swizzle-0": (SMALL, "swizzle_bits=0"),
     "swizzle-1": (SMALL, "swizzle_bits=1,qk_unroll=1"),
     "swizzle-2": (SMALL, "swizzle_bits=2,qk_unroll=2"),

@@ -36,7 +36,7 @@ def _one_warpgroup(d: int) -> ForwardSm90Tile:
 
 
 def short_tile(traits: Traits) -> ForwardSm90Tile | None:
-    """For sequences of up to ``SHORT_SEQLEN``: narrow key blocks waste less at the edges, small CTAs overlap. Or None."""
+    """For sequences of up to ``SHORT_SEQLEN``: narrow key blocks waste less at the edges, small CTAs overlap."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     has_epilogue = traits.bias or traits.epilogues or traits.dropout or traits.softcap or traits.alibi
     if has_epilogue or 64 < d <= 128:

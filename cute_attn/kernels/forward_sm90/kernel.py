@@ -310,9 +310,8 @@ class ForwardSm90:
                 item = storage.work.take(n)
                 n += 1
             if cutlass.const_expr(self.tile.speculative):
-                cute.arch.cp_async_bulk_wait_group(
-                    0
-                )  # a replayed O must not be overwritten by its first version
+                # A replayed O must not be overwritten by its first version.
+                cute.arch.cp_async_bulk_wait_group(0)
                 pipeline_state = self.compute_replayed(params, outputs, storage, consumer, pipeline_state)
             more = item.index == WorkItem.SECTION_END
         ping_pong.finish()
