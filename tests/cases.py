@@ -1,6 +1,6 @@
 """Named test cases of the forward: shapes, features and memory layouts that broke attention kernels before.
 
-They are grouped by what they are there for; few distinct kernels serve many of them.
+Grouped by purpose; few distinct kernels serve many of them.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ PAIRS = (
     ("bias_fp16", "mem_efficient"),
 )
 VARLEN = {"lengths_q": (5, 0, 130, 64, 1, 77), "lengths_k": (70, 33, 0, 64, 129, 40)}
-# More query blocks than a GPU takes at a time, some of which see no key.
+# More query blocks than a GPU runs at a time, some of which see no key.
 NO_KEYS_BETWEEN = {"lengths_q": (300, 3, 40) * 12, "lengths_k": (300, 90, 0) * 12}
 USED_Q, USED_K = (3, 0, 100, 64, 0, 76), (65, 0, 0, 63, 128, 40)
 
@@ -265,7 +265,7 @@ def _magnitudes() -> list[Case]:
         Case("large-logits", logits=40.0, seqlen_q=113, seqlen_k=203),
         Case("large-logits-causal", logits=40.0, seqlen_q=203, seqlen_k=203, causal=True),
         Case("large-logits-fp16", logits=40.0, dtype="fp16", causal=True, seqlen_q=203, seqlen_k=203),
-        # Scores that outgrow the first key blocks' maxima again and again.
+        # Scores that exceed the first key blocks' row maxima repeatedly.
         Case("wild-logits", logits=60.0, seqlen_q=333, seqlen_k=1023),
         Case("wild-logits-causal", logits=60.0, seqlen_q=1023, seqlen_k=1023, head_dim=128, causal=True),
         Case("wild-logits-fp16", logits=60.0, dtype="fp16", seqlen_q=333, seqlen_k=1023, head_dim=128),
@@ -289,7 +289,7 @@ CASES = (
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "names are distinct"
 
-# Cases that every tile has to compute alike.
+# Cases that every tile is tested with.
 FOR_EVERY_TILE = tuple(
     BY_NAME[name]
     for name in (
@@ -306,5 +306,5 @@ FOR_EVERY_TILE = tuple(
     )
 )
 
-# Those that have gradients.
+# Those of them that have gradients.
 BACKWARD_CASES = tuple(case for case in CASES if not case.return_softmax)

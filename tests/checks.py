@@ -48,7 +48,7 @@ def check(
     roundings: float = 1.0,
     floor: float = 0.0,
 ) -> Errors:
-    """Assert that ``actual`` is as good as it has to be, and print both errors.
+    """Assert that the error of ``actual`` is within the limit, and print both errors.
 
     Args:
         name: of what is checked, for the message.
@@ -57,7 +57,7 @@ def check(
         plain: the same by plain torch at the kernel's precision.
         factor: FORWARD or GRADIENT.
         roundings: how many times ``actual``'s dtype may have rounded on top of that.
-        floor: an error that is always allowed, where the exact result is a difference of equal numbers.
+        floor: an absolute error that is always allowed, where the exact result cancels to 0.
     """
     assert actual.shape == exact.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     exact = exact.double()
@@ -65,7 +65,7 @@ def check(
     finite = exact[exact.isfinite()].abs()
     largest = finite.max().item() if finite.numel() else 0.0
     rms = finite.square().mean().sqrt().item() if finite.numel() else 0.0
-    # An epsilon is the distance between neighbours, rounding goes half of it at most.
+    # Rounding errs by half an epsilon at most.
     rounding = roundings * torch.finfo(actual.dtype).eps / 2
     print(f"{name}: error {kernel}, plain torch's {torch_}, largest value {largest:.2e}")
     assert not actual.isnan().any(), (

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def fresh_cache(tmp_path, monkeypatch):
-    """An empty disk cache and a compiler that has built nothing yet; the folder of the cache."""
+    """The folder of an empty disk cache, with a compiler that has nothing in memory."""
     from cute_attn import compiler
 
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))

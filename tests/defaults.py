@@ -1,15 +1,15 @@
-"""The kernels that a user gets without naming a tile, and which of them are built to stand for all.
+"""The default kernels, and a cover of them that the tests build.
 
-To build every one takes ten minutes of two cores. The tests build a cover instead, kernel by kernel:
+Building all of them takes ten minutes of two cores. The cover has:
 
 - every default tile for each target that it is the default of;
 - every pair of properties that occurs in the list: of head dims, dtype, mask, softcap, ALiBi, bias, dropout, how
   lengths are given, how many queries there are, and target;
-- what most users run, the causal kernels of head dims 64 and 128.
+- the causal kernels of head dims 64 and 128, which most users run.
 
-Spills and serialised wgmma come of a tile, and of the registers that one feature or two together take beside it: a
-kernel of the cover has the same tile, and another has the same two features. What only three of them together do, the
-cover need not show; ``pytest tests/cpu/test_defaults.py --every-default`` builds them all.
+Spills and serialised wgmma depend on the tile and on the registers of one or two features: for each default, the cover
+has a kernel with its tile and one with any two of its features. Three features together may be missing;
+``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from cute_attn.traits import PARTS, Traits
 
 @dataclass(frozen=True)
 class Default:
-    """A kernel with the tile that is chosen for it.
+    """A kernel's traits, target and lengths, for which a tile is chosen.
 
     Attributes:
         lengths: (seqlen_q, seqlen_k, query heads of a key head) that the tile is chosen for; () for long sequences.
@@ -45,7 +45,7 @@ class Default:
         )
 
 
-# Head dims between, fp16, and what several epilogues together ask of a thread.
+# Other head dims, fp16, and several epilogues together.
 FURTHER = [
     *(
         f"{op}-{arch}-bf16-{rest}"
@@ -82,7 +82,7 @@ BY_LENGTHS = {
 
 
 def every() -> list[Default]:
-    """All of them: ``registry.defaults()``, further ones, and those chosen by lengths."""
+    """``registry.defaults()``, FURTHER ones, and those chosen by lengths."""
     return [
         *(Default(*pair) for pair in registry.defaults()),
         *(Default(Traits.parse(name), "sm90") for name in FURTHER),
@@ -95,10 +95,10 @@ def every() -> list[Default]:
 
 
 def cover(defaults: Iterable[Default]) -> list[Default]:
-    """Few of them that stand for all, and every small part of the backward; a greedy choice, in their order."""
+    """A greedy cover of their demands, with every preprocess and convert; in their order."""
     pool = list(defaults)
     missing = {default: demands(default) for default in pool}
-    chosen = [default for default in pool if _is_chosen_anyhow(default)]
+    chosen = [default for default in pool if _is_always_built(default)]
     done = {demand for default in chosen for demand in missing[default]}
     while any(wanted - done for wanted in missing.values()):
         best = max(pool, key=lambda default: len(missing[default] - done))
@@ -108,7 +108,7 @@ def cover(defaults: Iterable[Default]) -> list[Default]:
 
 
 def demands(default: Default) -> set[Hashable]:
-    """What a kernel shows: its tile on its target, and its pairs of properties."""
+    """What a kernel covers: its tile on its target, and its pairs of properties."""
     traits, kernel = default.traits, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
     values |= {"target": default.target, "lengths": default.lengths}
@@ -116,7 +116,7 @@ def demands(default: Default) -> set[Hashable]:
     return {(kernel, str(default.kernel.tile), default.target), *((kernel, *pair) for pair in pairs)}
 
 
-def _is_chosen_anyhow(default: Default) -> bool:
+def _is_always_built(default: Default) -> bool:
     traits = default.traits
     common = (f"{traits.op}-{traits.arch}-bf16-d{dim}-causal" for dim in (64, 128))
     return traits.op in PARTS or (

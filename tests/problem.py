@@ -1,6 +1,6 @@
-"""What a test case is: a :class:`Case` says what to compute, a :class:`Problem` is inputs for it.
+"""Test cases: a :class:`Case` says what to compute, a :class:`Problem` has inputs for it.
 
-Inputs are fresh and random, with NaN and Inf wherever a kernel must not look.
+Inputs are random, with NaN and Inf in memory that a kernel must not read.
 """
 
 import math
@@ -24,8 +24,8 @@ class Case:
     """What to compute.
 
     Attributes:
-        lengths_q, lengths_k: of packed sequences; empty for batches of seqlen_q and seqlen_k.
-        seqused_q, seqused_k: how much of each batch or packed sequence exists; empty for all of it.
+        lengths_q, lengths_k: of varlen sequences; empty for batches of seqlen_q and seqlen_k.
+        seqused_q, seqused_k: used lengths of each sequence; empty for all of it.
         alibi: "", "heads" (a slope per head) or "batches" (per batch and head).
         bias: its dtype, or "". bias_broadcast: which of "b", "h" and "q" have size 1. bias_hides: some of it is -inf,
             all of it in the first three rows.
@@ -62,8 +62,8 @@ class Case:
     compare: tuple[int, ...] = ()
 
     @property
-    def packed(self) -> bool:
-        """Whether sequences are packed."""
+    def varlen(self) -> bool:
+        """Whether sequences are concatenated, with cu_seqlens."""
         return bool(self.lengths_q)
 
     @property
@@ -72,7 +72,7 @@ class Case:
         return self.head_dim_v or self.head_dim
 
     def traits(self, arch: str, op: str = "forward") -> Traits:
-        """What a kernel of ``arch`` has to compute for it; a backward with the bias's gradient."""
+        """The traits of its kernel for ``arch``; a backward has the bias's gradient."""
         return Traits(
             op=op,
             arch=arch,
@@ -84,7 +84,7 @@ class Case:
             alibi=bool(self.alibi),
             bias=self.bias,
             dropout=self.dropout_mask if self.dropout_p else "",
-            varlen=self.packed,
+            varlen=self.varlen,
             seqused_q=bool(self.seqused_q),
             seqused_k=bool(self.seqused_k),
             bias_grad=bool(self.bias) and op == "backward",
@@ -92,21 +92,21 @@ class Case:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a sequence."""
-        return (max(self.lengths_q), max(self.lengths_k)) if self.packed else (self.seqlen_q, self.seqlen_k)
+        """(max_seqlen_q, max_seqlen_k)."""
+        return (max(self.lengths_q), max(self.lengths_k)) if self.varlen else (self.seqlen_q, self.seqlen_k)
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
+        """Query heads a kv head."""
         return self.nheads // self.nheads_kv
 
     @property
     def launches(self) -> bool:
-        """Whether there is anything to compute."""
+        """Whether a kernel is launched: nothing is empty."""
         return 0 not in (self.batch, self.nheads, *self.longest)
 
     def build(self, device: torch.device | str, seed: int = 0) -> "Problem":
-        """Fresh inputs."""
+        """Random inputs."""
         return _Builder(self, torch.device(device), torch.Generator(device).manual_seed(seed)).problem()
 
 
@@ -118,7 +118,7 @@ class Problem:
         tensors: q, k and v.
         lengths: the sequences' lengths.
         inputs: arguments of the score functions.
-        owned: the packed rows of q that belong to some sequence; all of them for batches.
+        owned: the rows of varlen q within its sequences; all rows of batches.
     """
 
     case: Case
@@ -128,21 +128,21 @@ class Problem:
     owned: slice
 
     def run(self, **options: Any) -> dict[str, Tensor]:
-        """What ``attention`` or ``attention_varlen`` makes of it, by name: out, lse, and softmax if asked for."""
+        """Results of ``attention`` or ``attention_varlen`` by name: out, lse, and softmax if requested."""
         return self._named(self._run(**options))
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same by definition, computed in ``dtype``: outputs keep q's dtype unless that is less precise."""
+        """The same by the reference in ``dtype``; outputs have q's dtype unless that is less precise."""
         problem = self
         if dtype not in (torch.float16, torch.bfloat16):
             problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
         return self._named(problem._define(dtype))
 
     def start(self, *, out: bool = True, lse: bool = False, seed: int = 1) -> "Start":
-        """Random gradients of out and of lse, NaN in rows that no sequence owns."""
+        """Random gradients of out and of lse, NaN in rows out of bounds."""
         case, q = self.case, self.tensors[0]
         generator = torch.Generator(q.device).manual_seed(seed)
-        shapes = ((*q.shape[:-1], case.size_v), (q.shape[-2], q.shape[0]) if case.packed else None)
+        shapes = ((*q.shape[:-1], case.size_v), (q.shape[-2], q.shape[0]) if case.varlen else None)
         shapes = (shapes[0], shapes[1] or (q.shape[0], q.shape[2], q.shape[1]))
         grads = [
             torch.randn(shape, generator=generator, device=q.device, dtype=dtype)
@@ -150,7 +150,7 @@ class Problem:
         ]
         cu_seqlens = self.lengths.cu_seqlens_q
         bounds = [0] if cu_seqlens is None else cu_seqlens.tolist()
-        if case.packed:
+        if case.varlen:
             for rows in (slice(0, bounds[0]), slice(bounds[-1], None)):
                 grads[0][rows], grads[1][:, rows] = math.nan, math.nan
         for b, used in enumerate(case.seqused_q):
@@ -159,15 +159,15 @@ class Problem:
         return Start(grads[0] if out else None, grads[1] if lse else None)
 
     def gradients(self, start: "Start", wanted: str = "", **options: Any) -> dict[str, Tensor]:
-        """The gradients that autograd gets of ``attention`` or ``attention_varlen``: dq, dk, dv, and dbias if any.
+        """Gradients by autograd through ``attention`` or ``attention_varlen``: dq, dk, dv, and dbias if any.
 
-        wanted: of those, separated by blanks; "" for all.
+        wanted: names of leaves, separated by blanks; "" for all.
         """
         problem, leaves = self._with_leaves(wanted)
         return start.gradients_of(problem._run(**options)[:2], leaves)
 
     def expected_gradients(self, start: "Start", dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same by definition, computed in ``dtype``."""
+        """The same through the reference in ``dtype``."""
         problem = self
         if dtype not in (torch.float16, torch.bfloat16):
             problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class Problem:
         return start.gradients_of(problem._define(dtype)[:2], leaves)
 
     def _with_leaves(self, wanted: str = "") -> tuple["Problem", dict[str, Tensor]]:
-        """The same problem of tensors that require gradients, and these."""
+        """The same problem with tensors that require gradients, and these by name."""
         given = {"dq": self.tensors[0], "dk": self.tensors[1], "dv": self.tensors[2]}
         given |= {} if self.inputs.bias is None else {"dbias": self.inputs.bias}
         chosen = wanted.split() or list(given)
@@ -191,7 +191,7 @@ class Problem:
         options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
         options |= {"dropout_p": case.dropout_p, "dropout_mask": case.dropout_mask}
         options |= {"return_lse": True, "return_softmax": case.return_softmax}
-        if not case.packed:
+        if not case.varlen:
             return attention(*self.tensors, **options)
         assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
         return attention_varlen(
@@ -218,7 +218,7 @@ class Problem:
         )
 
     def compared(self) -> "Problem":
-        """The part of it that is compared: the case's ``compare`` batches."""
+        """The problem of the case's ``compare`` batches."""
         if not self.case.compare:
             return self
         index = torch.tensor(self.case.compare, device=self.tensors[0].device)
@@ -227,20 +227,20 @@ class Problem:
     def _named(self, results: Any) -> dict[str, Tensor]:
         named = dict(zip(("out", "lse", "softmax"), results, strict=False))
         named["out"] = named["out"][self.owned]
-        if self.case.packed:
+        if self.case.varlen:
             named["lse"] = named["lse"][:, self.owned]
         return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a backward starts from: the gradients of out and lse, None for one that nothing depends on."""
+    """Gradients of out and lse, None for one that the loss does not depend on."""
 
     out: Tensor | None
     lse: Tensor | None
 
     def gradients_of(self, outputs: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By autograd, each with its leaf's name."""
+        """By autograd, named as their leaves."""
         pairs = [(x, g) for x, g in zip(outputs, (self.out, self.lse), strict=True) if g is not None]
         starts, weights = [x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs]
         if not any(x.requires_grad for x in starts):  # nothing was computed
@@ -286,13 +286,13 @@ class _Builder:
     def int32(self, values: tuple[int, ...]) -> Tensor | None:
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
 
-    # Packed rows start after two that are nobody's, and more of them follow.
+    # Rows of varlen tensors before the first sequence and after the last.
     FIRST, LAST = 2, 5
 
     def lengths(self) -> tuple[reference.Lengths, slice]:
         case = self.case
         used = {"seqused_q": self.int32(case.seqused_q), "seqused_k": self.int32(case.seqused_k)}
-        if not case.packed:
+        if not case.varlen:
             return reference.Lengths(**used), slice(None)
         cu_q, cu_k = (
             self.int32(tuple(self.FIRST + sum(lengths[:i]) for i in range(len(lengths) + 1)))
@@ -311,7 +311,7 @@ class _Builder:
     def separate(self) -> tuple[Tensor, Tensor, Tensor]:
         case = self.case
         rows_q, rows_k = (
-            (sum(case.lengths_q), sum(case.lengths_k)) if case.packed else (case.seqlen_q, case.seqlen_k)
+            (sum(case.lengths_q), sum(case.lengths_k)) if case.varlen else (case.seqlen_q, case.seqlen_k)
         )
         q = self.layout("q", rows_q, case.nheads, case.head_dim)
         k = self.layout("k", rows_k, case.nheads_kv, case.head_dim)
@@ -326,7 +326,7 @@ class _Builder:
 
     def layout(self, name: str, rows: int, heads: int, dim: int) -> Tensor:
         case = self.case
-        if case.packed:
+        if case.varlen:
             storage = torch.full(
                 (rows + self.FIRST + self.LAST, heads, dim),
                 math.nan,
@@ -340,12 +340,12 @@ class _Builder:
             return self.randn(case.batch, rows, 1, dim).expand(shape)
         if case.layout == "heads_first":
             return self.randn(case.batch, heads, rows, dim).transpose(1, 2)
-        if case.layout == "odd_strides":  # what torch says of a dimension of size 1 means nothing
+        if case.layout == "odd_strides":  # strides of dimensions of size 1 are meaningless
             strides = [
                 3 if size == 1 else stride for size, stride in zip(shape, _strides(shape), strict=True)
             ]
             return self.randn(*shape).as_strided(shape, strides)
-        if case.layout == "padded":  # rows, heads and columns that are not the tensor's lie between its own
+        if case.layout == "padded":  # gaps between rows, heads and batches
             return self.surrounded(shape, _strides((case.batch, rows + 3, heads + 1, dim + 8)))
         if case.layout == "far":
             return self.surrounded(
@@ -361,12 +361,12 @@ class _Builder:
         return storage.as_strided(shape, strides).copy_(self.randn(*shape))
 
     def poison(self, k: Tensor, v: Tensor, lengths: reference.Lengths) -> None:
-        """NaN and Inf in keys and values that exist in memory but are not used."""
+        """NaN and Inf in keys and values beyond seqused_k."""
         for b, used in enumerate(self.case.seqused_k):
             start, end = 0, self.case.seqlen_k
             if lengths.cu_seqlens_k is not None:
                 start, end = (int(x) for x in lengths.cu_seqlens_k[b : b + 2])
-            rows = (slice(start + used, end),) if self.case.packed else (b, slice(used, end))
+            rows = (slice(start + used, end),) if self.case.varlen else (b, slice(used, end))
             k[rows], v[rows] = math.nan, math.inf
 
     def slopes(self) -> Tensor | None:

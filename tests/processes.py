@@ -1,7 +1,7 @@
-"""Python code in processes of its own, without the seconds that it takes to load torch and the DSL.
+"""Python code in separate processes, without the seconds that loading torch and the DSL takes.
 
-A server process loads the package and does nothing else. Each call runs in a fork of it: what a test did before is not
-seen there, and nothing comes back but the exit status and what was printed.
+A server process loads the package and forks for each call: tests do not affect it, and a call gives its exit status
+and output alone.
 """
 
 import atexit
@@ -58,7 +58,7 @@ def _server() -> "subprocess.Popen[str]":
     server = subprocess.Popen(
         [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    atexit.register(server.communicate)  # closes its input, and with that it ends
+    atexit.register(server.communicate)  # closes its input, which ends it
     return server
 
 
@@ -84,7 +84,7 @@ def _serve() -> None:
 
 
 def _become(call: dict[str, Any]) -> NoReturn:
-    """Run a command and end as it would, but for the second that it takes to take the interpreter down."""
+    """Run a command and exit with its status, without the second of interpreter shutdown."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor in (1, 2):
         os.dup2(os.open(f"{call['output']}.{descriptor}", os.O_WRONLY | os.O_CREAT, 0o600), descriptor)

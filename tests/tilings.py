@@ -1,4 +1,4 @@
-"""MMA tilings that stand for every kernel's, to run the epilogues over on the CPU."""
+"""MMA tilings of all kinds of kernels, for running the epilogues on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from cute_attn.traits import Traits
 
 @dataclass(frozen=True)
 class TileSize:
-    """As much of a tile as the emulation looks at."""
+    """The fields of a tile that the emulation uses."""
 
     tile_m: int
     tile_n: int
@@ -28,7 +28,7 @@ class TileSize:
 
 @dataclass(frozen=True)
 class Tiling:
-    """As much of a kernel as the emulation looks at: an MMA and its tile, with the epilogues of some traits.
+    """The parts of a kernel that the emulation uses: an MMA, its tile and the epilogues of some traits.
 
     transposed: the MMA is that of K Q^T.
     """
@@ -39,7 +39,7 @@ class Tiling:
     transposed: bool = False
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
-        """With the features of a kernel's name, such as "causal-dropout"."""
+        """This tiling with features as in a kernel's name, such as "causal-dropout"."""
         return replace(
             self, traits=Traits.parse(f"{op}-sm80-fp16-d64" + (f"-{features}" if features else ""))
         )
@@ -89,7 +89,7 @@ TRANSPOSED = {
     "wgmma3-64x192-transposed": _warpgroups(64, 192, 3, 1, True),
     "wgmma2-64x64-along-n-transposed": _warpgroups(64, 64, 2, 2, True),
 }
-# Few registers a thread, for what takes long to compile.
+# Few registers a thread, for epilogues that take long to compile.
 TINY = {
     "warps2x1-32x32": _warps(32, 32, 2),
     "warps2x1-32x32-transposed": _warps(32, 32, 2, 1, True),
@@ -101,7 +101,7 @@ SMALL = "warps4x1-64x64"
 
 @dataclass(frozen=True)
 class Scores:
-    """A problem as the emulation takes it: q k^T and V for each query head, and what the epilogues are given."""
+    """Inputs of the emulation: q, k and v for each query head, and the epilogues' arguments."""
 
     q: Tensor  # (batch, seqlen_q, nheads, head_dim)
     k: Tensor
@@ -133,34 +133,34 @@ class Scores:
         return torch.einsum("bqhd,bkhd->bhqk", self.q, self.k)
 
     def emulate(self, tiling: Tiling) -> emulate.Emulated:
-        """What all threads of the tiling make of it."""
+        """The results of all threads of the tiling."""
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
     ) -> "emulate.EmulatedGradients":
-        """What all threads of the tiling make of the gradient of out, (batch, seqlen_q, nheads, head_dim)."""
+        """The gradients of all threads of the tiling, for that of out, (batch, seqlen_q, nheads, head_dim)."""
         grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
         return emulate.differentiate_on_host(
             tiling, self.products, grad_p, lse, minus_d, self.scale, self.inputs, self.lengths
         )
 
     def features(self, traits: Traits) -> reference.Features:
-        """The reference's word for the traits."""
+        """The traits as the reference takes them."""
         users = tuple(user_epilogue(name).reference for name in traits.epilogues)
         return reference.Features(traits.mask, traits.dropout, users)
 
     def coords(self, traits: Traits) -> reference.ScoreCoords:
-        """Every index of the problem, all sequences having full length."""
+        """All indices of the problem, with full lengths."""
         return emulate.all_coords(traits, self.shape)
 
     def expected_scores(self, traits: Traits) -> Tensor:
-        """Scores by definition, float64 rounded to float32."""
+        """Scores by the reference, float64 rounded to float32."""
         return emulate.scores_by_definition(traits, self.products.double(), self.scale, self.inputs).float()
 
     def expected(self, traits: Traits) -> tuple[Tensor, Tensor]:
-        """out (batch, nheads, seqlen_q, head_dim) and lse by definition, from full or seqused lengths."""
+        """out (batch, nheads, seqlen_q, head_dim) and lse by the reference, from full or seqused lengths."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
         out, lse, _ = reference.attention(
             q, k, v, self.scale, self.features(traits), self.inputs, self.lengths
@@ -168,7 +168,7 @@ class Scores:
         return out.transpose(1, 2).float(), lse.float()
 
     def expected_gradients(self, traits: Traits, grad_out: Tensor) -> "Gradients":
-        """By definition and torch's autograd, in float64; lengths may be seqused ones."""
+        """By autograd through the reference, in float64; lengths may be seqused ones."""
         dropout_p = self.inputs.dropout_p
         raw = (self.products.double() * self.scale).requires_grad_()
         inputs, bias = self.inputs, None
@@ -194,7 +194,7 @@ class Scores:
         return Gradients(dropped.detach(), raw.grad, grad_bias, lse.detach().float(), dpsum.detach().float())
 
     def _used_coords(self, traits: Traits) -> tuple[reference.ScoreCoords, Tensor]:
-        """Every index, with each batch's own lengths, and which scores these leave."""
+        """All indices with each batch's lengths, and a mask of the scores within them."""
         coords = self.coords(traits)
         batch = self.shape[0]
         used_q, used_k = self.lengths.seqused_q, self.lengths.seqused_k
@@ -208,13 +208,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward has to give, and what it is given.
+    """Expected results of a backward, and its row statistics.
 
     Attributes:
         p: float64 (batch, nheads, seqlen_q, seqlen_k), 0 where dropped, not divided by 1 - dropout_p.
         scores: float64, as p: gradient of softmax_scale * q k^T.
         bias: float64, gradient of the bias, of its shape without broadcasting; None without one.
-        lse, dpsum: float32 (batch, nheads, seqlen_q), as the backward is given them.
+        lse, dpsum: float32 (batch, nheads, seqlen_q), inputs of the backward.
     """
 
     p: Tensor

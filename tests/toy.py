@@ -1,6 +1,6 @@
-"""Kernels that build in a second, registered as the variant ``toy``: for tests of everything around kernels.
+"""Kernels that build in a second, registered as the variant ``toy``, to test everything but kernels.
 
-They follow the contract of real ones: frozen traits and tile, ``supports``, ``default_tile``, ``fake_args`` and a host
+They have the interface of real ones: frozen traits and tile, ``supports``, ``default_tile``, ``fake_args`` and a host
 ``__call__`` that launches.
 """
 

@@ -284,7 +284,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     needed = (True, True, True, case.bias != "")
     inputs = (call.q, call.k, call.v, call.bias)
     actual = gradients(call, *grads, out, lse, needed)
-    if case.packed:  # what no sequence owns is NaN
+    if case.varlen:  # what no sequence owns is NaN
         inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias)
         problem = replace(problem, tensors=inputs[:3])
     elif case.seqused_k:

@@ -14,7 +14,7 @@ def main() -> None:
     """Run them all, as small as they still have several blocks."""
     for name in NAMES:
         case = BY_NAME[name]
-        if not case.packed:
+        if not case.varlen:
             case = replace(case, batch=1, nheads=2, nheads_kv=1)
         problem = case.build("cuda")
         for arch in runnable_archs("backward"):

@@ -106,7 +106,7 @@ def staged_bias_cases() -> list:
     """(arch, tile, case) of biases that TMA reads, with the tile that is made for them."""
     params = []
     for case in BACKWARD_CASES:
-        if case.name.startswith("bias-by-tma") and not (case.bias_broadcast or case.packed):
+        if case.name.startswith("bias-by-tma") and not (case.bias_broadcast or case.varlen):
             traits = replace(case.traits("sm90", OP), bias_grad=True)
             tile = registry.lookup(traits, None, "sm90").tile
             assert tile.bias_stages, f"{case.name} is given {tile}"
@@ -226,7 +226,7 @@ def test_what_nobody_sees_has_no_gradient(case, arch):
     lse = problem.expected(torch.float64)["lse"]
     # A query of a single key has no gradient either, but by cancellation.
     seen = torch.zeros(actual["dq"].shape[:-1], dtype=torch.bool, device="cuda")
-    seen[problem.owned] = (lse.T if case.packed else lse.transpose(1, 2)).isfinite()
+    seen[problem.owned] = (lse.T if case.varlen else lse.transpose(1, 2)).isfinite()
     assert not seen.all()
     assert not actual["dq"][~seen].any()
     for name in ("dk", "dv"):
