@@ -1,1 +1,1 @@
-"""Outputs: where results go: log-sum-exps, O, additions to dQ."""
+"""Outputs: LSE, and dQ accumulation in fp32 with its order in memory."""

@@ -1,15 +1,15 @@
-"""Adding register fragments into fp32 memory that other blocks add to as well, and reading them back.
+"""Atomic addition of register fragments to fp32 memory that several CTAs add to, and reading the sums.
 
-Memory holds fragments in the order of threads rather than of a matrix, a warp's after each other: value i of a warp's
-lane l, where a thread has ``size`` of them, is the warp's float
+Memory holds fragments in thread order, not in matrix order, one warp after the other. Value i of lane l, with ``size``
+values a thread, is float
 
-    (i // vector * 32 + l) * vector + i % vector        of 32 * size
+    (i // vector * 32 + l) * vector + i % vector        of the warp's 32 * size,
 
-so that a warp always touches whole lines, whatever MMA the fragment is of. Whoever reads it makes the same fragment.
+so that a warp accesses whole cache lines, whatever MMA the fragment is of. A reader must make the same fragment.
 
-Registers can be added directly (:func:`add_fragment`), by one reduction a vector. They wait for the memory pipe in the
-same queue as everything that the warp reads of shared memory, though. Or they are copied to shared memory
-(:func:`stage_fragment`), from where a bulk reduction adds them while the warp goes on (:func:`add_staged`).
+:func:`add_fragment` adds registers directly, by one reduction a vector, in the same memory queue as the warp's reads of
+shared memory. :func:`stage_fragment` copies them to shared memory instead, and :func:`add_staged` adds them from there
+by one asynchronous bulk reduction.
 """
 
 from cutlass import Float32, Int32, cute
@@ -18,14 +18,14 @@ from cute_attn.device.math import on_device
 
 WARP = 32
 VECTORS = (1, 2, 4)
-"""Floats that one reduction adds: 1 everywhere, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
+"""Floats that one reduction adds: 1 on all targets, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
 
 
 def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int) -> None:
-    """Add ``acc`` (fp32 in registers, read in its own flat order) to the fragment of ``thread`` at ``base``.
+    """Add ``acc`` (fp32 in registers, in register order) to the fragment of ``thread`` at ``base``.
 
-    base: global memory of all threads' fragments, aligned to 4 * vector bytes. No order is kept among threads that add
-    to the same fragment.
+    base: global memory of all threads' fragments, aligned to 4 * vector bytes. CTAs that add to the same fragment do so
+    in any order.
     """
     values = _flat(acc, vector)
     first = base + _first_float(thread, cute.size(values), vector)
@@ -36,7 +36,7 @@ def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: in
 def load_fragment(
     acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int, more: bool = False
 ) -> None:
-    """Read into ``acc`` what :func:`add_fragment` added up at ``base``; ``more``: add it to what acc holds."""
+    """Load the sums of :func:`add_fragment` at ``base`` into ``acc``; ``more``: add them to acc."""
     values = _flat(acc, vector)
     first = base + cute.assume(_first_float(thread, cute.size(values), vector), divby=vector)
     piece = cute.make_rmem_tensor(cute.make_layout(vector), Float32)
@@ -47,7 +47,7 @@ def load_fragment(
 
 
 def stage_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int) -> None:
-    """Copy ``acc`` to the fragment of ``thread`` in shared memory at ``base``, aligned to 16 bytes."""
+    """Store ``acc`` to the fragment of ``thread`` in shared memory at ``base``, aligned to 16 bytes."""
     values = _flat(acc, vector)
     first = base + cute.assume(_first_float(thread, cute.size(values), vector), divby=vector)
     for i in range(0, cute.size(values), vector):
@@ -56,7 +56,7 @@ def stage_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: 
 
 
 def add_staged(staged: cute.Pointer, base: cute.Pointer, floats: int) -> None:
-    """By one thread: start adding ``floats`` of staged fragments to ``base``, as a bulk group."""
+    """By one thread: start adding ``floats`` floats at ``staged``, in shared memory, to ``base``, as a bulk group."""
     cute.arch.inline_ptx(
         f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{{$r0}}], [{{$r1}}], {4 * floats};",
         read_only_args=[base.toint(), staged.toint()],
@@ -65,12 +65,12 @@ def add_staged(staged: cute.Pointer, base: cute.Pointer, floats: int) -> None:
 
 
 def _first_float(thread: Int32, size: int, vector: int) -> Int32:
-    """Where a thread's fragment begins, of all threads' fragments of ``size``."""
+    """The offset of a thread's fragment in those of all threads, ``size`` floats each."""
     return thread // WARP * (WARP * size) + thread % WARP * vector
 
 
 def _flat(acc: cute.Tensor, vector: int) -> cute.Tensor:
-    """acc's registers as one mode."""
+    """acc in one mode, in register order."""
     size = cute.cosize(acc.layout)
     if size != cute.size(acc) or size % vector or vector not in VECTORS:
         raise ValueError(
@@ -80,11 +80,11 @@ def _flat(acc: cute.Tensor, vector: int) -> cute.Tensor:
 
 
 def _reduce(first: cute.Pointer, offset: int, values: list[Float32]) -> None:
-    """first[offset:] += values, by one instruction; on the host by plain additions."""
+    """first[offset:] += values, by one instruction; on the host by ordinary additions."""
     if not on_device():
-        place = cute.make_tensor(first + offset, cute.make_layout(len(values)))
+        target = cute.make_tensor(first + offset, cute.make_layout(len(values)))
         for i, value in enumerate(values):
-            place[i] = place[i] + value
+            target[i] = target[i] + value
         return
     kind = "f32" if len(values) == 1 else f"v{len(values)}.f32"
     operands = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))

@@ -1,11 +1,10 @@
-"""The product dQ = dS K of a backward: the MMA that computes it, and how its accumulator lies in memory.
+"""The product dQ = dS K of a backward: its MMA, and the order of its accumulator in memory.
 
-The main kernel adds accumulators to fp32 memory as they lie in registers (``cute_attn.outputs.accumulate``), and the
-convert reads them the same way: what both have to agree on is here, as functions of the traits and the main kernel's
-tile. Of a tile they read
+The main kernel adds accumulators to fp32 memory in register order (``cute_attn.outputs.accumulate``), and the convert
+kernel reads them in the same order. Both derive it here, from the traits and from the main kernel's tile:
 
     tile_m          queries of a block
-    mma_threads     threads that multiply
+    mma_threads     threads of the MMA
     dq_transposed   whether the accumulator is dQ^T, (padded head_dim, tile_m), instead of (tile_m, padded head_dim)
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
@@ -27,7 +26,7 @@ _DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
 
 
 def block_floats(traits: Traits, tile: Any) -> int:
-    """Floats of one query block in an accumulator."""
+    """Floats of one query block in a dQ accumulator."""
     return tile.tile_m * padded(traits.head_dim)
 
 
@@ -40,8 +39,8 @@ def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
 def mma_dq(traits: Traits, tile: Any, **operands: str) -> cute.TiledMma:
     """The MMA of the product.
 
-    operands: on sm90 where operands lie (``a_source``, ``a_major``, ``b_major`` of ``layouts.tiled_mma_sm90``). The
-    accumulator is the same wherever they do, so that the convert names none.
+    operands: on sm90 ``a_source``, ``a_major`` and ``b_major`` of ``layouts.tiled_mma_sm90``. The accumulator does not
+    depend on them, so the convert kernel omits them.
     """
     m, n = accumulator_shape(traits, tile)
     dtype = _DTYPES[traits.dtype]
@@ -53,7 +52,7 @@ def mma_dq(traits: Traits, tile: Any, **operands: str) -> cute.TiledMma:
 
 
 def make_accumulator(tiled_mma: cute.TiledMma, traits: Traits, tile: Any) -> cute.Tensor:
-    """A thread's accumulator in registers, its values not set."""
+    """A thread's accumulator in registers, uninitialized."""
     return cute.make_rmem_tensor(
         tiled_mma.get_slice(0).partition_shape_C(accumulator_shape(traits, tile)), Float32
     )
@@ -67,13 +66,13 @@ def accumulator_rows(
     head: Int32,
     row0: Int32,
     width: Constexpr,
-    packed: Constexpr,
+    varlen: Constexpr,
 ) -> cute.Tensor:
-    """One accumulator of one head from a row of the workspace on, flat; width: padded head_dim.
+    """One accumulator of one head from row ``row0`` on, flat; width: padded head_dim.
 
-    mDQaccum: (accumulators, batch, nheads, rows * width), or packed (accumulators, nheads, rows * width).
+    mDQaccum: (accumulators, batch, nheads, rows * width), or varlen (accumulators, nheads, rows * width).
     """
     modes = list(range(1, cute.rank(mDQaccum)))
     start = cute.assume(Int64(accumulator) * mDQaccum.stride[0], divby=4)
     one = cute.make_tensor(mDQaccum.iterator + start, cute.select(mDQaccum.layout, mode=modes))
-    return workspace_rows(one, batch, head, row0, width, packed)
+    return workspace_rows(one, batch, head, row0, width, varlen)

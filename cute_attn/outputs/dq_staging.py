@@ -1,4 +1,4 @@
-"""Results that leave by way of shared memory, sent by a warp that does nothing else."""
+"""dQ staged in shared memory: MMA warps write it, one warp adds it to global memory by bulk reductions."""
 
 from dataclasses import dataclass
 
@@ -7,34 +7,34 @@ from cutlass import Constexpr, Int32, cute
 
 @dataclass(frozen=True)
 class DqStaging:
-    """One buffer in shared memory that computing warps fill together and one warp sends; two mbarriers: full, empty."""
+    """A single stage with a full and an empty mbarrier: all MMA warps produce a dQ block, one warp consumes it."""
 
     barriers: cute.Pointer  # 2 of 8 bytes
 
     @cute.jit
     def init(self, warps: Constexpr) -> None:
-        """By one thread, before anybody waits; warps: that fill."""
+        """By one thread, before any wait; warps: number of producer warps."""
         cute.arch.mbarrier_init(self.barriers, warps)
         cute.arch.mbarrier_init(self.barriers + 1, 1)
 
     @cute.jit
     def producer_wait(self, n: Int32) -> None:
-        """By a warp that fills: until filling n - 1 has been sent."""
+        """By a producer warp: wait until use n - 1 has been released."""
         cute.arch.mbarrier_wait(self.barriers + 1, (n & 1) ^ 1)
 
     @cute.jit
     def producer_commit(self) -> None:
-        """By a warp that fills: its part is there, and all its lanes have fenced it for the asynchronous proxy."""
+        """By a producer warp: its part is written, and each lane has issued the fence for the async proxy."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers)
 
     @cute.jit
     def consumer_wait(self, n: Int32) -> None:
-        """By the warp that sends: until filling n is there."""
+        """By the consumer warp: wait until use n is full."""
         cute.arch.mbarrier_wait(self.barriers, n & 1)
 
     @cute.jit
     def consumer_release(self) -> None:
-        """By one thread of the warp that sends: what it waited for has been read."""
+        """By one thread of the consumer warp: the stage has been read."""
         cute.arch.mbarrier_arrive(self.barriers + 1)

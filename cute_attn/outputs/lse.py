@@ -1,4 +1,4 @@
-"""What every forward writes besides O: log-sum-exps."""
+"""LSE of a forward."""
 
 import cutlass
 from cutlass import Constexpr, Int64, cute
@@ -9,21 +9,21 @@ from cute_attn.work.query_tiles import QueryTile
 
 @cute.jit
 def store_lse(
-    mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, place: QueryTile, packed: Constexpr
+    mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, tile: QueryTile, varlen: Constexpr
 ) -> None:
-    """lse (rows) to (batch, nheads, seqlen_q) or packed (nheads, total_q): one lane of the four that share a row."""
-    if cutlass.const_expr(packed):
+    """Store lse (rows), natural log, to mLSE: (batch, nheads, seqlen_q), or varlen (nheads, total_q)."""
+    if cutlass.const_expr(varlen):
         head_stride = mLSE.stride[0]
-        start = Int64(place.head) * head_stride + place.info.offset_q
+        start = Int64(tile.head) * head_stride + tile.info.offset_q
     else:
         head_stride = mLSE.stride[1]
-        start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * head_stride
+        start = Int64(tile.batch) * mLSE.stride[0] + Int64(tile.head) * head_stride
     if score_map.thr_col == 0:
         for r in cutlass.range_constexpr(cute.size(lse)):
             own = start
             if cutlass.const_expr(score_map.heads > 1):
                 own = start + Int64(score_map.head(r)) * head_stride
-            g_lse = cute.make_tensor(mLSE.iterator + own, cute.make_layout(place.info.seqlen_q))
-            row = place.row0 + score_map.query(r)
-            if row < place.info.seqlen_q:
+            g_lse = cute.make_tensor(mLSE.iterator + own, cute.make_layout(tile.info.seqlen_q))
+            row = tile.row0 + score_map.query(r)
+            if row < tile.info.seqlen_q:
                 g_lse[row] = lse[r]

@@ -1,1 +1,1 @@
-"""Rows: where row j of sequence b lies in global memory, and how tiles of rows come to shared memory."""
+"""Rows: where row j of sequence b is in global memory, and how tiles of rows are loaded to shared memory."""

@@ -1,4 +1,4 @@
-"""Tensors as the tensor memory accelerator addresses them."""
+"""Tensors in global memory with their TMA descriptors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,10 @@ from cute_attn.device.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class TmaTiles:
-    """Rows of head_dim elements in global memory that TMA moves by tiles: (rows, head_dim, heads[, batch]).
+    """A tensor that TMA loads or stores by tiles of rows: (rows, head_dim, heads[, batch]).
 
-    Where ``heads`` > 1 neighbouring heads alternate as rows it is ((heads, rows), head_dim[, batch]), all heads of it.
+    With ``heads`` > 1 (packed GQA) that many neighbouring heads alternate as a tile's rows: ((heads, rows), head_dim[,
+    batch]).
     """
 
     atom: cute.CopyAtom
@@ -27,13 +28,13 @@ class TmaTiles:
     def make(
         op: Any, tensor: cute.Tensor, smem_layout: Any, shape: tuple[int, int], varlen: bool, heads: int = 1
     ) -> "TmaTiles":
-        """On the host: of (batch, rows, heads, head_dim), or packed (rows, heads, head_dim).
+        """On the host; tensor: (batch, rows, heads, head_dim), or varlen (rows, heads, head_dim).
 
         Args:
             op: the TMA operation, a load or a store.
             smem_layout: of one tile.
             shape: (rows, columns) of a tile.
-            heads: how many of them alternate as a tile's rows.
+            heads: number of heads that alternate as a tile's rows.
         """
         rows, cols = shape
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if varlen else [1, 3, 2, 0])
@@ -48,7 +49,7 @@ class TmaTiles:
 
     @cute.jit
     def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> cute.Tensor:
-        """All tiles of one head, or of ``heads`` from there, from ``first_row`` on: (rows, columns, n)."""
+        """All tiles of one head, or of ``heads`` heads, from ``first_row`` on: (rows, columns, n)."""
         rows, cols = self.shape
         where = () if cutlass.const_expr(self.varlen) else (batch,)
         if cutlass.const_expr(self.heads > 1):
@@ -60,23 +61,23 @@ class TmaTiles:
         return tiles
 
     @cute.jit
-    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32) -> None:
+    def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:
         """Start loading tile n of ``tiles`` into its stage of ``target`` (rows, cols, stage)."""
-        self.load_part(tiles, n, target[None, None, ring.stage(filling)], ring, filling)
+        self.load_part(tiles, n, target[None, None, pipeline.stage(use)], pipeline, use)
 
     @cute.jit
     def load_part(
-        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32
+        self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
     ) -> None:
-        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of the ring's filling."""
+        """Start loading tile n of ``tiles`` into ``target`` (rows, cols), as a part of a use of the pipeline."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full_barrier(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=pipeline.full_barrier(use))
 
     @cute.jit
     def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:
-        """Start storing ``source`` (rows, cols) to tile n of ``tiles``, as a bulk group of its own."""
+        """Start storing ``source`` (rows, cols) to tile n of ``tiles``, and commit the store as a bulk group."""
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(tiles, 0, 2)
         )
@@ -86,10 +87,10 @@ class TmaTiles:
 
 @dataclass(frozen=True)
 class TmaVectors:
-    """fp32 workspace rows in global memory as TMA addresses them: (rows, heads[, batch]).
+    """fp32 workspace rows that TMA loads by blocks: (rows, heads[, batch]).
 
-    By a tensor map, though a plain bulk copy would do: compute-sanitizer's racecheck takes that for a thread's writes,
-    which no mbarrier orders in its eyes.
+    A bulk copy without a descriptor would do, but compute-sanitizer's racecheck takes it for a thread's writes, which
+    no mbarrier orders.
     """
 
     atom: cute.CopyAtom
@@ -99,7 +100,7 @@ class TmaVectors:
 
     @staticmethod
     def make(rows: cute.Tensor, tile: int, varlen: bool) -> "TmaVectors":
-        """On the host; rows: (batch, heads, rows), or packed (heads, rows)."""
+        """On the host; rows: (batch, heads, rows), or varlen (heads, rows)."""
         view = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0] if varlen else [2, 1, 0]))
         op = cpasync.CopyBulkTensorTileG2SOp()
         atom, coords = cpasync.make_tiled_tma_atom(op, view, cute.make_layout(tile), (tile,))
@@ -113,10 +114,10 @@ class TmaVectors:
 
     @cute.jit
     def load(
-        self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, ring: Pipeline, filling: Int32
+        self, blocks: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
     ) -> None:
         """Start loading block n into its stage of ``target`` (tile, stage)."""
         t_s, t_g = cpasync.tma_partition(
-            self.atom, 0, cute.make_layout(1), target[None, ring.stage(filling)], blocks
+            self.atom, 0, cute.make_layout(1), target[None, pipeline.stage(use)], blocks
         )
-        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=ring.full_barrier(filling))
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=pipeline.full_barrier(use))

@@ -1,8 +1,7 @@
-"""A bias on its way through shared memory: TMA brings a number for each score, each warpgroup reads its own.
+"""A bias by way of shared memory: TMA loads its tiles, ldmatrix reads them in the accumulator's layout.
 
-Read from global memory by the threads that hold the scores, eight rows of sixteen bytes an instruction, it takes the
-L1 cache most of a step's time. TMA passes it by, ldmatrix gives each lane the pairs that it has in its accumulator, of
-a transposed one as well.
+Loads from global memory by the threads that hold the scores, eight rows of 16 bytes an instruction, keep L1 busy for
+most of a step. TMA bypasses L1, and ldmatrix gives each lane its accumulator's pairs, upright or transposed.
 """
 
 from dataclasses import dataclass
@@ -21,40 +20,40 @@ ROWS = 64
 """Rows of a tile: a warpgroup's."""
 
 ROW_COLS = 64
-"""Columns of 16 bits that lie in one row of the widest swizzle."""
+"""16-bit columns in one row of the 128-byte swizzle."""
 
 
 @dataclass(frozen=True)
 class TmaBiasTile:
-    """A warpgroup's tile of 16-bit numbers in shared memory, beside the accumulator of its wgmma."""
+    """A warpgroup's bias tile in shared memory, 16-bit, (64 queries, cols), for its wgmma accumulator."""
 
     dtype: Constexpr
     cols: Constexpr
-    address: Int32  # ``lane_address`` of its stage
-    ring: Pipeline
-    filling: Int32
+    address: Int32  # ``lane_address`` in its stage
+    pipeline: Pipeline
+    use: Int32
 
     PIECE: ClassVar[int] = 4
-    """A thread's columns of the sixteen that are read at once; it has them in two rows."""
+    """A thread's columns in a piece of sixteen columns, in each of its two rows."""
 
     @property
     def pieces(self) -> int:
-        """How often sixteen columns are read."""
+        """Pieces of sixteen columns."""
         return self.cols // 16
 
     @cute.jit
     def wait(self) -> None:
-        """Until the tile is there."""
-        self.ring.consumer_wait(self.filling)
+        """Wait until the tile is loaded."""
+        self.pipeline.consumer_wait(self.use)
 
     @cute.jit
     def release(self) -> None:
-        """By each warp once it has read everything."""
-        self.ring.consumer_release(self.filling)
+        """By each warp after its last read."""
+        self.pipeline.consumer_release(self.use)
 
     @cute.jit
     def read(self, piece: Constexpr, words: cute.Tensor) -> None:
-        """Sixteen columns, to the thread's own pairs: ``words`` (pairs of columns, rows) of 32 bits."""
+        """Read a piece into the thread's pairs: ``words`` (pairs of columns, rows) of 32 bits."""
         dtype, first = self.dtype, 16 * piece % layouts.atom_cols(self.cols, 16)
         address = (self.address ^ Int32(2 * first)) + Int32(2 * ROWS * (16 * piece - first))
         source = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=16)
@@ -62,79 +61,79 @@ class TmaBiasTile:
         target = cute.make_rmem_tensor(cute.make_layout(8), dtype)
         cute.copy(copy, cute.make_tensor(source, cute.make_layout(8)), target)
         pairs = cute.recast_tensor(target, Int32)
-        for i in cutlass.range_constexpr(4):  # 8 x 8 each: rows first, then columns
+        for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: rows first, then columns
             words[2 * piece + i // 2, i % 2] = pairs[i]
 
 
 @dataclass(frozen=True)
 class TmaBiasTransposed:
-    """A tile (queries, keys) of 16-bit numbers in shared memory, beside a warpgroup's accumulator of (keys, queries).
+    """A bias tile in shared memory, 16-bit, (queries, keys), for a warpgroup's accumulator of (keys, queries).
 
-    It comes and goes with Q: who has waited for Q may read it, and has read it before Q is released.
+    It shares Q's pipeline: valid after a consumer wait for Q, until Q's release.
     """
 
     dtype: Constexpr
     queries: Constexpr
-    address: Int32  # ``lane_address_transposed`` of its stage
-    takes_gradient: Constexpr  # the kernel has the scores' gradients in shared memory, and stores them itself
+    address: Int32  # ``lane_address_transposed`` in its stage
+    takes_gradient: Constexpr  # the kernel stores the bias gradient, from shared memory
 
     PIECE: ClassVar[int] = 4
-    """A thread's queries of the sixteen that are read at once; it has them for two keys."""
+    """A thread's queries in a piece of sixteen queries, for each of its two keys."""
 
     @property
     def pieces(self) -> int:
-        """How often sixteen queries are read."""
+        """Pieces of sixteen queries."""
         return self.queries // 16
 
     def wait(self) -> None:
-        """Nothing: it is there."""
+        """Nothing: the wait for Q includes it."""
 
     def release(self) -> None:
-        """Nothing: it is released with Q."""
+        """Nothing: Q's release includes it."""
 
     @cute.jit
     def read(self, piece: Constexpr, words: cute.Tensor) -> None:
-        """Sixteen queries, to the thread's own pairs: ``words`` (pairs of queries, keys) of 32 bits."""
+        """Read a piece into the thread's pairs: ``words`` (pairs of queries, keys) of 32 bits."""
         source = cute.make_ptr(self.dtype, self.address, cute.AddressSpace.smem, assumed_align=16)
         copy = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype)
         target = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
         rows = cute.make_tensor(source + 16 * ROW_COLS * piece, cute.make_layout(8))
         cute.copy(copy, rows, target)
         pairs = cute.recast_tensor(target, Int32)
-        for i in cutlass.range_constexpr(4):  # 8 x 8 each: keys first, then queries
+        for i in cutlass.range_constexpr(4):  # 8 x 8 matrices: keys first, then queries
             words[2 * piece + i // 2, i % 2] = pairs[i]
 
 
 @dataclass(frozen=True)
 class TmaBiasOfQueries:
-    """What all warpgroups of a backward read: tiles of queries and keys, of which each reads 64 keys."""
+    """All stages of a backward's bias tiles, (queries, keys) each; a warpgroup reads 64 of the keys."""
 
     tensor: cute.Tensor  # (queries, keys, stages)
     takes_gradient: Constexpr  # see TmaBiasTransposed
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage."""
         queries, keys = (cute.size(self.tensor, mode=[i]) for i in (0, 1))
         return queries * keys * self.tensor.element_type.width // 8
 
     def address_of(self, thread: Int32) -> Int32:
-        """Where a thread finds its numbers of the first stage; to be kept in a register, rather than computed again."""
+        """``lane_address_transposed`` in the first stage, for callers to keep in a register."""
         base, queries = Int32(self.tensor.iterator.toint()), cute.size(self.tensor, mode=[0])
         return rematerialize(lane_address_transposed(base, thread, queries))
 
     def tile(self, address: Int32, stage: Int32) -> TmaBiasTransposed:
-        """A stage's. address: ``address_of`` the thread."""
-        queries, place = cute.size(self.tensor, mode=[0]), address + stage * self.stage_bytes
-        return TmaBiasTransposed(self.tensor.element_type, queries, place, self.takes_gradient)
+        """The tile of a stage; address: :meth:`address_of` the thread."""
+        queries, in_stage = cute.size(self.tensor, mode=[0]), address + stage * self.stage_bytes
+        return TmaBiasTransposed(self.tensor.element_type, queries, in_stage, self.takes_gradient)
 
 
 def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
-    """Where a thread finds its eight numbers of the first sixteen queries, for ldmatrix.
+    """The ldmatrix row address of a thread in the first sixteen queries; those of later pieces are at static offsets.
 
-    base: the tile's address, a multiple of 1024, where rows of ``ROW_COLS`` keys, a warpgroup's, lie as
-    :func:`layouts.wgmma_smem_layout` has them. A warp has sixteen of those keys, and a lane row lane % 8 of the first
-    or the last eight queries, the first or the last eight keys. Sixteen queries on, all is the same.
+    base: the tile's address, a multiple of 1024, with rows of ``ROW_COLS`` keys, a warpgroup's, in the layout of
+    :func:`layouts.wgmma_smem_layout`. A warp reads sixteen of those keys; a lane addresses row lane % 8 of the first or
+    the last eight queries, at the first or the last eight keys.
     """
     row, half, last, own_warp = thread & 7, (thread >> 3) & 1, (thread >> 4) & 1, (thread >> 5) & 3
     query, piece = 8 * last + row, 2 * own_warp + half
@@ -142,11 +141,11 @@ def lane_address_transposed(base: Int32, thread: Int32, queries: int) -> Int32:
 
 
 def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
-    """Where a lane of a warpgroup finds its eight numbers of the first sixteen columns, for ldmatrix.
+    """The ldmatrix row address of a warpgroup's lane in the first sixteen columns.
 
-    Row lane % 16 of the warp's, the first or the second eight columns. base: the tile's address, a multiple of 1024;
-    rows lie as :func:`layouts.wgmma_smem_layout` has them, with pieces of 16 bytes exchanged. What follows in the same
-    atom has the column's bytes exclusive-or'd to that.
+    It is row lane % 16 of the warp's rows, at the first or the second eight columns. base: the tile's address, a
+    multiple of 1024, in the layout of :func:`layouts.wgmma_smem_layout`. For other columns of the swizzle atom xor the
+    address with the column's byte offset.
     """
     width = 2 * layouts.atom_cols(cols, 16)
     swizzle = layouts.choose_swizzle(cols, 16)
@@ -157,52 +156,53 @@ def lane_address(base: Int32, lane: Int32, cols: int) -> Int32:
 
 @dataclass(frozen=True)
 class TmaBias:
-    """All warpgroups' tiles: each has a ring of its own, so that none waits for another's."""
+    """All warpgroups' bias tiles. Each warpgroup has its own pipeline, so that none waits for another's tiles."""
 
     tensor: cute.Tensor  # (ROWS, columns, stages, warpgroup)
-    address: Int32  # of all that
+    address: Int32  # of ``tensor``
     barriers: cute.Pointer
     num_stages: Constexpr
     warpgroups: Constexpr
 
     @staticmethod
     def barrier_bytes(num_stages: int, warpgroups: int) -> int:
-        """Shared memory for the barriers."""
+        """Shared memory of the barriers, in bytes."""
         return Pipeline.barrier_bytes(num_stages) * warpgroups
 
-    def ring(self, group: Int32 | int) -> Pipeline:
-        """Of one warpgroup."""
+    def pipeline(self, group: Int32 | int) -> Pipeline:
+        """The pipeline of one warpgroup."""
         words = Pipeline.barrier_bytes(self.num_stages) // 8
         stage_bytes = ROWS * cute.size(self.tensor, mode=[1]) * self.tensor.element_type.width // 8
         return Pipeline(self.barriers + group * words, self.num_stages, stage_bytes)
 
     @cute.jit
     def init(self) -> None:
-        """By one thread, before anybody waits."""
+        """By one thread, before any wait."""
         for group in cutlass.range_constexpr(self.warpgroups):
-            self.ring(group).init(4)
+            self.pipeline(group).init(4)
 
-    def tile(self, group: Int32, lane: Int32, filling: Int32) -> TmaBiasTile:
-        """What one warpgroup was brought."""
-        ring, cols = self.ring(group), cute.size(self.tensor, mode=[1])
-        base = self.address + (group * self.num_stages + ring.stage(filling)) * ring.stage_bytes
-        return TmaBiasTile(self.tensor.element_type, cols, lane_address(base, lane, cols), ring, filling)
+    def tile(self, group: Int32, lane: Int32, use: Int32) -> TmaBiasTile:
+        """The tile of one warpgroup at a use of its pipeline."""
+        pipeline, cols = self.pipeline(group), cute.size(self.tensor, mode=[1])
+        base = self.address + (group * self.num_stages + pipeline.stage(use)) * pipeline.stage_bytes
+        return TmaBiasTile(self.tensor.element_type, cols, lane_address(base, lane, cols), pipeline, use)
 
     @cute.jit
-    def load(self, tiles: cute.Tensor, tma: TmaTiles, block: Int32, group: Int32, filling: Int32) -> None:
-        """By one warp: start loading the columns of ``block`` for one warpgroup, once there is room."""
-        ring = self.ring(group)
-        ring.producer_acquire(filling)
-        tma.load(tiles, block, self.tensor[None, None, None, group], ring, filling)
+    def load(self, tiles: cute.Tensor, tma: TmaTiles, block: Int32, group: Int32, use: Int32) -> None:
+        """By the producer warp: acquire a stage of one warpgroup's pipeline, and start loading key block ``block``."""
+        pipeline = self.pipeline(group)
+        pipeline.producer_acquire(use)
+        tma.load(tiles, block, self.tensor[None, None, None, group], pipeline, use)
 
 
 def bias_tma(bias: cute.Tensor, layout: cute.ComposedLayout, store: Constexpr = False) -> TmaTiles:
-    """TMA's view of (batch, nheads, seqlen_q, seqlen_k) as (rows, columns, heads, batch), for tiles of ``layout``.
+    """On the host: TMA tiles of (batch, nheads, seqlen_q, seqlen_k), viewed as (rows, columns, heads, batch).
 
-    layout: (rows, columns), or a stage of it. store: for stores rather than loads.
-
-    Where bias is broadcast over heads or batch the view has one of them, and ``rows_of`` takes that. All strides but
-    the last are multiples of eight elements, and its first element is aligned to 16 bytes.
+    Args:
+        bias: aligned to 16 bytes, with strides that are multiples of eight elements except the last, which is 1. A
+            dimension that it is broadcast over has extent 1 in the view; ``rows_of`` and ``columns_of`` account for it.
+        layout: (rows, columns[, stages]) of a tile in shared memory.
+        store: for stores instead of loads.
     """
     stride_batch, stride_head, stride_row, _ = bias.stride
     (batch, step_batch), (heads, step_head) = (
@@ -220,7 +220,7 @@ def bias_tma(bias: cute.Tensor, layout: cute.ComposedLayout, store: Constexpr = 
 
 
 def _broadcast(size: Int32, stride: Any) -> tuple[Int32, Int64]:
-    """Extent and stride of a dimension as TMA takes it: one of those that are all the same."""
+    """Extent and stride of a dimension for TMA; extent 1 if it is broadcast."""
     single = (Int64(stride) == 0) | (size == 1)
     return (
         cutlass.select_(single, Int32(1), Int32(size)),
@@ -229,17 +229,17 @@ def _broadcast(size: Int32, stride: Any) -> tuple[Int32, Int64]:
 
 
 def rows_of(tma: TmaTiles, row0: Int32, head: Int32, batch: Int32, cols: int) -> cute.Tensor:
-    """The tiles of one warpgroup's rows, first to last column: (ROWS, cols, n)."""
+    """The tiles of one warpgroup's rows, over all columns: (ROWS, cols, n)."""
     plane = cute.domain_offset((row0, 0), _plane(tma, head, batch))
     return cute.local_tile(plane, (ROWS, cols), (0, None))
 
 
 def columns_of(tma: TmaTiles, block: Int32, head: Int32, batch: Int32, shape: tuple[int, int]) -> cute.Tensor:
-    """The tiles of one key block, first to last query: (rows, columns, n)."""
+    """The tiles of one key block, over all queries: (rows, columns, n)."""
     return cute.local_tile(_plane(tma, head, batch), shape, (None, block))
 
 
 def _plane(tma: TmaTiles, head: Int32, batch: Int32) -> cute.Tensor:
-    """(rows, columns) of one head, or of the only one."""
+    """(rows, columns) of one head and batch; index 0 in broadcast dimensions."""
     heads, batches = tma.tensor.shape[2], tma.tensor.shape[3]
     return tma.tensor[None, None, cutlass.min(head, heads - 1), cutlass.min(batch, batches - 1)]
