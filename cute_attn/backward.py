@@ -4,12 +4,12 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-As in :mod:`cute_attn.launcher`, all that follows from metadata is kept as a plan under that metadata.
+As in :mod:`cute_attn.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
-Memory beside the gradients themselves: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole
-blocks, and two numbers a query and head. Deterministic: as many times that as there are splits, at most
+Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
+query and head. Deterministic: as many times that as there are splits, at most
 ``MAX_SPLITS``, see :func:`key_splits`; and for a bias that is broadcast, its gradient before it is summed, 4 bytes for
-each score. Otherwise such a bias's gradient is added up in fp32 in the bias's own size.
+each score. Otherwise such a gradient is added up in fp32 in the bias's size.
 """
 
 import math
@@ -49,17 +49,17 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Of q, k, v and bias; None where they are not needed."""
 
 MAX_SPLITS = 16
-"""The most accumulators of dQ that the deterministic mode takes."""
+"""The most dQ accumulators of the deterministic mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """fp32 numbers of one allocation: shape, strides and first element of what lies in it.
+    """One fp32 allocation: shape, strides and first element of each part.
 
     Attributes:
         size: all of it.
-        lse_log2, minus_d, dq, next: (batch, nheads, rows) or packed (nheads, rows) twice; (accumulators, batch, nheads,
-            rows * head_dim) or packed without the batch; (16,), 16 bytes of it a counter.
+        lse_log2, minus_d, dq, next: (batch, nheads, rows), varlen (nheads, rows), twice; (accumulators, batch, nheads,
+            rows * head_dim), varlen without the batch; (16,), of which 16 bytes are counters.
     """
 
     size: int
@@ -70,7 +70,7 @@ class Workspace:
 
     @staticmethod
     def of(params: AttentionParams, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
-        """Rows are padded to whole blocks of tile_m, packed sequences each."""
+        """Rows are padded to whole blocks of tile_m, each varlen sequence's own."""
         if params.varlen:
             rows = (params.q.shape[0] // tile_m + params.batch) * tile_m
             heads: tuple[int, ...] = (params.nheads,)
@@ -78,23 +78,23 @@ class Workspace:
             rows = -(-params.longest[0] // tile_m) * tile_m
             heads = (params.batch, params.nheads)
         shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
-        places, size = [], 0
+        parts, size = [], 0
         for shape in shapes:
-            places.append((shape, contiguous_strides(shape), size))
+            parts.append((shape, contiguous_strides(shape), size))
             size += math.prod(shape)
-        return Workspace(size, *places)
+        return Workspace(size, *parts)
 
 
 @dataclass(frozen=True, slots=True)
 class BiasGradient:
-    """How the bias's gradient comes about.
+    """How the bias's gradient is computed.
 
     Attributes:
-        shape, dtype: of what the kernel fills.
-        strides: as the kernel sees it, (batch, nheads, max_seqlen_q, max_seqlen_k), where those are not its own.
-        clear: whether some of it is not written, or all of it added to.
+        shape, dtype: of the tensor that the kernel writes.
+        seen: shape (batch, nheads, max_seqlen_q, max_seqlen_k) and strides as the kernel addresses it.
+        clear: whether the kernel leaves elements unwritten, or adds to them.
         sum_over: the dimensions to sum afterwards.
-        result: the dtype to turn it into.
+        result: the bias's dtype.
     """
 
     shape: tuple[int, ...]
@@ -127,12 +127,12 @@ class BiasGradient:
         return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
 
     def allocate(self, like: Tensor) -> Tensor:
-        """What the kernel fills."""
+        """The tensor that the kernel writes."""
         gradient = launcher.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
         return gradient.zero_() if self.clear else gradient
 
     def finish(self, gradient: Tensor) -> Tensor:
-        """The bias's gradient of what the kernel filled."""
+        """The bias's gradient from what the kernel wrote."""
         if self.sum_over:
             gradient = gradient.sum(self.sum_over, keepdim=True)
         return gradient.to(self.result)
@@ -140,22 +140,22 @@ class BiasGradient:
 
 @dataclass(frozen=True, slots=True)
 class BackwardLauncher:
-    """What follows from the metadata of a call and of its outputs' gradients.
+    """What follows from the metadata of a call and of its outputs' gradients; see :class:`cute_attn.launcher.Launcher`.
 
     Attributes:
-        preprocess, main, convert: launch the kernels. The last is None where q needs no gradient, all are where there
-            is nothing to launch.
-        kernel: the main kernel object, which picks the epilogues' arguments.
-        needed: which of the gradients of q, k, v and bias are asked for.
+        preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
+            there is nothing to compute.
+        kernel: the main kernel object, which makes the epilogues' arguments.
+        needed: which of the gradients of q, k, v and bias are computed.
         shapes, strides: of those of q, k and v.
         varlen: whether rows of those may belong to no sequence.
-        copy: which of grad_out and out no kernel can read as they lie.
+        copy: which of grad_out and out have strides that no kernel reads.
         views: as of :class:`cute_attn.launcher.Launcher`.
-        workspace: or None where there is nothing to launch.
-        bias: or None where its gradient is not asked for.
+        workspace: or None where there is nothing to compute.
+        bias: or None without its gradient.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
-        seqlens: the lengths as the main kernel takes them and as the others do, or where tensors are among them, None.
-        score_args: the epilogues' arguments, or None where the kernel has to be asked rematerialize.
+        seqlens: lengths for the main kernel and for the others, or None where some are tensors.
+        score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
     """
 
@@ -218,10 +218,10 @@ class BackwardLauncher:
         counter = as_strided(memory, *space.next)
         dbias = self.bias.allocate(q) if self.bias is not None else None
         if self.views:
-            seen: list[Any] = list(params)
-            for place, shape, strides in self.views:
-                seen[place] = as_strided(seen[place], shape, strides)
-            params = AttentionParams._make(seen)
+            viewed: list[Any] = list(params)
+            for index, shape, strides in self.views:
+                viewed[index] = as_strided(viewed[index], shape, strides)
+            params = AttentionParams._make(viewed)
         seqlens, part_seqlens = self.seqlens or _seqlens(params)
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
@@ -275,7 +275,7 @@ class BackwardLauncher:
 
 
 def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
-    """The lengths as the main kernel takes them, and as the preprocess and the convert do, which know of no keys."""
+    """Lengths for the main kernel, and for the preprocess and the convert, which read no keys' lengths."""
     from cute_attn.device.seqlen import Seqlens
 
     lengths, longest = params[3:6], params.longest
@@ -283,13 +283,13 @@ def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
-    """``x``, or a copy where its strides or its address are nothing that a kernel reads."""
+    """``x``, or a copy where kernels cannot read its strides or its address."""
     if copy or not is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
-# ---- plans ----
+# ---- launchers by metadata ----
 
 _MAX_LAUNCHERS = 4096
 _launchers: dict[tuple[Any, ...], BackwardLauncher] = {}
@@ -304,25 +304,25 @@ def gradients(
     needed: tuple[bool, ...],
     forward: launcher.Launcher | None = None,
 ) -> Gradients:
-    """The gradients of q, k, v and bias, those that are needed, where ``out`` and ``lse`` are what the call gave.
+    """The needed gradients of q, k, v and bias, from the call's ``out`` and ``lse``.
 
-    A call is deterministic if it says so, or if ``torch.use_deterministic_algorithms`` is on.
+    Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
 
     Args:
         grad_out, grad_lse: None for one that is zero.
-        forward: the plan that the forward was launched by, if it was: the shorter key.
+        forward: the forward's launcher, if there is one: a shorter key.
 
     Raises:
-        TypeError, ValueError, Unsupported: something is wrong with the call, or no kernel serves it.
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
-    if grad_out is None:  # a row of zeros, again and again
+    if grad_out is None:  # one row of zeros, broadcast
         shape, _, _ = params.output_shapes()
         grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
     deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
     classes = user_classes(params, "backward")
     key: tuple[Any, ...]
     if forward is not None and not classes:
-        # What is saved for a backward may come back with other strides, after a trip to the host for example.
+        # Saved tensors may return with other strides, for example after offloading to the host.
         seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, params.alibi_slopes, params.bias)
         strides = [None if x is None else x.stride() for x in seen]
         aligned = params.bias is None or is_aligned(params.bias)
@@ -411,22 +411,22 @@ def _make_launcher(
 
 
 _MAX_VARLEN_HEADS = 2**25
-"""Whose rows of 16 bytes can be counted in 32 bits at any head dim."""
+"""Of varlen q: their rows of 16 bytes fit 32 bits at any head dim."""
 
 
 def query_blocks(params: AttentionParams, tile_m: int) -> int:
-    """Of all heads and sequences, as the workspace has them."""
+    """Query blocks of all heads and sequences in the workspace."""
     blocks = -(-params.longest[0] // tile_m) * params.batch
     return params.nheads * (params.q.shape[0] // tile_m + params.batch if params.varlen else blocks)
 
 
 def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int) -> None:
-    """Raise where a launch of the backward would count beyond 32 bits.
+    """Raise where a count of the backward exceeds 32 bits.
 
     Args:
         tile: the main kernel's.
-        rows: queries of a block of threads of the preprocess.
-        num_splits: how many blocks of threads divide a sequence's key blocks.
+        rows: queries of a CTA of the preprocess.
+        num_splits: how many CTAs divide a sequence's key blocks.
     """
     batch, nheads, nheads_kv = params.batch, params.nheads, params.k.shape[-2]
     blocks = -(-params.longest[0] // tile.tile_m) * (tile.tile_m // rows)
@@ -439,19 +439,19 @@ def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int)
         check_count(
             f"{params.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits
         )
-        if num_splits * tile.tile_n >= params.longest[1]:  # the grid follows the rows that there are
+        if num_splits * tile.tile_n >= params.longest[1]:  # the grid follows the actual rows
             splits = min(splits, params.k.shape[0] // tile.tile_n + batch)
-        # Each block of the preprocess clears every so-many-th row that no sequence owns.
+        # Each CTA of the preprocess clears rows that no sequence owns, at a stride.
         spare = max(params.q.shape[0], params.k.shape[0])
     what = f"{params.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
     check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
-    # Each multiprocessor asks for one more than there are.
+    # Each CTA claims one more than there are.
     what = f"{params.stated('k')}{nheads_kv} heads of {splits} splits of their key blocks"
     check_count(what, splits * nheads_kv, MAX_ROWS)
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of all that a backward launches: the main kernel, given, its preprocess and its convert."""
+    """(traits, tile) of the main kernel, its preprocess and its convert."""
     from cute_attn import registry
 
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
@@ -460,10 +460,10 @@ def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]
 
 
 def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
-    """How many parts the deterministic mode divides a (batch, kv head)'s key blocks into, each with an accumulator.
+    """Splits of a (batch, kv head)'s key blocks in the deterministic mode, each with a dQ accumulator.
 
-    The fewest within a twentieth of the least time that up to ``MAX_SPLITS`` take, where time is rounds of thread
-    blocks over the GPU times key blocks of each.
+    The fewest within 5 % of the least time of up to ``MAX_SPLITS``, where time is waves of CTAs times key blocks of
+    each.
 
     Args:
         blocks: key blocks of the longest sequence.

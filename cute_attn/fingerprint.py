@@ -1,8 +1,8 @@
 """The key under which a compiled kernel is cached: everything that decides its code, hashed.
 
-Traits, tile and target say what is built; the toolchain's versions and ``CUTE_DSL_*`` variables say with what; the
-sources say from what. Sources are this package's and ``layouts``' own (all but a few that only run on the host), and,
-for a user's kernel or epilogue, its file and every file of the user's that it imports.
+Traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sources: this package's and ``layouts``'
+(all but a few that only run on the host) and, for a user's kernel or epilogue, its file and the user's files that it
+imports.
 """
 
 import ast
@@ -26,7 +26,7 @@ from cute_attn import _imported_at
 
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
-# Files of this package that no kernel is made from.
+# Files of this package that shape no kernel.
 _HOST_ONLY = {"benchmark"} | {
     f"{name}.py"
     for name in (
@@ -35,7 +35,6 @@ _HOST_ONLY = {"benchmark"} | {
             "__main__",
             "backward",
             "cache",
-            "call",
             "check",
             "cli",
             "cubin",
@@ -43,7 +42,7 @@ _HOST_ONLY = {"benchmark"} | {
             "fingerprint",
             "interface",
         ),
-        *("launch", "ops", "pictures", "prebuild_worker", "reference"),
+        *("launcher", "ops", "params", "pictures", "prebuild_worker", "reference"),
     )
 }
 _DISTRIBUTIONS = {
@@ -110,8 +109,8 @@ def digest(*parts: bytes) -> str:
 def package_sources() -> str:
     """Digest of the package's own sources, read once a process.
 
-    Where one was changed after this process imported the package, what runs may be older than what is read: then the
-    digest is one that nobody else will ever have, so that nothing wrong can be found under it later.
+    Where one changed after this process imported the package, what runs may be older than what is read: then the
+    digest is unique, so that no later process finds a stale kernel under it.
     """
     parts, newest = [], 0.0
     for root in (_PACKAGE, _LAYOUTS):
@@ -138,7 +137,7 @@ def user_sources(classes: Iterable[type]) -> str:
         if path is not None and str(path) not in files:
             files[str(path)] = path.read_bytes()
             pending |= _imported_modules(module, files[str(path)])
-    # Where a file lies does not shape code; its name and its contents do.
+    # A file's folder does not shape code; its name and its contents do.
     return digest(*sorted(Path(name).name.encode() + b"\0" + source for name, source in files.items()))
 
 

@@ -1,4 +1,4 @@
-"""How people call it: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
+"""The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def attention(
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
     Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues and the mask; the softmax in float32;
-    dropout. A query that sees no key gives 0, and an lse of -inf. :mod:`cute_attn.reference` is the definition; CPU
+    dropout. A query that sees no key has out 0 and lse -inf. :mod:`cute_attn.reference` is the definition; CPU
     tensors are computed by it, in float32 or float64.
 
     Parameters
@@ -75,10 +75,10 @@ def attention(
         Probability of dropping an element of the softmax, 0 <= dropout_p < 1; kept ones are scaled by
         1 / (1 - dropout_p).
     dropout_mask : {"flash", "mem_efficient"}
-        Which of PyTorch's two masks is drawn, bit for bit.
+        Which of PyTorch's two masks, bit for bit.
     rng_state : Tensor (2,), int64, optional
-        Seed and offset of the mask, on q's device. Default: drawn from torch's generator of that device, rematerialize for
-        every replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
+        Seed and offset of the mask, on q's device. Default: from torch's generator of that device, new ones for every
+        replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
         How many keys of each batch exist; what lies beyond is never read.
     epilogues : sequence of str, or mapping of str to arguments
@@ -88,22 +88,22 @@ def attention(
     return_softmax : bool
         Also return the softmax, for inspection.
     kernel : str, optional
-        Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that serves.
+        Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that supports
+        the call.
     tile : Tile or str, optional
-        A tile, or text that changes fields of the default one, such as "tile_n=32". A generation that has no such tile
-        leaves the call, with a warning, to the one before it, unless kernel names it.
+        A tile, or text that changes fields of the default one, such as "tile_n=32". Where a generation has no such
+        tile, the one before it is taken with a warning, unless kernel names one.
     deterministic : bool
-        Whether gradients are bitwise the same every time (the output always is). Also on under
-        ``torch.use_deterministic_algorithms(True)``. A backward then takes up to 16 times the fp32 memory of q, where
-        it otherwise takes once that, and for the gradient of a broadcast bias 4 bytes a score: see
-        :mod:`cute_attn.backward`.
+        Whether gradients repeat bit for bit (the output always does). Also on under
+        ``torch.use_deterministic_algorithms(True)``. The backward then takes up to 16 times q's size in fp32
+        instead of once, and for the gradient of a broadcast bias 4 bytes a score: see :mod:`cute_attn.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
 
     Returns
     -------
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
-        Alone, or where more is asked for, the first of a tuple with, in this order,
+        Alone, or with more outputs the first of a tuple with, in this order,
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
         Natural logarithm; -inf where a query sees no key.
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
@@ -116,7 +116,7 @@ def attention(
     TypeError, ValueError
         An argument is not what is described here; the message names it, its value and what is accepted.
     Unsupported
-        No kernel serves the call; a ValueError that gives each kernel's reason.
+        No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
         A CUDA tensor other than q, k, v and bias requires a gradient.
     """
@@ -182,8 +182,8 @@ def attention_varlen(
         Where sequences start, never falling, on q's device. Their values are checked on the CPU only: reading them
         on CUDA would wait for the device. A sequence may be empty.
     max_seqlen_q, max_seqlen_k : int
-        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together is
-        taken as that many, but by the "mem_efficient" mask, which follows from the two numbers as they are stated.
+        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together
+        counts as that many, except for the "mem_efficient" mask, which depends on the numbers as stated.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
         How many rows of each sequence exist; what lies beyond is never read.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
@@ -196,7 +196,7 @@ return_softmax, kernel, tile, deterministic, backward_tile
     -------
     out : Tensor (total_q, nheads, head_dim_v)
         Alone, or the first of a tuple with, in this order, lse and softmax. Rows beyond seqused_q are 0 (lse: -inf);
-        rows that cu_seqlens_q gives to no sequence are not written.
+        rows of no sequence are not written.
     lse : Tensor (nheads, total_q)
     softmax : Tensor (batch, nheads, max_seqlen_q, max_seqlen_k)
 
@@ -252,11 +252,11 @@ def attention_backward(
     tile: Any = None,
     deterministic: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Gradients of :func:`attention` where its forward was run already, by it or by PyTorch.
+    """Gradients of :func:`attention` from its outputs, or from PyTorch's.
 
-    ``aten._flash_attention_forward`` and ``aten._efficient_attention_forward`` give what this takes, dropout included:
-    their out and logsumexp, and their seed and offset as rng_state, with the dropout_mask of the same name. (The
-    latter's causal masks are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
+    Of ``aten._flash_attention_forward`` and ``aten._efficient_attention_forward`` pass out and logsumexp, and with
+    dropout their seed and offset as rng_state and the dropout_mask of the same name. (The latter's causal
+    masks are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
 
     Parameters
     ----------
@@ -266,23 +266,23 @@ def attention_backward(
         As for :func:`attention`.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v)
     lse : Tensor (batch, nheads, seqlen_q), float32
-        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch has it, +inf.
+        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch's, +inf.
     grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
         The gradient of lse.
     wanted : sequence of {"q", "k", "v", "bias"}
-        Whose gradients to return.
+        Which gradients to return.
     rng_state : Tensor (2,), int64 or uint64, or (seed, offset), each a tensor or an int
-        What the forward drew its dropout mask from, on any device.
+        The forward's seed and offset, on any device.
     tile : Tile or str, optional
-        Of the backward.
+        The backward's.
     softmax_scale, causal, window, alibi_slopes, bias, softcap, dropout_p, dropout_mask, seqused_k, epilogues, kernel, \
 deterministic
-        As for :func:`attention`: what the forward had.
+        As the forward's.
 
     Returns
     -------
     tuple of Tensor
-        The gradients wanted, in that order, each of the shape and dtype of what it is the gradient of.
+        The wanted gradients, in that order, each of its input's shape and dtype.
 
     Raises
     ------
@@ -351,14 +351,14 @@ def attention_varlen_backward(
     ----------
     grad_out, out : Tensor (total_q, nheads, head_dim_v)
     lse : Tensor (nheads, total_q), or (batch, nheads, max_seqlen_q or more), float32
-        The latter is how PyTorch's memory-efficient attention returns it.
+        The latter is PyTorch's memory-efficient attention's.
     others
         As for :func:`attention_varlen` and :func:`attention_backward`.
 
     Returns
     -------
     tuple of Tensor
-        The gradients wanted. Rows that no sequence owns have zeros.
+        The wanted gradients; 0 in rows that no sequence owns.
 
     Raises
     ------
@@ -412,11 +412,11 @@ def _backward(
 
 
 def _packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, nheads, seqlen) as (nheads, total). Rows that no sequence owns get some other row's."""
+    """(batch, nheads, seqlen) as (nheads, total). Rows that no sequence owns have arbitrary values."""
     row = torch.arange(total, device=lse.device, dtype=cu_seqlens.dtype)
     batch = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=lse.shape[0] - 1)
-    place = (row - cu_seqlens[batch]).clamp(0, lse.shape[2] - 1)
-    return lse[batch, :, place].T.contiguous()
+    position = (row - cu_seqlens[batch]).clamp(0, lse.shape[2] - 1)
+    return lse[batch, :, position].T.contiguous()
 
 
 def _rng_state(rng_state: RngState | None, q: Tensor) -> Tensor | None:
@@ -439,14 +439,13 @@ def _signed(word: int) -> int:
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
 
-    The one that a call without ``rng_state`` would draw now. The kernels read it on the device, so what a CUDA graph
-    captures is the drawing: each replay draws rematerialize.
+    As a call without ``rng_state`` would draw now. A CUDA graph captures the draw: each replay has new values.
     """
     return random_states.draw(torch.device(device)).clone()
 
 
 class _Options(NamedTuple):
-    """What a call says beside its tensors, as the caller wrote it."""
+    """A call's arguments beside its tensors, as the caller wrote them."""
 
     varlen: bool
     max_seqlen_q: int | None
@@ -474,8 +473,7 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
-    # A call whose like was made before, on CUDA, has been checked, and its kernel is known. Users' epilogues are
-    # looked at rematerialize.
+    # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     direct = ops.nobody_watches()
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
@@ -508,7 +506,7 @@ def _result(outputs: Outputs, return_lse: bool) -> Result:
 
 
 def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
-    """The call with everything spelled out."""
+    """The operator's parameters, with every default filled in."""
     q, k, rng_state = tensors[0], tensors[1], tensors[-1]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
     for name, value in zip(AttentionParams._fields[:NUM_TENSORS], tensors, strict=True):
@@ -549,7 +547,7 @@ def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
 
 
 def _size(x: Tensor) -> int:
-    """The seqlen of a batch, or 0 where x has no such dimension, as the checks will say."""
+    """The seqlen of a batch, or 0 where x has no such dimension, which the checks reject."""
     return x.shape[1] if x.dim() > 1 else 0
 
 
@@ -567,7 +565,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
-    """The traits' word for a mask, and its bounds.
+    """The traits' mask, and its bounds.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""From a checked call to a launch on CUDA, fast the second time.
+"""From the parameters of a call to a launch on CUDA.
 
-Everything that follows from metadata (checks, kernel, output shapes, arguments that never change) is worked out once
-and kept as a :class:`Launcher` under that metadata. A call is then a dictionary lookup, the allocation of outputs and the
+Everything that follows from metadata (checks, kernel, output shapes, constant arguments) is computed once and kept
+as a :class:`Launcher` under that metadata. A call is then a dictionary lookup, the allocation of outputs and the
 launch.
 """
 
@@ -40,9 +40,8 @@ Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; those that may be absent are None."""
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
-# What the compiler's own generated code calls: a third of the time of the public functions, which go through the
-# dispatcher. Where a torch has none, the public ones do. And what that compiler guards its code by: one call compares
-# all that is known of some tensors but their contents and addresses.
+# What torch.compile's generated code calls: a third of the time of the public functions, which go through the
+# dispatcher and are used where torch has none of these. TensorGuards compares all metadata of some tensors at once.
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _empty_strided_cuda = getattr(_guards, "_empty_strided_cuda", None)
 _reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
@@ -53,14 +52,14 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 def new_empty_strided(
     like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Memory for an output on the current device, ``like``'s. A test replaces it to find what no kernel writes."""
+    """Memory for an output on the current device, ``like``'s. Tests replace it to find unwritten elements."""
     if _empty_strided_cuda is None or not like.is_cuda:
         return like.new_empty_strided(shape, strides, dtype=dtype)
     return _empty_strided_cuda(shape, strides, dtype)
 
 
 def as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
-    """``tensor`` seen otherwise, from its element ``first`` on."""
+    """A view of ``tensor`` from its element ``first`` on."""
     if _reinterpret_tensor is None:
         return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
     return _reinterpret_tensor(tensor, shape, strides, first)
@@ -71,18 +70,18 @@ def as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...],
 
 @dataclass(frozen=True, slots=True)
 class ScoreArgs:
-    """The epilogues' arguments, made once; each call puts its own tensors in.
+    """The epilogues' arguments, made once; each call substitutes its tensors.
 
     Attributes:
         parts: the arguments, a tuple of them for each epilogue.
-        places: for each tensor the part that it is in, where in that, and which tensor.
+        places: (part, index in the part, index among the call's tensors) of each tensor.
     """
 
     parts: tuple
     places: tuple[tuple[int, int, int], ...]
 
     def fill(self, tensors: Tensors) -> tuple:
-        """The arguments with ``tensors`` in their places."""
+        """The arguments with ``tensors`` substituted."""
         if not self.places:
             return self.parts
         parts = list(self.parts)
@@ -94,9 +93,9 @@ class ScoreArgs:
 
     @classmethod
     def of(cls, kernel: Any, params: AttentionParams) -> "ScoreArgs | None":
-        """Of the package's own epilogues: they pass the call's tensors on, and all else is the same for every call.
+        """Of the package's own epilogues, which pass the call's tensors on unchanged.
 
-        None where users' classes have a part in it, which may make something else of a tensor.
+        None with users' classes, which may derive other tensors.
         """
         if params.epilogues or kernel.traits.variant:
             return None
@@ -105,32 +104,32 @@ class ScoreArgs:
         for i, part in enumerate(parts):
             if isinstance(part, tuple):
                 places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
-                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # not to keep them
+                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # keep no tensor alive
         return cls(tuple(parts), tuple(places))
 
 
 _SCORE_TENSORS = ("alibi_slopes", "bias", "rng_state")
 
 
-# ---- a plan ----
+# ---- the launcher of a call ----
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launcher:
-    """What follows from a call's metadata. Every plan is a key of its own.
+    """What follows from a call's metadata. Launchers compare by identity.
 
     Attributes:
-        function: launches the kernel, or None where there is nothing to launch.
-        softmax_function: launches the one that writes the probabilities, from LSE; None where they are not asked for.
-        kernel: the kernel object, which picks the epilogues' arguments.
-        seqlens: the lengths as the kernel takes them, or where tensors are among them, what makes them of those.
+        function: launches the kernel; None where there is nothing to compute.
+        softmax_function: launches the softmax kernel, which computes P from LSE; None without return_softmax.
+        kernel: the kernel object, which makes the epilogues' arguments.
+        seqlens: the kernel's lengths, or where some are tensors, the function that makes them.
         longest: the longest sequences as the kernel takes them, see :attr:`cute_attn.params.AttentionParams.longest`.
         shapes, strides: of out and lse.
-        softmax_shape: or None where it is not asked for.
-        views: (place among the tensors, shape, strides) of those that a kernel has to see otherwise than they come.
-        score_args: the epilogues' arguments, or None where the kernel has to be asked rematerialize.
-        prefill: whether there may be rows that no thread writes, so that outputs need a value beforehand.
-        softmax_scale: as the call has it.
+        softmax_shape: or None without return_softmax.
+        views: (index, shape, strides) of those tensors that the kernel reads through other strides.
+        score_args: the epilogues' arguments, or None where each call makes its own.
+        prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
+        softmax_scale: the call's.
         rest: the call's arguments that are not tensors.
         multiprocessors: of the GPU.
     """
@@ -164,7 +163,7 @@ class Launcher:
             check_alignment(q, k, v)
         out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
         lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
-        # Blocks outside the mask's band are never visited, so their zeros have to be there already.
+        # The kernel does not visit blocks outside the mask's band.
         softmax = None
         if self.softmax_shape is not None:
             strides = contiguous_strides(self.softmax_shape)
@@ -175,10 +174,10 @@ class Launcher:
         if self.function is None:
             return out, lse, softmax
         if self.views:
-            seen = list(tensors)
-            for place, shape, strides in self.views:
-                seen[place] = as_strided(seen[place], shape, strides)
-            tensors, (q, k, v) = tuple(seen), seen[:3]
+            viewed = list(tensors)
+            for index, shape, strides in self.views:
+                viewed[index] = as_strided(viewed[index], shape, strides)
+            tensors, (q, k, v) = tuple(viewed), viewed[:3]
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
@@ -194,7 +193,7 @@ class Launcher:
         return out, lse, softmax
 
 
-# ---- plans ----
+# ---- launchers by metadata ----
 
 
 _MAX_LAUNCHERS = 4096
@@ -203,9 +202,9 @@ _launchers: dict[tuple[Any, ...], Launcher] = {}
 
 
 def launcher_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    """What a plan is kept under: all that is known of the tensors but their contents and addresses, and the options.
+    """The key of a launcher: the tensors' metadata, and the options.
 
-    Of the bias's address, whether TMA can read from there: no call is refused for it, as it is for those of q, k and v.
+    Also whether the bias is aligned for TMA: a bias that is not has another kernel, where q, k and v raise.
     """
     key: list[Any] = [options]
     for x in tensors:  # one flat tuple: this is a quarter of a call's host time
@@ -219,25 +218,25 @@ def launcher_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
 
 
 def known_launcher(tensors: Tensors, options: Hashable) -> Launcher | None:
-    """The plan of a call that was planned before."""
+    """The launcher of an earlier call with this metadata, or None."""
     try:
         return _launchers.get(launcher_key(tensors, options))
     except (
         TypeError,
         AttributeError,
         RuntimeError,
-    ):  # an option that cannot be hashed, no tensor, or one without memory: for the checks to judge
+    ):  # an option that cannot be hashed, no tensor, or one without memory: the checks raise
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call that was made before, with what it takes to know its like.
+    """An earlier call, with what recognises calls of the same metadata.
 
     Attributes:
-        check: whether tensors are as that call's in all but contents and addresses.
+        check: whether tensors have that call's metadata.
         aligned: as in :func:`launcher_key`; None without a bias.
-        plan: its plan.
+        launcher: its launcher.
         constant: whether none of its tensors requires a gradient.
     """
 
@@ -249,10 +248,10 @@ class Seen:
 
 @dataclass(slots=True)
 class _Last:
-    """The last calls with the same options and the same arguments present, the latest first.
+    """The last calls with the same options and the same tensors present, the latest first.
 
     Attributes:
-        pick: the tensors that are present, of all, and a sequence's starts once where queries' are keys'.
+        pick: selects the tensors that are present; cu_seqlens once where q's are k's.
         calls: at most ``_MAX_LAST``.
     """
 
@@ -271,7 +270,7 @@ def _last_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
 
 
 def recall(tensors: Tensors, options: Hashable) -> Seen | None:
-    """One of the last calls with ``options``, if it was this one's like: a third of what a plan's key takes."""
+    """One of the last calls with these options and metadata: a third of the time of a launcher's key."""
     try:
         last = _last.get(_last_key(tensors, options))
         if last is None:
@@ -286,7 +285,7 @@ def recall(tensors: Tensors, options: Hashable) -> Seen | None:
 
 
 def remember(tensors: Tensors, options: Hashable, launcher: Launcher) -> None:
-    """Let :func:`recall` find the plan of a call that was made, if no argument is another one as well."""
+    """Let :func:`recall` find a call's launcher, unless one tensor is two of its arguments."""
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     both_starts = tensors[3] is not None and tensors[3] is tensors[4]
     if _tensor_guards is None or len(places) + both_starts < sum(x is not None for x in tensors):
@@ -307,12 +306,12 @@ def remember(tensors: Tensors, options: Hashable, launcher: Launcher) -> None:
 
 
 def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
-    """The plan of a call, which is checked; kept under its metadata and ``options``, or else what the call says itself.
+    """The launcher of a call, which is checked; kept under its metadata and ``options``, by default the parameters'.
 
-    Calls with users' classes, which may be registered rematerialize at any time, keep those in their key.
+    Users' classes are part of the key: they may be registered again at any time.
 
     Raises:
-        TypeError, ValueError, Unsupported: something is wrong with the call.
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     tensors, classes = params[:NUM_TENSORS], user_classes(params)
     if options is None or classes:
@@ -329,7 +328,7 @@ def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
 
 
 def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...]:
-    """The classes of users that a call names."""
+    """The users' classes that a call names."""
     if not (params.epilogues or ":" in params.kernel):
         return ()
     from cute_attn import registry
@@ -387,7 +386,7 @@ def _make_launcher(params: AttentionParams) -> Launcher:
 
 
 def _softmax_function(params: AttentionParams, forward: Traits, target: str) -> Callable[..., None]:
-    """What launches the kernel that writes the probabilities after such a forward."""
+    """Launches the softmax kernel of such a forward."""
     from cute_attn import compiler, registry
 
     kernel = registry.lookup(forward.softmax(), None, target)
@@ -396,10 +395,10 @@ def _softmax_function(params: AttentionParams, forward: Traits, target: str) -> 
 
 
 def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
-    """Raise where a forward or softmax kernel would count its blocks of queries beyond 32 bits; how many there are."""
+    """The number of query blocks of a forward or softmax kernel; raises where they exceed 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
     packs = params.nheads // getattr(kernel.tile, "pack_heads", 1)
-    if params.varlen and kernel.traits.arch == "sm90":  # which lists those of all sequences
+    if params.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
         blocks = params.q.shape[0] // queries + params.batch
         each = f"rows in {params.batch} sequences, each padded to blocks of {queries}"
         check_count(f"q has {params.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
@@ -412,7 +411,7 @@ def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
 
 
 def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Where a kernel needs other strides: for odd ones of dimensions of size 1, and to broadcast slopes and bias."""
+    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
     shapes = {
         "alibi_slopes": (params.batch, params.nheads),
         "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
@@ -429,15 +428,15 @@ def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple
 def choose_kernel(
     params: AttentionParams, target: str, *, op: str = "forward", bias_grad: bool = False
 ) -> Any:
-    """The kernel with its tile: the newest generation that serves the call on ``target``, unless the call names one.
+    """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
 
-    What the call's traits do not say may change the default tile: see :mod:`cute_attn.registry`, which has the rules.
+    Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.registry`.
 
-    A variant that is named and registered for the forward alone leaves the backward to its generation's own kernel.
-    Where a newer generation declines, such as a tile with fields of an older one, a warning gives its reason.
+    A variant that is registered for the forward alone leaves the backward to its generation's own kernel. Where a
+    newer generation declines, such as a tile with fields of an older one, a warning gives its reason.
 
     Raises:
-        Unsupported: no kernel serves it, with each one's reason.
+        Unsupported: no kernel supports it, with each one's reason.
     """
     from cute_attn import registry
 
@@ -461,7 +460,7 @@ def choose_kernel(
                 raise registry.Unsupported(
                     f"tile has pack_heads={heads}; accepted: divisors of {params.group}, the query heads of a key head"
                 )
-            reason = _unstaged(params, kernel)
+            reason = _tma_bias_reason(params, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
             if reasons:
@@ -478,10 +477,10 @@ def choose_kernel(
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _unstaged(params: AttentionParams, kernel: Any) -> str | None:
-    """Why TMA cannot bring a bias or take its gradient, though the kernel's tile has it so, or None.
+def _tma_bias_reason(params: AttentionParams, kernel: Any) -> str | None:
+    """Why TMA cannot load a bias or store its gradient as the kernel's tile has it, or None.
 
-    A single row is cheaper without it.
+    A single row is cheaper without TMA.
     """
     bias = params.bias
     if bias is None or not getattr(kernel.tile, "bias_stages", 0):
@@ -509,5 +508,5 @@ def _unstaged(params: AttentionParams, kernel: Any) -> str | None:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor of that shape."""
+    """Strides of a contiguous tensor of that shape."""
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))

@@ -34,7 +34,7 @@ _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
 def forward(params: AttentionParams) -> Outputs:
-    """out, lse, and softmax where the call asks for it, through the dispatcher where anything may watch."""
+    """out, lse, and softmax or None; through the dispatcher where something observes operators."""
     if nobody_watches() and all_plain(params[:NUM_TENSORS]):
         return (
             run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
@@ -51,9 +51,9 @@ def run(
     epilogue_tensors: tuple[Tensor, ...] = (),
     constant: bool = False,
 ) -> Outputs:
-    """Launch, with nobody watching, and let autograd know where it has to.
+    """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient.
 
-    constant: none of the tensors requires a gradient, as is known.
+    constant: no tensor requires a gradient.
     """
     if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
         return Attention.apply(launcher, *tensors, *epilogue_tensors)
@@ -69,9 +69,9 @@ def backward(
     needed: tuple[bool, ...],
     launcher: Launcher | None = None,
 ) -> Gradients:
-    """Gradients of q, k, v and bias, those that are needed, through the dispatcher where anything may watch.
+    """The needed gradients of q, k, v and bias; through the dispatcher where something observes operators.
 
-    plan: what the forward was launched by, if it was.
+    launcher: the forward's, if there is one.
     """
     if (
         params.q.is_cuda
@@ -84,10 +84,10 @@ def backward(
 
 
 def nobody_watches() -> bool:
-    """Whether, with plain tensors, calling an implementation at once cannot be told from calling the operator.
+    """Whether, for plain tensors, an implementation called directly equals the operator.
 
-    The dispatcher costs more time than the launch. It is needed wherever something observes or transforms operators:
-    compilers and tracers, modes, function transforms, profilers. Autograd is told by the direct way itself.
+    The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
+    compilers, tracers, modes, function transforms, profilers. :class:`Attention` records the direct call for autograd.
     """
     return not (
         torch.compiler.is_compiling()
@@ -105,12 +105,12 @@ _profiler_enabled = torch.autograd._profiler_enabled
 
 
 def all_plain(tensors: Tensors) -> bool:
-    """Whether none is of a subclass, which may do as it likes."""
+    """Whether none is of a subclass, which may override operators."""
     return _PLAIN.issuperset(map(type, tensors))
 
 
 def forward_cuda(params: AttentionParams) -> Outputs:
-    """Launch the kernel that serves the call, on the current stream of q's device."""
+    """Launch the call's kernel on the current stream of q's device."""
     return launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors))
 
 
@@ -135,13 +135,13 @@ def forward_cpu(params: AttentionParams) -> Outputs:
         reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
         return_softmax=params.return_softmax,
     )
-    # As on CUDA, all have gradients: v of zeros where lse alone counts, and all of them where there was nothing to do.
+    # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
     inputs = (params.q, params.k, params.v, params.bias)
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
 
 def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
-    """``output``, with at least a gradient of zeros to each input: autograd refuses by what it never saw used."""
+    """``output``, with a gradient of zeros to each input: autograd raises for an unused one."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not (wanted and torch.is_grad_enabled()):
         return output
@@ -208,7 +208,7 @@ def _backward_cpu(
         for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
         if wanted
     }
-    # Below the dispatcher's autograd, where a mode or a tracer may have put this, autograd has to be let in again.
+    # A mode or a tracer may run this below the dispatcher's autograd, which is then enabled again.
     views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
@@ -223,7 +223,7 @@ def _backward_cpu(
 
 
 def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:
-    """One tensor for each, as an operator must return; those not needed are empty."""
+    """One tensor for each, as an operator returns; those not needed are empty."""
     return tuple(params.q.new_empty(0) if x is None else x for x in grads)
 
 
@@ -249,10 +249,10 @@ def _backward_fake(
 
 
 def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd has to record a call of these.
+    """Whether autograd records a call of these.
 
     Raises:
-        NotImplementedError: it would expect a gradient that no kernel computes.
+        NotImplementedError: a tensor requires a gradient that no kernel computes.
     """
     q, k, v, *_, slopes, bias, _ = tensors
     if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
@@ -294,7 +294,7 @@ def _differentiate(
 
 
 class _Once(torch.autograd.Function):
-    """Marks a gradient that depends on what autograd, asked to keep its graph, cannot follow."""
+    """Marks a gradient, under create_graph, as not differentiable again."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
@@ -303,14 +303,14 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
-        """Refuse."""
+        """Raise."""
         raise NotImplementedError(
             "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
         )
 
 
 class Attention(torch.autograd.Function):
-    """The direct way's node in autograd's graph; the operator's does the same behind the dispatcher."""
+    """Autograd's node of a direct call; the operator has its own."""
 
     @staticmethod
     def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
@@ -322,17 +322,17 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
         """A gradient, or None, for each argument of forward."""
-        wanted = tuple(ctx.needs_input_grad[1 + place] for place in _PLACES)
-        grads = dict(zip(_PLACES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+        wanted = tuple(ctx.needs_input_grad[1 + index] for index in _INDICES)
+        grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
         return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
 
 
-_PLACES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
+_INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
     params = _params_of(inputs)
-    # On the CPU the reference itself is differentiable in everything; this is reached under a compiler.
+    # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
     _requires_grad(params[:NUM_TENSORS], params.epilogue_tensors)
     _save(ctx, (*params[:NUM_TENSORS], *params.epilogue_tensors), params[NUM_TENSORS + 1 :], output)
 
@@ -340,8 +340,8 @@ def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate_operator(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
 ) -> tuple:
-    wanted = tuple(bool(ctx.needs_input_grad[place]) for place in _PLACES)
-    grads = dict(zip(_PLACES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+    wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _INDICES)
+    grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
     own = len(ctx.saved_tensors) - 2 - NUM_TENSORS
     lists = {NUM_TENSORS: own} | {
         i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)

@@ -1,8 +1,8 @@
-"""The arguments of one attention call, and what may be wrong with them: one sentence an error.
+"""The parameters of one attention call and their checks: one sentence an error.
 
-``AttentionParams`` is what the operator receives: everything spelled out, nothing optional left to guess. ``check`` holds for
-every device, ``check_for_kernels`` adds what the CUDA kernels need. Both look at metadata only, so that one verdict
-serves every call of the same metadata; lengths are read, and checked, only on the CPU.
+``AttentionParams`` is what the operator receives, with every default filled in. ``check`` holds for every device,
+``check_for_kernels`` adds what the CUDA kernels need. Both read metadata only, so one result holds for every call of
+the same metadata; lengths are read, and checked, only on the CPU.
 """
 
 import math
@@ -29,11 +29,11 @@ MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
 MAX_ROWS = 2**31 - 2 * _TILE
 """The most rows of packed sequences that the kernels compute, each sequence padded to whole blocks."""
 MAX_STEPS = 2**29
-"""The most steps of one CTA, each a block of queries with a block of keys: it counts them, and may repeat some."""
+"""The most steps of one CTA, a query block with a key block each; it counts them and may replay some."""
 
 
 class AttentionParams(NamedTuple):
-    """One call of the operator, in the order of its schema.
+    """Parameters of the operator, in the order of its schema.
 
     Attributes:
         q, k, v: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q and cu_seqlens_k.
@@ -47,9 +47,9 @@ class AttentionParams(NamedTuple):
         softcap: 0 for none.
         dropout: of ``traits.DROPOUTS``, or empty.
         epilogues: users' epilogues, see :func:`pack_epilogues`.
-        kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel to take, empty for the best that serves.
+        kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel, empty for the newest that supports the call.
         tile: text of the tile's fields to change, empty for the default tile.
-        deterministic: whether the gradients have to be bitwise the same every time.
+        deterministic: whether gradients repeat bit for bit.
         backward_tile: as ``tile``, for the backward's main kernel.
     """
 
@@ -104,7 +104,7 @@ class AttentionParams(NamedTuple):
         return min(stated[0], self.q.shape[0]), min(stated[1], self.k.shape[0])
 
     def stated(self, side: str) -> str:
-        """How a sentence about too many blocks of queries or keys, ``side``, begins: with what makes them so many."""
+        """How an error about too many blocks of ``side``, "q" or "k", begins."""
         if self.varlen:
             return f"max_seqlen_{side} is {self.longest['qk'.index(side)]}, which makes "
         return f"{side} has "
@@ -131,7 +131,7 @@ class AttentionParams(NamedTuple):
         return (*self.q.shape[:-1], self.v.shape[-1]), lse, softmax if self.return_softmax else (0,)
 
     def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
-        """What the epilogues are given, tensors as the caller gave them; a backward's have ``grad_bias`` to fill."""
+        """The epilogues' inputs, tensors as the caller gave them; a backward writes ``grad_bias``."""
         return ScoreInputs(
             window_left=self.window_left,
             window_right=self.window_right,
@@ -156,7 +156,7 @@ class AttentionParams(NamedTuple):
             yield f"epilogues' tensor {i}", value
 
     def traits(self, arch: str, variant: str = "", *, op: str = "forward", bias_grad: bool = False) -> Traits:
-        """What a kernel of ``arch`` would have to compute; bias_grad: the backward has to give the bias's gradient."""
+        """Traits of a kernel of ``arch``; bias_grad: the backward computes the bias's gradient."""
         return Traits(
             op=op,
             arch=arch,
@@ -178,7 +178,7 @@ class AttentionParams(NamedTuple):
 
 
 NUM_TENSORS = AttentionParams._fields.index("epilogue_tensors")
-"""How many of a call's first arguments are single tensors, or None."""
+"""How many of the first parameters are single tensors, or None."""
 
 
 # ---- users' epilogues through a schema of plain lists ----
@@ -230,11 +230,11 @@ def unpack_epilogues(
     return {name: tuple(take[letter]() for letter in letters) for name, letters in pairs}
 
 
-# ---- what may be wrong, on any device ----
+# ---- checks on any device ----
 
 
 def check(params: AttentionParams) -> None:
-    """Raise TypeError or ValueError for the first thing that is wrong with a call, whatever the device."""
+    """Raise TypeError or ValueError for the first wrong parameter, on any device."""
     _check_tensors(params)
     _check_shapes(params)
     _check_numbers(params)
@@ -378,11 +378,11 @@ def _list(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items))
 
 
-# ---- what the kernels need beyond that ----
+# ---- checks of what the kernels need ----
 
 
 def check_for_kernels(params: AttentionParams) -> None:
-    """Raise for what only the kernels refuse: dtypes, head dims, strides, sizes. Assumes :func:`check`."""
+    """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`."""
     if params.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q has dtype {params.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
@@ -416,7 +416,7 @@ def _check_sizes(params: AttentionParams) -> None:
 
 
 def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
-    """Raise where kernels could not count that far; what: says what multiplies to ``count``."""
+    """Raise where ``count``, which ``what`` describes, is beyond the kernels' integers."""
     if count > most:
         raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
 
@@ -455,7 +455,7 @@ def _check_strides(name: str, tensor: Tensor) -> None:
 def check_gradients(
     params: AttentionParams, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
-    """Raise where what a backward starts from does not fit the call. Assumes :func:`check`."""
+    """Raise where a backward's inputs do not fit the call. Assumes :func:`check`."""
     out_shape, lse_shape, _ = params.output_shapes()
     lse_dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
     for name, tensor, shape, dtype in (
@@ -482,7 +482,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where q, k or v does not start at a multiple of 16 bytes: the one thing that metadata does not tell."""
+    """Raise where q, k or v does not start at a multiple of 16 bytes, which metadata does not show."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not is_aligned(tensor):
             raise ValueError(
@@ -496,16 +496,15 @@ _MAX_STRIDE = 2**38
 
 
 def rows_are_regular(x: Tensor) -> bool:
-    """Whether every stride is what kernels are promised, also those of dimensions of size 1, which mean nothing."""
+    """Whether every stride has the divisibility that kernels assume, also of dimensions of size 1."""
     whole = ALIGNMENT_BYTES // x.element_size()
     return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
 
 
 def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides that broadcast ``tensor`` to ``shape``, and that keep what the kernels are promised.
+    """Strides that broadcast ``tensor`` to ``shape``, with the divisibility that kernels assume.
 
-    What torch calls the stride of a dimension of size 1 is arbitrary. It becomes 0, a multiple of everything, and 1 in
-    the last dimension.
+    The stride of a dimension of size 1 is arbitrary in torch. It becomes 0, and 1 in the last dimension.
     """
     strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if tensor.shape[-1] == 1 == shape[-1]:
