@@ -98,13 +98,15 @@ class KeyTileOrder:
         if seqlens.cu_seqlens_k is not None:
             rows, columns = num_splits * batch, nheads_kv
             fewest = Int32(mK.shape[0]) // tile_n + batch
-            packed = Int32((num_splits * tile_n >= seqlens.max_seqlen_k) & (fewest < rows))
+            packed = Int32((Int64(num_splits) * tile_n >= Int64(seqlens.max_seqlen_k)) & (fewest < rows))
             rows = cutlass.select_(packed == 1, fewest, rows)
         divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
         if longest_first:
             together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
             together = cutlass.min(together, schedule.multiprocessors // 4)
             together = cutlass.max(cutlass.min(together, columns), 1)
+            # Of equal size: a small last section would end with its longest tiles.
+            together = cutlass.max(cute.ceil_div(columns, cute.ceil_div(columns, together)), 1)
             last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
             last_columns = cutlass.max(columns - last * together, 1)
             sections = Sections(divisor(together), divisor(last_columns), last)

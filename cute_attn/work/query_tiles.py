@@ -127,6 +127,9 @@ class QueryTileOrder:
             kv_heads = cutlass.max(Int32(Int64(L2_SECTION_BYTES) // head_bytes), 1)
             together = Int32(cutlass.min(Int64(kv_heads) * group, Int64(planes)))
         together = cutlass.max(together, 1)
+        if sorted_:  # of equal size, in whole groups: a small last section would end with its longest tiles
+            sections = cutlass.max(cute.ceil_div(planes, together), 1)
+            together = cutlass.max(cute.ceil_div(cute.ceil_div(planes, sections), group) * group, 1)
         last = cutlass.max(cute.ceil_div(planes, together) - 1, 0)
         return QueryTileOrder(
             m_blocks=divisor(cutlass.max(m_blocks, 1)),

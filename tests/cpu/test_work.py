@@ -266,7 +266,9 @@ def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down
     problem = Problem((seqlen_q,) * batch, (seqlen_k,) * batch, group * nheads_kv, nheads_kv)
     (total, *_), found = query_tiles(problem, 64, heads, True)
     kv_heads = max(L2_SECTION_BYTES // (512 * seqlen_k), 1)  # whose K and V stay in L2
-    size = min(kv_heads, nheads_kv * batch) * (group // heads) * -(-seqlen_q // 64)
+    together = min(kv_heads, nheads_kv * batch)
+    sections = -(-nheads_kv * batch // together)  # of equal size
+    size = -(-nheads_kv * batch // sections) * (group // heads) * -(-seqlen_q // 64)
     sections = [found[start : start + size] for start in range(0, total, size)]
     owners = [{(b, head_kv) for b, _, _, head_kv, _ in section} for section in sections]
     assert sum(map(len, owners)) == len(set().union(*owners)) == batch * nheads_kv
@@ -426,7 +428,17 @@ def backward_costs(problem, window, tiles, tile_m, tile_n, splits):
 
 @pytest.mark.parametrize(
     ("nheads", "seqlen"),
-    [(5, 16384), (8, 16384), (10, 8192), (32, 4096), (20, 4096), (24, 1024), (40, 1024), (128, 512)],
+    [
+        (5, 16384),
+        (8, 16384),
+        (10, 8192),
+        (32, 4096),
+        (20, 4096),
+        (24, 1024),
+        (40, 1024),
+        (128, 512),
+        (132, 512),
+    ],
 )
 def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):
     """Beside one list of all work tiles, longest first, whatever that would do to L2."""
@@ -434,12 +446,12 @@ def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):
     tiles = query_tiles(problem, 128, longest_first=True)[1]
     splits = seqlen // 128  # a work tile for each key block
     blocks = key_blocks(problem, 128, splits, True, 132)
-    for costs, ahead, limit in (
-        (forward_costs(problem, causal, tiles, 128, 128), CLAIM_AHEAD + STAGES, 1.2),
-        (backward_costs(problem, causal, blocks, 64, 128, splits), STAGES, 1.4),
+    for costs, ahead in (
+        (forward_costs(problem, causal, tiles, 128, 128), CLAIM_AHEAD + STAGES),
+        (backward_costs(problem, causal, blocks, 64, 128, splits), STAGES),
     ):
         time, least = (makespan(x, 132, ahead) for x in (costs, sorted(costs, reverse=True)))
-        assert time <= limit * least, f"{time} where {least} were possible"
+        assert time <= 1.1 * least, f"{time} where {least} were possible"
 
 
 @settings(deadline=None, max_examples=80)
