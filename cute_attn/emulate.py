@@ -703,9 +703,9 @@ def _probabilities(
 ):
     """A thread's products of one score tile, as the kernel has them in registers after Q K^T."""
     size, acc = kernel.tile, kernel.fragment(Float32)
-    tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.place.row0 // size.tile_m, block))
+    tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.tile.row0 // size.tile_m, block))
     _copy(kernel.tiled_mma().get_slice(thread).partition_C(tile), acc)
-    scores = rows.score_map.tile(acc, rows.place.row0, block * size.tile_n)
+    scores = rows.score_map.tile(acc, rows.tile.row0, block * size.tile_n)
     kernel.store(softmax, acc, scores, kernel.epilogues.load(rows.state, scores), rows)
 
 

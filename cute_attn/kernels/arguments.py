@@ -1,31 +1,32 @@
-"""The arguments that kernels of one op share, as fakes for compiling.
+"""The arguments of the kernels of each op, and fake tensors of them for compiling.
 
 The forward's:
 
-    mQ        (batch, seqlen_q, nheads, head_dim)       or packed (total_q, nheads, head_dim)
-    mK        (batch, seqlen_k, nheads_kv, head_dim)    or packed (total_k, nheads_kv, head_dim)
+    mQ        (batch, seqlen_q, nheads, head_dim)       or varlen (total_q, nheads, head_dim)
+    mK        (batch, seqlen_k, nheads_kv, head_dim)    or varlen (total_k, nheads_kv, head_dim)
     mV, mO    as mK and mQ, with head_dim_v
-    mLSE      (batch, nheads, seqlen_q) fp32            or packed (nheads, total_q)
+    mLSE      (batch, nheads, seqlen_q) fp32            or varlen (nheads, total_q)
     seqlens   Seqlens: int32 tensors or None, and the largest lengths
     softmax_scale, schedule (``ForwardSchedule``), score_args (``EpilogueChain.host_args``), stream
 
-The softmax kernel's, after a forward: mQ, mK, mLSE, seqlens, softmax_scale and score_args as that had them, and
+The softmax kernel's: mQ, mK, mLSE, seqlens, softmax_scale and score_args of the forward, and
 
     mSoftmax  (batch, nheads, max_seqlen_q, max_seqlen_k) in the dtype of q, all zeros
 
 The backward's, in three launches with an fp32 workspace between them:
 
     mDO, mDQ, mDK, mDV   as mO, mQ, mK and mV
-    mLSElog2  (batch, nheads, rows)   or packed (nheads, rows): LSE * log2(e); +inf in rows that saw nothing or are none
+    mLSElog2  (batch, nheads, rows)   or varlen (nheads, rows): LSE * log2(e); +inf in rows without keys and in padding
     mMinusD   as mLSElog2: -D, D = (rowsum(dO * O) - dLSE) / rp, where rp = 1 / (1 - dropout_p); 0 in those rows
-    mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or packed (accumulators, nheads, ...)
+    mDQaccum  (accumulators, batch, nheads, rows * padded head_dim)   or varlen (accumulators, nheads, ...)
               dQ / (rp * softmax_scale), query block by query block, each in the order of ``cute_attn.outputs.dq_order``
     mNext     (16,): 0 in its first 4 bytes, see ``BackwardSchedule``
 
-where rows are padded to whole query blocks of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) blocks, or
-packed total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All four are contiguous.
+where rows are padded to multiples of the main kernel's ``tile_m``: ceil(max_seqlen_q / tile_m) query blocks, or varlen
+total_q // tile_m + batch of them (``cute_attn.device.seqlen.padded_row0``). All four are contiguous.
 
-Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned with strides of whole 16 bytes.
+Sizes and strides are symbolic, strides 64 bit; rows of head_dim are 16-byte aligned, with strides in multiples of
+16 bytes.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ ALIGN_BYTES = 16
 
 
 def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor of head-dim rows: last dimension contiguous, everything else by 16-byte strides."""
+    """A tensor of head-dim rows: last dimension contiguous, other strides multiples of 16 bytes."""
     divisibility = ALIGN_BYTES * 8 // dtype.width
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=8))
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(ndim - 1)), 1)
@@ -52,28 +53,28 @@ def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
 
 
 def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor of elements: last dimension contiguous, nothing assumed of the others."""
+    """A tensor with a contiguous last dimension and any other strides."""
     shape = tuple(cute.sym_int() for _ in range(ndim))
     stride = (*(cute.sym_int64() for _ in range(ndim - 1)), 1)
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
 
 
 def strided_fake(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor of elements with any strides."""
+    """A tensor with any strides."""
     shape = tuple(cute.sym_int() for _ in range(ndim))
     stride = tuple(cute.sym_int64() for _ in range(ndim))
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
 
 
 def workspace_fake(ndim: int) -> cute.Tensor:
-    """fp32 workspace: contiguous, every row and every block 16-byte aligned."""
+    """fp32 workspace: contiguous, every row 16-byte aligned."""
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int64(divisibility=16))
     stride = (*(cute.sym_int64(divisibility=16) for _ in range(ndim - 1)), 1)
     return make_fake_tensor(Float32, shape, stride=stride, assumed_align=ALIGN_BYTES)
 
 
 def seqlens_fake(traits: Traits) -> Seqlens:
-    """Lengths as the traits have them."""
+    """The lengths that the traits ask for."""
 
     def lengths(present: bool) -> cute.Tensor | None:
         return plain_fake(Int32, 1) if present else None
@@ -89,7 +90,7 @@ def seqlens_fake(traits: Traits) -> Seqlens:
 
 
 def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
-    """Everything up to the stream."""
+    """``__call__``'s arguments of a forward kernel, without the stream."""
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
     return (
@@ -124,8 +125,8 @@ def preprocess_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the preprocess, without the stream.
 
     mDO, mO, mLSE, mDLSE, mLSElog2, mMinusD, mDQaccum, mNext, gradients, seqlens, keep_prob. mDLSE, the gradient of
-    mLSE, may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) if they are
-    packed, or None; of seqlens only what the queries have is read, and for those gradients cu_seqlens_k.
+    mLSE, may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) with
+    varlen, or None. Of seqlens only the queries' are read, and for those gradients cu_seqlens_k.
     """
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
@@ -168,7 +169,7 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def convert_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the convert, without the stream.
 
-    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale; of seqlens only what the queries have is read.
+    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale. Of seqlens only the queries' are read.
     """
     ndim = 3 if traits.varlen else 4
     return (

@@ -6,13 +6,13 @@
 
 A CTA owns tile_m queries of one head. It loads them once, then for each key block that they see:
 
-    wait until all warps have read the block before; load K[j]; wait for it
+    barrier, since all warps read the block before; load K[j]; wait for it
     S = Q K[j]^T; epilogues, mask, P, signs
     store the elements of P that exist, one by one
 
-Key blocks that no query of the CTA sees are not visited: the output has to be all zeros beforehand. Nothing overlaps:
-whoever asks for the matrix waits for memory, whatever the kernel does. cp.async, ldmatrix and mma.sync, so it runs on
-sm80, sm86, sm89 and sm90, beside the forward kernels of all of them.
+Key blocks that no query of the CTA sees are not visited: the output must be zeroed before. Loads do not overlap
+products, since the stores of P bound the kernel. It uses cp.async, ldmatrix and mma.sync, so it runs on sm80, sm86,
+sm89 and sm90.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows of Q and K
 16-byte aligned with a contiguous last dimension.
@@ -43,23 +43,23 @@ from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """What a thread's elements of all score tiles of one query block have in common."""
+    """What a thread's score tiles of one work tile share."""
 
-    place: QueryTile
+    tile: QueryTile
     state: ScoreState
     score_map: ScoreMap
     lse_log2: cute.Tensor  # (rows): LSE * log2(e)
-    scale_log2: Float32  # unit * log2(e)
+    scale_log2: Float32  # score_scale * log2(e)
 
 
 @dataclass(frozen=True)
 class SoftmaxSm80:
-    """Softmax kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """Softmax kernel of (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
     tile: SoftmaxTile
 
-    # ---- what it serves ----
+    # ---- support, tiles and arguments ----
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -72,7 +72,7 @@ class SoftmaxSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SoftmaxTile:
-        """The tile that is taken when none is named."""
+        """The tile for calls that name none."""
         return SoftmaxTile()
 
     @functools.cached_property
@@ -101,7 +101,7 @@ class SoftmaxSm80:
         return layouts.gmem_tiled_copy(self.dtype, self.tile.num_threads, head_dim, asynchronous=True)
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Q K^T: warps stacked along the queries."""
+        """MMA of Q K^T: warps along the queries."""
         return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
 
     # ---- host ----
@@ -126,7 +126,7 @@ class SoftmaxSm80:
             grid=[m_blocks * nheads * seqlens.batch(mQ), 1, 1],
             block=[self.tile.num_threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,  # or ptxas would rather spill a register than have a CTA less
+            min_blocks_per_mp=1,  # otherwise ptxas spills a register to fit one more CTA
         )
 
     # ---- device ----
@@ -144,18 +144,18 @@ class SoftmaxSm80:
         grid: QueryGrid,
         nheads: Int32,
     ) -> None:
-        tile, packed = self.tile, self.traits.varlen
+        varlen = self.traits.varlen
         thread, _, _ = cute.arch.thread_idx()
-        place = grid.tile(seqlens, tile.tile_m)
-        row0, info = place.row0, place.info
+        tile = grid.tile(seqlens, self.tile.tile_m)
+        row0, info = tile.row0, tile.info
         if row0 < info.seqlen_q:
-            q = sequence(mQ, place.batch, place.head, info.offset_q, packed)
-            k = sequence(mK, place.batch, place.head_kv, info.offset_k, packed)
+            q = sequence(mQ, tile.batch, tile.head, info.offset_q, varlen)
+            k = sequence(mK, tile.batch, tile.head_kv, info.offset_k, varlen)
             s_q, s_k = self.shared_memory()
-            self.load(q, s_q, row0 // tile.tile_m, info.seqlen_q, thread)
-            rows = self.query_block(mLSE, seqlens, softmax_scale, score_args, place, nheads, thread)
-            end_row = cutlass.min(row0 + tile.tile_m, info.seqlen_q)
-            blocks = BlockRange.of_queries(rows.state.band, row0, end_row, tile.tile_n)
+            self.load(q, s_q, row0 // self.tile.tile_m, info.seqlen_q, thread)
+            rows = self.query_block(mLSE, seqlens, softmax_scale, score_args, tile, nheads, thread)
+            end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
+            blocks = BlockRange.of_queries(rows.state.band, row0, end_row, self.tile.tile_n)
             for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                 cute.arch.barrier()
                 self.load(k, s_k, block, info.seqlen_k, thread)
@@ -163,11 +163,11 @@ class SoftmaxSm80:
                 cute.arch.barrier()
                 acc_s = self.fragment(Float32)
                 acc_s.fill(0.0)
-                scores = rows.score_map.tile(acc_s, row0, block * tile.tile_n)
+                scores = rows.score_map.tile(acc_s, row0, block * self.tile.tile_n)
                 loaded = self.epilogues.load(rows.state, scores)
                 self.multiply(acc_s, s_q, s_k, thread)
                 self.store(mSoftmax, acc_s, scores, loaded, rows)
-            cute.arch.cp_async_wait_group(0)  # for Q, where no key block was visited
+            cute.arch.cp_async_wait_group(0)  # Q's load, if no key block was visited
 
     def shared_memory(self) -> tuple[cute.Tensor, cute.Tensor]:
         """sQ and sK as (rows, padded head_dim, 1)."""
@@ -187,11 +187,11 @@ class SoftmaxSm80:
 
     @cute.jit
     def load(self, g: cute.Tensor, s: cute.Tensor, block: Int32, length: Int32, thread: Int32) -> None:
-        """Start loading a block of rows of one head; those at ``length`` and beyond become zeros."""
+        """Start loading a block of rows of one head; those at ``length`` and beyond are zeroed."""
         d, rows = self.traits.head_dim, cute.size(s, mode=[0])
         row_copy = RowCopy(self.gmem_load(), thread, padded(d), d)
-        tile = block_of_rows(g, block, rows, padded(d))
-        row_copy.copy(tile, s[None, None, 0], length - block * rows, False)
+        g_block = block_of_rows(g, block, rows, padded(d))
+        row_copy.copy(g_block, s[None, None, 0], length - block * rows, False)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -202,7 +202,7 @@ class SoftmaxSm80:
         k = SmemOperand.b(tiled_mma, layouts.ldmatrix_copy_b(tiled_mma, self.dtype), s_k, thread)
         gemm(tiled_mma, acc_s, q, k, Int32(0), 1)
 
-    # ---- device and host alike: cute_attn.emulate runs it ----
+    # ---- device code that cute_attn.emulate also runs on the host ----
 
     @cute.jit
     def query_block(
@@ -211,48 +211,48 @@ class SoftmaxSm80:
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
-        place: QueryTile,
+        tile: QueryTile,
         nheads: Int32,
         thread: Int32,
     ) -> QueryBlock:
-        """The epilogues, begun, and the thread's rows of LSE."""
-        chain, info = self.epilogues, place.info
-        context = chain.context(score_args, seqlens, info, place.batch, place.head, nheads, softmax_scale)
+        """The epilogues' state of a work tile and the thread's rows of LSE * log2(e)."""
+        chain, info = self.epilogues, tile.info
+        context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, softmax_scale)
         score_map = ScoreMap.make(self.tiled_mma(), self.tile.tile_m, self.tile.tile_n, thread)
         if cutlass.const_expr(self.traits.varlen):
-            start = Int64(place.head) * mLSE.stride[0] + info.offset_q
+            start = Int64(tile.head) * mLSE.stride[0] + info.offset_q
         else:
-            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
+            start = Int64(tile.batch) * mLSE.stride[0] + Int64(tile.head) * mLSE.stride[1]
         g_lse = cute.make_tensor(mLSE.iterator + start, cute.make_layout(info.seqlen_q))
         lse_log2 = cute.make_rmem_tensor(cute.make_layout(len(score_map.modes.rows)), Float32)
         for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            row = place.row0 + score_map.query(r)
+            row = tile.row0 + score_map.query(r)
             lse = -Float32.inf
             if row < info.seqlen_q:
                 lse = g_lse[row]
             lse_log2[r] = Float32.inf if lse == -Float32.inf else lse * LOG2_E
         return QueryBlock(
-            place, chain.begin(score_args, context), score_map, lse_log2, context.score_scale * LOG2_E
+            tile, chain.begin(score_args, context), score_map, lse_log2, context.score_scale * LOG2_E
         )
 
     @cute.jit
     def store(
         self, mSoftmax: cute.Tensor, acc_s: cute.Tensor, scores: ScoreTile, loaded: tuple, rows: QueryBlock
     ) -> None:
-        """Products to probabilities with their signs, and those that exist to mSoftmax, one by one."""
+        """Products to probabilities with their signs, and the elements within both lengths to mSoftmax."""
         self.epilogues.forward(rows.state, scores, loaded, True)
         probabilities(scores, rows.lse_log2, rows.scale_log2)
         p = cute.make_rmem_tensor_like(acc_s, mSoftmax.element_type)
         convert_to_16_bits(acc_s, p)
         p_rows = rows.score_map.view(p)
         self.epilogues.mark_dropped(rows.state, scores, p_rows)
-        place = rows.place
+        tile = rows.place
         stride_batch, stride_head, stride_row, _ = mSoftmax.stride
-        plane = mSoftmax.iterator + (Int64(place.batch) * stride_batch + Int64(place.head) * stride_head)
+        plane = mSoftmax.iterator + (Int64(tile.batch) * stride_batch + Int64(tile.head) * stride_head)
         for r in cutlass.range_constexpr(len(scores.rows)):
             row = scores.row0 + scores.rows[r]
             for c in cutlass.range_constexpr(len(scores.cols)):
                 column = scores.col0 + scores.cols[c]
-                if row < place.info.seqlen_q and column < place.info.seqlen_k:
+                if row < tile.info.seqlen_q and column < tile.info.seqlen_k:
                     element = plane + (Int64(row) * stride_row + Int64(column))
                     cute.make_tensor(element, cute.make_layout(1))[0] = p_rows[r, c]
