@@ -1,8 +1,8 @@
-"""How the tests without a GPU run: side by side with others, and with kernels that are built once.
+"""Fixtures of the tests without a GPU, which run in parallel and share built kernels.
 
 Kernels lie in ``build/kernels``, or where CUTE_ATTN_CACHE_DIR says. Each is built by the first test that asks for it,
-and found by all others, by the scripts that they start and by the next run, as long as no source of it changes. A step
-of its own that builds first would gain nothing: the tests' processes are as many as the cores.
+and loaded by all others, by scripts that they start and by later runs, as long as its sources do not change. Building
+all of them first would gain nothing: there are as many test processes as cores.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Torch reads this when it is loaded. Problems are so small that its threads would spend their time waiting.
+# Read when torch is loaded. Problems are too small for its threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 KERNELS = Path(__file__).parents[2] / "build" / "kernels"
 os.environ.setdefault("CUTE_ATTN_CACHE_DIR", str(KERNELS))
@@ -33,9 +33,9 @@ def pytest_sessionstart(session):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_source_locations():
-    """Builds without the source line of each operation: to find them takes a fifth of a build, and no kernel has them.
+    """Builds without the source line of each operation: finding them takes a fifth of a build, and no kernel has them.
 
-    With ``remarks{ptx}`` the DSL looks for them as if for debugging. ``test_harness.py`` compares the kernels.
+    With ``remarks{ptx}`` the DSL collects them as for debugging. ``test_harness.py`` compares the kernels.
     """
     from cutlass.base_dsl import dsl
 

@@ -1,7 +1,7 @@
-"""The host side of the backward: CPU tensors go through its plans, and kernels in plain torch stand for the real ones.
+"""The host side of the backward: its launchers on CPU tensors, with kernels in plain torch instead of the real ones.
 
-They take exactly what the real ones take and write exactly what those write, the workspace in a layout of their own, so
-that what comes out are gradients only if every shape, stride, offset and constant was right.
+They take and write the same arguments as the real ones, with another layout of the workspace: gradients are right only
+if every shape, stride, offset and constant is.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 class Torch:
-    """Stands for the compiler; what it builds computes in float32 by loops."""
+    """Replaces the compiler: what it builds computes in float32 by loops."""
 
     def __init__(self):
         self.built, self.launched = [], []
@@ -42,7 +42,7 @@ class Torch:
 
     @staticmethod
     def sequences(traits, tile, seqlens, q, k=None):
-        """For each batch its rows of q and of k, as slices, and its first row in the workspace."""
+        """For each batch: its slices of q's and k's rows, and its first row in the workspace."""
         for b in range(q.shape[0] if seqlens.cu_seqlens_q is None else len(seqlens.cu_seqlens_q) - 1):
             rows = []
             for side in "qk":
@@ -120,9 +120,9 @@ class Torch:
         bias = score.pop(0) if traits.bias else (None,)
         state, rescale = (score[0][0], score[0][2]) if traits.dropout else (None, 1.0)
         inputs = ScoreInputs(left, right, slopes, bias[0], softcap=cap if traits.softcap else 0.0)
-        packed = traits.varlen
+        varlen = traits.varlen
         for b, (rows, _), (keys, all_keys), first in cls.sequences(traits, tile, seqlens, q, k):
-            own = [x if packed else x[b] for x in (q, k, v, do, dk, dv)]
+            own = [x if varlen else x[b] for x in (q, k, v, do, dk, dv)]
             own_dk, own_dv = own[4][all_keys], own[5][all_keys]
             own_dk.zero_(), own_dv.zero_()
             n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
@@ -145,7 +145,7 @@ class Torch:
                 with torch.enable_grad():
                     features = reference.Features(traits.mask)
                     scores = reference.modify_scores(raw, coords, features, inputs)
-                at = (h,) if packed else (b, h)
+                at = (h,) if varlen else (b, h)
                 lse = lse_log2[at][first : first + n_q, None] / math.log2(math.e)
                 p = torch.exp(scores.detach()[0, 0] - lse)
                 keep = 1.0
@@ -243,7 +243,7 @@ CASES = {
 
 
 def the_call(problem, **options):
-    """What attention makes of a problem, as the operator's call."""
+    """The parameters that attention passes to the operator for a problem."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "forward", lambda call: calls.append(call) or (call.q, call.q, None))
@@ -284,7 +284,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     needed = (True, True, True, case.bias != "")
     inputs = (call.q, call.k, call.v, call.bias)
     actual = gradients(call, *grads, out, lse, needed)
-    if case.varlen:  # what no sequence owns is NaN
+    if case.varlen:  # rows out of bounds are NaN
         inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias)
         problem = replace(problem, tensors=inputs[:3])
     elif case.seqused_k:
@@ -302,7 +302,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
 
-def test_only_what_is_needed(torch_kernels):
+def test_only_needed_gradients_are_computed(torch_kernels):
     problem = CASES["bias"].build("cpu")
     call = the_call(problem)
     out, lse, _ = ops.forward_cpu(call)
@@ -316,7 +316,7 @@ def test_only_what_is_needed(torch_kernels):
         assert any("bias_grad" in name for name in names) == needed[3]
 
 
-def test_any_gradient_of_the_output_can_be_read(torch_kernels):
+def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     dense = torch.randn(out.shape).to(BF16)
@@ -337,7 +337,7 @@ def test_any_gradient_of_the_output_can_be_read(torch_kernels):
         assert (given.data_ptr() == grad.data_ptr()) == (name in ("transposed", "repeated"))
 
 
-def test_the_second_call_plans_nothing(torch_kernels):
+def test_the_second_call_reuses_the_launcher(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     for n in (1, 2):
@@ -350,11 +350,11 @@ def test_the_second_call_plans_nothing(torch_kernels):
     assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][11][1] > 0
 
 
-def test_saved_tensors_may_come_back_with_other_strides(torch_kernels):
+def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False)
-    forward = object()  # a plan of the forward
+    forward = object()  # a launcher of the forward
     first = gradients(call, grad, None, out, lse, needed, forward)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
@@ -372,7 +372,7 @@ def torch_deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-def test_kernel_and_tile_are_the_callers(torch_kernels):
+def test_the_callers_kernel_and_tile_are_used(torch_kernels):
     call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
     out, lse, _ = ops.forward_cpu(call)
     gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
@@ -387,7 +387,7 @@ def test_kernel_and_tile_are_the_callers(torch_kernels):
 
 
 def test_variants(torch_kernels, monkeypatch):
-    """A forward's leaves the backward to its generation's own kernel; a backward's is taken."""
+    """A forward's variant leaves the backward its arch's default kernel; a backward's variant is used."""
     from cute_attn import registry
     from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
     from cute_attn.kernels.forward_sm80 import ForwardSm80
@@ -406,7 +406,7 @@ def test_variants(torch_kernels, monkeypatch):
 
 
 def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
-    """Packed sequences are as long as all rows at most, whatever is stated."""
+    """A varlen sequence has at most all rows, whatever max_seqlen says."""
     call = the_call(CASES["varlen"].build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     rows = call.q.shape[0], call.k.shape[0]
@@ -431,7 +431,7 @@ def test_no_sequences_have_gradients_of_zeros(torch_kernels):
 
 
 def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
-    """A packed call of next to no memory, each sequence as long as all rows, as far as can be known."""
+    """A varlen call of expanded tensors, which take no memory; each sequence may have all rows."""
     row, cu_seqlens = torch.zeros(8, dtype=BF16), torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     call = the_call(VARLEN.build("cpu"))
     tensors = {"q": row.expand(rows_q, heads, 8)} | dict.fromkeys("kv", row.expand(rows_k, heads_kv, 8))
@@ -482,18 +482,18 @@ TILE = BackwardSm80Tile(tile_m=64, tile_n=128)
         (many(5, 5, heads=2**26), 64, 1, f"q has heads, {2**26} in all; accepted on CUDA: up to {2**25}"),
     ],
 )
-def test_what_32_bits_count(call, rows, splits, message):
+def test_counts_beyond_32_bits_are_refused(call, rows, splits, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_blocks(call, TILE, rows, splits)
 
 
-def test_steps_of_packed_sequences_follow_the_rows_that_there_are():
-    """However long a sequence may be that is stated."""
+def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
+    """Whatever max_seqlen says."""
     assert query_blocks(many(1000, 2**20, heads=4), 64) == 4 * (2**14 + 1000)
     assert query_blocks(the_call(SMALL.build("cpu")), 16) == 2 * 4 * 2
 
 
-def test_what_does_not_fit_is_refused(torch_kernels):
+def test_wrong_shapes_are_refused(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     needed = (True, True, True, False)
@@ -508,9 +508,9 @@ def test_what_does_not_fit_is_refused(torch_kernels):
 # ---- autograd's node ----
 
 
-def test_the_node_asks_for_what_is_missing(monkeypatch):
-    """Attention.apply with a plan that answers from the reference."""
-    asked = []
+def test_the_node_computes_only_needed_gradients(monkeypatch):
+    """Attention.apply with a launcher that computes the reference."""
+    calls = []
 
     class Launcher:
         rest = None
@@ -520,7 +520,7 @@ def test_the_node_asks_for_what_is_missing(monkeypatch):
             return ops.forward_cpu(call)
 
     def answer(call, grad_out, grad_lse, out, lse, needed, launcher):
-        asked.append((grad_out, grad_lse, needed))
+        calls.append((grad_out, grad_lse, needed))
         return tuple(
             torch.zeros_like(x) if n else None for x, n in zip((*call[:3], call.bias), needed, strict=True)
         )
@@ -535,8 +535,8 @@ def test_the_node_asks_for_what_is_missing(monkeypatch):
     out.sum().backward()
     lse2 = ops.Attention.apply(launcher, q, *the_case[1:10])[1]
     lse2.sum().backward()
-    assert asked[0][1] is None and asked[0][0] is not None and asked[0][2] == (True, False, False, False)
-    assert asked[1][0] is None and asked[1][1] is not None
+    assert calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False)
+    assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
         ops.Attention.apply(launcher, q, *the_case[1:10])[0].sum(), q, create_graph=True
     )
@@ -581,5 +581,5 @@ def test_the_public_functions_take_the_options():
     q = torch.randn(1, 4, 2, 8)
     cu = torch.tensor([0, 4], dtype=torch.int32)
     assert torch.equal(attention(q, q, q, deterministic=True, backward_tile="x"), attention(q, q, q))
-    packed = attention_varlen(q[0], q[0], q[0], cu, cu, 4, 4, deterministic=True)
-    torch.testing.assert_close(packed, attention(q, q, q)[0])
+    varlen = attention_varlen(q[0], q[0], q[0], cu, cu, 4, 4, deterministic=True)
+    torch.testing.assert_close(varlen, attention(q, q, q)[0])

@@ -1,4 +1,4 @@
-"""The Hopper backward without a GPU: its tiles, the order of its key blocks, and what it compiles to."""
+"""The Hopper backward without a GPU: its tiles, the order of its key blocks, and its builds."""
 
 import functools
 import itertools
@@ -93,7 +93,7 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
         ("d256", "p_in_smem=false,tile_n=128", "registers"),
     ],
 )
-def test_a_tile_says_why_it_cannot(rest, text, words):
+def test_a_rejected_tile_names_the_reason(rest, text, words):
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90").override(text)
     assert words in (tile.reject(traits, "sm90") or "")
@@ -106,7 +106,7 @@ def test_a_tile_says_why_it_cannot(rest, text, words):
     ("rows", "cols", "parts"), [(128, 128, 1), (128, 128, 2), (64, 192, 2), (128, 96, 2), (64, 160, 2)]
 )
 def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
-    """Every element has a place of its own, and what one warpgroup reads shares no atom with another's."""
+    """Every element has its own address, and warpgroups read disjoint swizzle atoms."""
     table = offset_table(lambda: operand_layout(rows, cols, cutlass.BFloat16, parts=parts).outer, rows, cols)
     assert sorted(table.flatten()) == list(range(rows * cols))
     atom = layouts.atom_cols(cols // parts, 16) * 8
@@ -126,7 +126,7 @@ def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
     ],
 )
 def test_dq_accumulator_is_the_wgmma_one(rest, text):
-    """Which (query, column) a thread's i-th value is, against PTX's figure of wgmma's D fragment."""
+    """The (query, column) of a thread's i-th value, as in PTX's figure of wgmma's D fragment."""
     traits = traits_of(rest)
     tile = BackwardSm90.default_tile(traits, "sm90").override(text)
     m, n = accumulator_shape(traits, tile)
@@ -149,7 +149,7 @@ def test_dq_accumulator_is_the_wgmma_one(rest, text):
 
 
 @cute.jit
-def _write_places(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
+def _write_order(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
     out[0, 0] = order.blocks
     for block in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1)):
         first, head, batch = order.find(block, cu_seqlens)
@@ -159,7 +159,7 @@ def _write_places(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute
 
 
 @cute.jit
-def _places(
+def _order(
     mK: cute.Tensor,
     cu_seqlens: cute.Tensor | None,
     sizes: cute.Tensor,
@@ -170,30 +170,30 @@ def _places(
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
     schedule = BackwardSchedule(sizes[1], Int64(0), sizes, sizes[3])
     order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, longest_first)
-    _write_places(order, cu_seqlens, out)
+    _write_order(order, cu_seqlens, out)
 
 
 @functools.cache
-def _compiled_places(tile_n, longest_first, packed):
-    k, ends = torch.zeros((1,) * (3 if packed else 4)), torch.zeros(2, dtype=torch.int32)
+def _compiled_order(tile_n, longest_first, varlen):
+    k, ends = torch.zeros((1,) * (3 if varlen else 4)), torch.zeros(2, dtype=torch.int32)
     sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
-    tensors = [None if x is None else _dynamic(x) for x in (k, ends if packed else None, sizes, out)]
-    return cute.compile(_places, *tensors, tile_n, longest_first)
+    tensors = [None if x is None else _dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
+    return cute.compile(_order, *tensors, tile_n, longest_first)
 
 
 def _dynamic(x):
     return from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
-def places(k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000):
-    """[(batch, kv head, first key block)] of every block of threads, where ``together`` heads' dQ stay in L2."""
+def key_tiles(k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000):
+    """[(batch, kv head, first key block)] of every CTA, with the dQ of ``together`` heads in L2."""
     sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
     out = torch.full((5000, 3), -1, dtype=torch.int32)
     tensors = [
         None if x is None else _dynamic(x)
         for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
     ]
-    _compiled_places(tile_n, longest_first, ends is not None)(*tensors)
+    _compiled_order(tile_n, longest_first, ends is not None)(*tensors)
     blocks = int(out[0, 0])
     assert blocks < len(out)
     return [tuple(x) for x in out[1 : blocks + 1].tolist()]
@@ -205,7 +205,7 @@ def places(k, splits, together, tile_n, longest_first, ends=None, longest=0, mul
     [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1), (64, 2, 2, 8), (4, 16, 32, 128)],
 )
 def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
-    found = places(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
+    found = key_tiles(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
     assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
     if longest_first:
         for start in range(0, len(found), together * splits):
@@ -215,25 +215,25 @@ def test_every_key_block_once_and_the_longest_first(splits, heads, batch, togeth
         assert found == sorted(found)
 
 
-def test_a_few_blocks_that_run_together_have_the_same_queries():
-    """Sections of no more heads than a quarter of the multiprocessors, however little dQ they have."""
-    found = places(torch.empty(2, 4 * 64, 10, 1), 4, 1000, 64, True, multiprocessors=24)
+def test_a_few_concurrent_ctas_read_the_same_queries():
+    """A section has at most a quarter as many heads as there are multiprocessors, however small dQ is."""
+    found = key_tiles(torch.empty(2, 4 * 64, 10, 1), 4, 1000, 64, True, multiprocessors=24)
     sections = [found[start : start + 6 * 4] for start in range(0, len(found), 6 * 4)]
     assert [len({x[:2] for x in section}) for section in sections] == [6, 6, 6, 2]
     assert all([x[2] for x in section] == sorted(x[2] for x in section) for section in sections)
 
 
 @cute.jit
-def _walk(out: cute.Tensor, first: Int32):
+def _staggered(out: cute.Tensor, first: Int32):
     blocks = BlockRange(Int32(0), Int32(0), Int32(0), Int32(out.shape[0]), first)
     for step in cutlass.range(out.shape[0]):
         out[step] = blocks.turned(step)
 
 
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (5, 0), (5, 1), (5, 4), (64, 37)])
-def test_a_staggered_walk_comes_to_every_query_block_once(count, first):
+def test_staggered_ctas_visit_every_query_block_once(count, first):
     out = torch.full((count,), -1, dtype=torch.int32)
-    cute.compile(_walk, _dynamic(out), Int32(0))(_dynamic(out), first)
+    cute.compile(_staggered, _dynamic(out), Int32(0))(_dynamic(out), first)
     assert out.tolist() == [(first + step) % count for step in range(count)]
 
 
@@ -247,12 +247,12 @@ def test_a_staggered_walk_comes_to_every_query_block_once(count, first):
     st.booleans(),
     st.sampled_from((1, 2, 8)),
 )
-def test_every_packed_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
-    """With a first key block for each, as ``splits`` of 8 has it, the grid does not follow the longest sequence."""
+def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
+    """With 8 ``splits``, one CTA a key block, the grid does not grow with the longest sequence."""
     ends = [*itertools.accumulate(lengths, initial=before)]
     longest = max(1, *lengths)
     k = torch.empty(ends[-1] + behind, heads, 1)
-    found = places(k, splits, together, 64, longest_first, ends, longest)
+    found = key_tiles(k, splits, together, 64, longest_first, ends, longest)
     expected = {
         (b, head, first)
         for b, length in enumerate(lengths)
@@ -267,7 +267,7 @@ def test_every_packed_key_block_once(lengths, before, behind, heads, together, l
         assert len(found) <= heads * (len(k) // 64 + len(lengths))
 
 
-# ---- what it compiles to ----
+# ---- builds ----
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What can be known of a benchmark without a GPU: its arithmetic, its files, the peers' signatures."""
+"""Benchmarks without a GPU: their arithmetic, files, and calls of peers."""
 
 import importlib.machinery
 import importlib.metadata
@@ -21,7 +21,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
 
-def test_names_are_distinct_and_say_what_is_timed():
+def test_names_are_distinct_and_describe_the_workload():
     workloads = [*forward.workloads(), *backward.workloads()]
     assert len({w.name for w in workloads}) == len(workloads)
     assert standard(128, 8192, causal=True).name == "fwd-bf16-d128-b2-s8192-h16-causal"
@@ -90,8 +90,8 @@ def test_workloads_of_traits(features):
 
 
 @pytest.mark.parametrize("workload", list(forward.workloads()), ids=lambda workload: workload.name)
-def test_torchs_operators_take_what_they_are_given(workload):
-    """On tensors without data: the call is well formed and gives an output of q's shape, or the peer declines."""
+def test_torchs_operators_accept_the_workload(workload):
+    """On fake tensors: the call gives an output of q's shape, or the peer declines."""
     x = workload.inputs("meta")
     for peer in (peers.fa2, peers.mem_efficient):
         try:
@@ -103,7 +103,7 @@ def test_torchs_operators_take_what_they_are_given(workload):
 
 
 @pytest.mark.parametrize("workload", list(backward.workloads()), ids=lambda workload: workload.name)
-def test_torchs_gradients_take_what_they_are_given(workload):
+def test_torchs_gradients_accept_the_workload(workload):
     for peer in (peers.fa2, peers.mem_efficient):
         x = workload.inputs("meta")
         try:
@@ -122,7 +122,7 @@ def test_our_gradients_are_timed():
     assert [g.shape for g in grads] == [x.q.shape, x.k.shape, x.v.shape, x.bias.shape] and grads[3].any()
 
 
-def test_peers_decline_what_they_lack():
+def test_peers_decline_unsupported_workloads():
     for peer, features in (
         (peers.fa2, {"bias": "bf16"}),
         (peers.fa4, {"dropout": "flash"}),
@@ -147,7 +147,7 @@ _DISABLED = ("LOCAL", "SOFTCAP", "FP16", "HDIM96", "HDIM192", "SM8x")
 
 @pytest.fixture
 def flash_attention_3(monkeypatch, tmp_path):
-    """An FA3 whose functions are the definition on the CPU; gives the folder that it lies in."""
+    """The folder of a fake FA3 whose functions are the reference on the CPU."""
 
     def bounds(window_size):
         return tuple(None if side == -1 else side for side in window_size)
@@ -195,7 +195,7 @@ def flash_attention_3(monkeypatch, tmp_path):
         {"op": "backward", "causal": True, "nheads_kv": 1},
     ],
 )
-def test_fa3_is_called_for_what_it_has(features, flash_attention_3):
+def test_fa3_is_called_for_supported_workloads(features, flash_attention_3):
     workload = Workload(**{"batch": 1, "seqlen": 16, "nheads": 2, "head_dim": 64, "dtype": "fp32"} | features)
     x = workload.inputs("cpu")
     given, expected = (peer(workload, x)() for peer in (peers.fa3, peers.ours("sm80")))
@@ -218,7 +218,7 @@ def test_fa3_is_called_for_what_it_has(features, flash_attention_3):
         ({"lengths": (3, 4), "op": "backward"}, "end the process"),
     ],
 )
-def test_fa3_declines_what_was_not_built(features, words, flash_attention_3):
+def test_fa3_declines_features_that_were_not_built(features, words, flash_attention_3):
     workload = Workload(**{"batch": 1, "seqlen": 16, "nheads": 2, "head_dim": 64} | features)
     with pytest.raises(peers.Declined, match=words):
         peers.fa3(workload, workload.inputs("meta"))
@@ -233,7 +233,7 @@ def test_fa3_has_a_version(flash_attention_3, monkeypatch):
 
 
 class _CountingClock:
-    """Gives every call a millisecond, and runs it."""
+    """Runs every call and reports a millisecond."""
 
     def medians(self, runs, milliseconds, most):
         for call in runs.values():
@@ -241,7 +241,7 @@ class _CountingClock:
         return dict.fromkeys(runs, 1.0)
 
 
-def test_what_fails_is_a_row_and_what_differs_too(monkeypatch):
+def test_failures_and_wrong_results_are_rows(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
 
@@ -330,7 +330,7 @@ def test_fa3_has_a_column_and_a_caption(result):
 
 
 def test_the_picture_is_of_both_results_that_the_readme_names(result, tmp_path, monkeypatch):
-    """Of the one that was not written again as well; and a result that is gone is left out."""
+    """Also of the one that was not written again; a result file that is missing is left out."""
     backward_ = result | {
         "rows": [row | {"workload": row["workload"].replace("fwd", "bwd")} for row in result["rows"]]
     }
@@ -371,7 +371,7 @@ def test_accuracy_allows_twice_plain_torchs_error():
 @pytest.mark.parametrize("features", ["", "-causal-dropout", "-bias_fp32-bias_grad", "-causal-varlen"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_a_kernel_is_checked(op, features, monkeypatch):
-    """On the CPU, where the kernel is the definition in float32."""
+    """On the CPU, where the kernel is the reference in float32."""
     if op == "forward":
         features = features.replace("-bias_grad", "")
     traits = Traits.parse(op + "-sm80-bf16-d64" + features)
@@ -380,8 +380,8 @@ def test_a_kernel_is_checked(op, features, monkeypatch):
         assert workload.op == op and accuracy.passed and accuracy.error > 0
 
 
-def test_the_emulated_score_tile_sees_its_own_indices():
-    """Not only equal to the reference, as the demo shows, but sensitive: another window gives other scores."""
+def test_the_emulated_score_tile_depends_on_its_indices():
+    """Another window gives other scores; the demo compares with the reference."""
     kernel = registry.lookup(Traits.parse("forward-sm80-bf16-d64-window"))
     products = torch.randn(1, 2, 70, 90)
     scores = emulate.scores_on_host(kernel, products, 0.5, ScoreInputs(window_left=5, window_right=0))

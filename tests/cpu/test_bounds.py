@@ -1,4 +1,4 @@
-"""The largest sizes that the checks let through, in the kernels' own 32-bit arithmetic, on the host."""
+"""The kernels' 32-bit arithmetic at the largest sizes that the checks accept, on the host."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def window_bounds(cases: cute.Tensor, out: cute.Tensor, top_left: Constexpr):
 
 @pytest.mark.parametrize("top_left", [False, True])
 def test_windows_of_the_longest_sequences(top_left):
-    """Up to a tile beyond either sequence, where threads look too."""
+    """Up to a tile beyond either sequence, since tiles reach beyond it."""
     lengths, bounds = (1, 1000, MAX_SEQLEN), (0, 1, UNBOUNDED - 1, UNBOUNDED)
     cases = [
         (seqlen_q, seqlen_k, left, right, query, key)
@@ -62,7 +62,7 @@ def test_windows_of_the_longest_sequences(top_left):
 
 @cute.jit
 def blocks_and_rounds(counts: cute.Tensor, out: cute.Tensor, tile: Constexpr):
-    """Blocks of a tile, rows that they have, quotient and remainder by the next number, and turns of a loop."""
+    """Blocks of a tile, rows of all blocks, quotient and remainder by the next number, and a loop's iterations."""
     for i in cutlass.range(counts.shape[0]):
         count, step = counts[i, 0], counts[i, 1]
         out[i, 0] = cute.ceil_div(count, tile)

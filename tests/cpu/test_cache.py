@@ -1,4 +1,4 @@
-"""A cache of native code is its user's alone."""
+"""Access to the cache of native code: its user alone."""
 
 import os
 import warnings
@@ -31,7 +31,7 @@ def store(request, tmp_path):
     return store
 
 
-def test_folders_and_files_are_the_users_alone(store):
+def test_only_the_user_has_access_to_folders_and_files(store):
     with store.lock("key"):
         folders = [store.root, *(p for p in store.root.rglob("*") if p.is_dir())]
     assert {folder.name for folder in folders} == {"cache", "kernels", "locks", "key"}
@@ -40,7 +40,7 @@ def test_folders_and_files_are_the_users_alone(store):
 
 
 @pytest.mark.parametrize("name", ["", "kernels"])
-def test_a_laxer_folder_is_tightened(store, name):
+def test_a_folder_with_more_permissions_loses_them(store, name):
     (store.root / name).chmod(0o777)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -48,7 +48,7 @@ def test_a_laxer_folder_is_tightened(store, name):
     assert mode(store.root / name) == 0o700
 
 
-def test_a_folder_that_holds_more_is_left_as_it_is(store):
+def test_a_folder_with_other_files_keeps_its_permissions(store):
     (store.root / "other").mkdir()
     store.root.chmod(0o755)
     assert store.prepare() and mode(store.root) == 0o755
@@ -60,7 +60,7 @@ def test_a_folder_that_holds_more_is_left_as_it_is(store):
 
 @pytest.mark.parametrize("bits", [0o770, 0o702])
 @pytest.mark.parametrize("name", ["", OBJECT, CUBIN, PTX, META])
-def test_what_others_may_write_is_a_miss(store, name, bits):
+def test_an_entry_that_others_may_write_is_a_miss(store, name, bits):
     (store.root / "kernels" / "key" / name).chmod(bits)
     with pytest.warns(UserWarning, match="may be written by others") as seen:
         assert store.get("key") is None and store.get("key") is None and store.entries() == []
@@ -69,7 +69,7 @@ def test_what_others_may_write_is_a_miss(store, name, bits):
     assert store.get("key").meta == {"name": "two"}
 
 
-def test_what_somebody_else_owns_is_a_miss(store, monkeypatch):
+def test_an_entry_of_another_user_is_a_miss(store, monkeypatch):
     owner = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.warns(
@@ -79,7 +79,7 @@ def test_what_somebody_else_owns_is_a_miss(store, monkeypatch):
     assert len(seen) == 1
 
 
-def test_somebody_elses_folder_is_neither_read_nor_written(store, monkeypatch):
+def test_a_folder_of_another_user_is_neither_read_nor_written(store, monkeypatch):
     owner, before = os.geteuid(), sorted(store.root.rglob("*"))
     store.root.chmod(0o777)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -88,8 +88,8 @@ def test_somebody_elses_folder_is_neither_read_nor_written(store, monkeypatch):
     assert sorted(store.root.rglob("*")) == before and mode(store.root) == 0o777
 
 
-def test_kernels_are_built_elsewhere_where_others_may_write(fresh_cache):
-    """A new process would find them again nowhere; this one has them."""
+def test_kernels_are_not_stored_where_others_may_write(fresh_cache):
+    """This process has them in memory; a new one builds them again."""
     fresh_cache.mkdir()
     (fresh_cache / "other").touch()
     fresh_cache.chmod(0o777)

@@ -1,4 +1,4 @@
-"""The command: what it prints, and that a wrong call is one sentence and status 2."""
+"""The command line: output, and one sentence with status 2 for a wrong call."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_list_gives_reasons(run):
 
 
 def test_list_says_when_a_default_tile_is_not_taken(run):
-    """Of a bias, what TMA cannot read is nothing that traits say."""
+    """Traits do not say whether TMA can read the bias."""
     name = "backward-sm90-bf16-d64-bias_bf16-bias_grad"
     (row,) = json.loads(ok(run("list", name, "--target", "sm90", "--json")))
     ((other),) = row["other_tiles"]
@@ -71,7 +71,7 @@ def test_list_says_when_a_default_tile_is_not_taken(run):
     ids=["list", "cache list", "--help"],
 )
 def test_a_command_loads_no_more_than_it_needs(arguments, unneeded, tmp_path):
-    """In a fresh process, where loading takes the time that a short command takes."""
+    """In a new process, where imports take most of a short command's time."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "cute_attn", *arguments],
         env=os.environ | {"PYTHONPATH": str(processes.ROOT), "CUTE_ATTN_CACHE_DIR": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""Building without a GPU, what a build reports, and a cache that forgets nothing that shapes code."""
+"""Building without a GPU, reports of builds, and the cache's key."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterati
 
 
 def forget(monkeypatch):
-    """Make the compiler look on disk again, as a new process would."""
+    """Empty the compiler's memory, as in a new process."""
     monkeypatch.setattr(compiler, "_requests", {})
     monkeypatch.setattr(compiler, "_kernels", {})
 
@@ -71,7 +71,7 @@ def test_serialised_wgmma_is_reported(fresh_cache):
     assert warning.startswith("(C7517) wgmma.wait_group is injected") and warning.endswith("defined by GMMA")
 
 
-def test_remarks_are_understood_through_colours_and_wraps():
+def test_remarks_with_colours_and_line_breaks_are_parsed():
     remarks = (
         "\x1b[96mremark\x1b[0m ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async\n"
         "          instructions are serialized due to insufficient register\n          resources in function 'f'\n"
@@ -114,7 +114,7 @@ def test_the_target_is_the_gpu_that_is_present(monkeypatch, capability, target):
     compiler._device_target.cache_clear()
 
 
-def test_a_gpu_that_nothing_is_built_for(monkeypatch):
+def test_an_unsupported_gpu(monkeypatch):
     import torch
 
     compiler._device_target.cache_clear()
@@ -169,7 +169,7 @@ def test_nothing_on_disk_when_switched_off(fresh_cache, monkeypatch):
     assert callable(compiled.function) and compiled.ptx and not fresh_cache.exists()
 
 
-def test_the_default_place(monkeypatch):
+def test_the_default_folder(monkeypatch):
     monkeypatch.delenv("CUTE_ATTN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache.default_cache().root == Path("/somewhere/cute_attn")
@@ -287,7 +287,7 @@ register(Mine, variant="test")
 
 
 def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
-    """It runs once; what it registers itself is built too, and what was loaded from files on no path."""
+    """The script runs once; kernels that it registers are built too, and those of modules outside sys.path."""
     (tmp_path / "script.py").write_text(GUARDLESS)
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -307,7 +307,7 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     assert done.stdout == f"script\n{expected}\n{found}\n"
 
 
-def test_a_module_that_prebuilds_when_imported_does_not_go_on_for_ever(fresh_cache, tmp_path, monkeypatch):
+def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     call = "from cute_attn import Traits, prebuild\nfor _ in prebuild([(Traits.parse('forward-sm80:test-bf16-d64'),"
     call += " None, 'sm80')], 1):\n    print(_.error)\n"
@@ -319,7 +319,7 @@ def test_a_module_that_prebuilds_when_imported_does_not_go_on_for_ever(fresh_cac
     assert "a module that registers kernels calls prebuild when it is imported" in done.stdout, done.stderr
 
 
-def test_a_worker_that_dies_takes_one_kernel_with_it(fresh_cache, tmp_path, monkeypatch):
+def test_a_crashed_worker_fails_one_kernel(fresh_cache, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "deadly_kernels.py").write_text(
         NAMED_AS_ANOTHER.replace(
@@ -337,7 +337,7 @@ def test_a_worker_that_dies_takes_one_kernel_with_it(fresh_cache, tmp_path, monk
     assert errors == {deadly: "the process that built it ended with status 3", TRAITS: None}
 
 
-def test_who_has_seen_enough_stops_the_processes(fresh_cache, monkeypatch):
+def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
     stopped = []
     stop = compiler._Worker.stop
     monkeypatch.setattr(compiler._Worker, "stop", lambda self: (stop(self), stopped.append(self)))
@@ -431,7 +431,7 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
     assert digest() in seen
 
 
-def test_sources_that_changed_after_the_import_are_nobodys(monkeypatch):
+def test_sources_that_changed_after_the_import_give_unique_keys(monkeypatch):
     digest = fingerprint.package_sources.__wrapped__
     monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
     assert digest() == digest()

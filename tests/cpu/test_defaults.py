@@ -5,7 +5,7 @@ import pytest
 from cute_attn.compiler import compile
 from tests.defaults import Default, cover, every
 
-# What a kernel must be made of: in PTX, and in what ptxas makes of it.
+# Instructions that kernels must have, in PTX and in SASS.
 PTX = {
     "sm80": ("mma.sync", "ldmatrix.sync", "cp.async.cg"),
     "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),

@@ -16,7 +16,11 @@ D128 = Traits("forward", "sm90", "bf16", 128)
     [
         (ForwardSm90Tile(tile_m=96), D128, "tile_m is 96; accepted: 64, 128 or 192"),
         (ForwardSm90Tile(blocks_per_sm=2), D128, "blocks_per_sm is 2; accepted: 1, and up to 3"),
-        (ForwardSm90Tile(64, 16, num_stages=15), D32, "num_stages is 15; accepted: stages whose barriers fit 480 bytes"),
+        (
+            ForwardSm90Tile(64, 16, num_stages=15),
+            D32,
+            "num_stages is 15; accepted: stages whose barriers fit 480 bytes",
+        ),
         (ForwardSm90Tile(pack_heads=3), D128, "pack_heads is 3; accepted: 1, 2, 4"),
     ],
 )
