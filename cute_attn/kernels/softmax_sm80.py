@@ -246,7 +246,7 @@ class SoftmaxSm80:
         convert_to_16_bits(acc_s, p)
         p_rows = rows.score_map.view(p)
         self.epilogues.mark_dropped(rows.state, scores, p_rows)
-        tile = rows.place
+        tile = rows.tile
         stride_batch, stride_head, stride_row, _ = mSoftmax.stride
         plane = mSoftmax.iterator + (Int64(tile.batch) * stride_batch + Int64(tile.head) * stride_head)
         for r in cutlass.range_constexpr(len(scores.rows)):
