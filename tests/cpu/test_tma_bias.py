@@ -146,7 +146,7 @@ def test_plans_of_aligned_and_other_addresses_differ():
         (
             ForwardSm90Tile(64, 16, 16),
             replace(TRAITS, head_dim=32, head_dim_v=32),
-            "num_stages is 16; accepted: few",
+            "num_stages is 16; accepted: stages whose barriers fit",
         ),
         (
             BackwardSm90Tile(bias_stages=1),
