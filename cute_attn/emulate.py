@@ -1,17 +1,17 @@
 """A kernel's score tiles on the CPU: its own MMA tiling and epilogues, every thread, compiled for the host.
 
-What a kernel does to scores between its two matrix products is ordinary code that the DSL also compiles for the host.
-Here it runs there, thread by thread, on products that torch has computed, in tiles that may be transposed.
+What a kernel does to scores between its two matrix products also compiles for the host. Here it runs there, thread by
+thread, on products that torch computed, in tiles that may be transposed.
 
 The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
 (``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
 all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
 online softmax's arithmetic, and in a backward P from the LSE and dS from P; of the softmax kernel also its stores.
 
-The emulator's own, so that a fault in a kernel's is not seen: the loops over batches, heads, blocks and threads, which
-stand for schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
+The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads, in place of
+schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
 both matrix products, P in fp16; a row's maximum and sum across threads, which proceed in lock-step, phase by phase; and
-exact functions in the place of approximate instructions. ``tests/gpu`` compares whole kernels.
+exact functions instead of approximate instructions. ``tests/gpu`` compares whole kernels.
 """
 
 import functools
@@ -48,14 +48,14 @@ UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
 @dataclass(frozen=True)
 class Emulated:
-    """What the threads made of the scores.
+    """A forward's scores and outputs, as the threads computed them.
 
     Attributes:
         scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), natural units; -inf where a mask hides the key,
             and NaN where no block was visited.
         dropped: bool, as scores; False everywhere without dropout.
-        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; of a kernel that packs
-            heads, (batch, packs of heads, ...).
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; with
+            packed heads (batch, packs of heads, ...).
         out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
         lse: float32 (batch, nheads, max_seqlen_q), as out.
     """
@@ -69,11 +69,11 @@ class Emulated:
 
 @dataclass(frozen=True)
 class EmulatedGradients:
-    """What the threads made of the gradients of P.
+    """A backward's P and score gradients, as the threads computed them.
 
     Attributes:
         p: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), rounded to fp16; dropped elements are 0.
-        scores: float32, as p: gradients of softmax_scale * q k^T, but for the factor 1 / (1 - dropout_p).
+        scores: float32, as p: gradients of softmax_scale * q k^T, without the factor 1 / (1 - dropout_p).
         visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED. Elsewhere p and scores
             are 0.
     """
@@ -84,7 +84,7 @@ class EmulatedGradients:
 
 
 def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: ScoreInputs) -> Tensor:
-    """What a kernel's epilogues and mask make of q k^T.
+    """The scores that a kernel's epilogues and mask compute from q k^T.
 
     Args:
         kernel: a forward kernel, from ``registry.lookup``, of batches.
@@ -103,7 +103,7 @@ def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: 
 def scores_by_definition(
     traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
 ) -> Tensor:
-    """What :func:`scores_on_host` has to give, from :mod:`cute_attn.reference`, in the products' dtype."""
+    """The expected :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
     users = tuple(user_epilogue(name).reference for name in traits.epilogues)
     features = reference.Features(traits.mask, traits.dropout, users)
     coords = all_coords(traits, products.shape)
@@ -128,17 +128,17 @@ def attend_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> Emulated:
-    """What a forward kernel's threads make of the scores, in the emulator's own loop over its blocks.
+    """A forward kernel's per-thread code on given products, in the emulator's loop over blocks.
 
     Args:
         kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
             ``tiled_mma()`` or ``mma_qk()``.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); heads that a kernel packs
-            are given the first one's.
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); packed heads share the first
+            one's.
         softmax_scale: as for ``attention``.
         inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
-        lengths: of the sequences. cu_seqlens are read for lengths alone: products are not packed.
+        lengths: of the sequences. cu_seqlens give lengths alone: products are not packed.
     """
     max_seqlen_q, heads = products.shape[2], _heads(kernel)
     products, values = _pack(products, heads), values[:, ::heads]
@@ -171,11 +171,11 @@ def attend_on_host(
         seqlen_k,
     )
     _run(_every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
-    unit = inputs.softcap or softmax_scale
+    score_scale = inputs.softcap or softmax_scale
     seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
     lse = buffers.lse[seen[:3]]
     return Emulated(
-        scores=_unpack(buffers.scores[seen] * unit, heads),
+        scores=_unpack(buffers.scores[seen] * score_scale, heads),
         dropped=_unpack(buffers.signs[seen] < 0, heads),
         visits=buffers.visits,
         out=_unpack(buffers.out[seen[:3]].masked_fill(lse.isnan().unsqueeze(-1), torch.nan), heads),
@@ -184,7 +184,7 @@ def attend_on_host(
 
 
 def _heads(kernel: Any) -> int:
-    """How many heads are rows of one tile."""
+    """Heads packed into one tile's rows."""
     return getattr(kernel.tile, "pack_heads", 1)
 
 
@@ -194,7 +194,7 @@ def _pack(x: Tensor, heads: int) -> Tensor:
 
 
 def _unpack(x: Tensor, heads: int) -> Tensor:
-    """The other way round."""
+    """The inverse of :func:`_pack`."""
     return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 
@@ -208,14 +208,14 @@ def differentiate_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> EmulatedGradients:
-    """What a backward kernel's threads make of the scores, in the emulator's own loop over its blocks.
+    """A backward kernel's per-thread code on given products, in the emulator's loop over blocks.
 
     Args:
         kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
             ``transposed``, that is the MMA of K Q^T.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
         grad_p: dO v^T, as products.
-        lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row saw nothing.
+        lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row sees no key.
         minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), as lse.
         softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
     """
@@ -256,25 +256,23 @@ def softmax_on_host(
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
 ) -> Tensor:
-    """What the softmax kernel makes of q k^T and of a forward's LSE: all but the product done as on the GPU.
+    """P as the softmax kernel computes it from q k^T and a forward's LSE: all but the product as on the GPU.
 
     Args:
         kernel: a softmax kernel, from ``registry.lookup``.
         products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        lse: float32 (batch, nheads, max_seqlen_q), or of packed sequences (nheads, total_q), natural; -inf where a row
-            saw nothing.
+        lse: float32 (batch, nheads, max_seqlen_q), or varlen (nheads, total_q), natural; -inf where a row sees no
+            key.
         softmax_scale, inputs, lengths: as for :func:`attend_on_host`.
 
     Returns:
-        float16, as ``products``: P with the sign bit set where it is dropped, NaN where no thread wrote.
+        float16, as ``products``: P with the sign bit set where dropped, NaN where no thread wrote.
     """
     batch, nheads, seqlen_q, seqlen_k = products.shape
     m_blocks, n_blocks = -(-seqlen_q // kernel.tile.tile_m), -(-seqlen_k // kernel.tile.tile_n)
     buffers = SoftmaxBuffers(
         products=torch.zeros(batch, nheads, m_blocks * kernel.tile.tile_m, n_blocks * kernel.tile.tile_n),
-        lse=lse.unsqueeze(1)
-        if lse.dim() == 2
-        else lse,  # packed, its first stride is still that of the heads
+        lse=lse.unsqueeze(1) if lse.dim() == 2 else lse,  # varlen: the first stride is the heads'
         softmax=torch.full(products.shape, torch.nan, dtype=torch.float16),
     )
     buffers.products[:, :, :seqlen_q, :seqlen_k] = products
@@ -311,7 +309,7 @@ class GradientBuffers(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The emulation's tensors: scores and outputs of all batches and heads, and what threads leave for each other."""
+    """The tensors of an emulated forward, all batches and heads, and values exchanged between threads."""
 
     products: Any
     values: Any
@@ -364,7 +362,7 @@ def _compiled(
 ) -> _Host:
     """The emulation of a kernel, for all sizes.
 
-    ``classes`` of its epilogues, which may be registered rematerialize under their names; ``given``: which lengths are tensors.
+    classes: of its epilogues, whose names may be registered again; given: which lengths are tensors.
 
     Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
     """
@@ -387,9 +385,9 @@ def _fake(dtype: Any, rank: int) -> cute.Tensor:
 
 
 def _values(fake: Any, given: Any = None) -> Any:
-    """What is passed for an argument: numbers, and of tensors the address and what is not compiled in.
+    """What is passed for an argument: numbers, and of tensors the address and the sizes and strides not compiled in.
 
-    fake: the argument as it was declared; given: as the caller has it, None for any that will do to compile.
+    fake: the argument as declared; given: the caller's, None for placeholders to compile with.
 
     Raises:
         ValueError: a tensor is not as declared.
@@ -415,7 +413,7 @@ def _values(fake: Any, given: Any = None) -> Any:
 
 
 def _check(fake: cute.Tensor, given: Tensor) -> None:
-    """That a tensor in memory is what the code was compiled for."""
+    """Raise ValueError where a tensor is not as declared."""
     dtype = to_torch_dtype(fake.element_type)
     if given.dtype != dtype or given.data_ptr() % fake._assumed_align or given.ndim != len(fake.shape):
         raise ValueError(
@@ -425,14 +423,14 @@ def _check(fake: cute.Tensor, given: Tensor) -> None:
     for symbols, numbers in ((fake.shape, given.shape), (fake.stride, given.stride())):
         for symbol, number, size in zip(symbols, numbers, given.shape, strict=True):
             wrong = number != symbol if isinstance(symbol, int) else number % symbol.divisibility
-            if wrong and (symbols is fake.shape or size > 1):  # the stride of a single element says nothing
+            if wrong and (symbols is fake.shape or size > 1):  # the stride of a single element is arbitrary
                 raise ValueError(
                     f"a tensor has shape {tuple(given.shape)} and strides {given.stride()}; accepted: {fake}"
                 )
 
 
 def _arguments(fake: Any, values: Any) -> Any:
-    """The other way round, in a trace: tensors from their addresses, sizes and strides."""
+    """The inverse of :func:`_values`, in a trace: tensors from addresses, sizes and strides."""
     if isinstance(fake, tuple):
         found = [_arguments(x, y) for x, y in zip(fake, values, strict=True)]
         return type(fake)._make(found) if hasattr(fake, "_make") else tuple(found)
@@ -455,8 +453,8 @@ def _assumed(number: Any, divisibility: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """One query block of one head, or of one pack of heads, and what its threads share."""
+class QueryBlockContext:
+    """One query block of one head, or of one pack of heads: what its threads share."""
 
     buffers: Any  # Buffers or GradientBuffers, of this batch and head
     state: ScoreState
@@ -472,7 +470,7 @@ class Walk:
 
     @property
     def mma(self) -> cute.TiledMma:
-        """What Q K^T, or K Q^T, is computed with."""
+        """The MMA of Q K^T, or of K Q^T."""
         return self.kernel.mma_qk() if hasattr(self.kernel, "mma_qk") else self.kernel.tiled_mma()
 
     @property
@@ -481,12 +479,12 @@ class Walk:
         return self.mma.size
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """As kernels make it."""
+        """The kernels' own."""
         size = self.kernel.tile
         return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed, self.heads)
 
     def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
-        """As kernels make it."""
+        """The kernels' own."""
         return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
 
     def rows(self, thread: Int32) -> list[Int32]:
@@ -496,11 +494,11 @@ class Walk:
 
     @property
     def heads(self) -> int:
-        """How many are rows of the tile."""
+        """Heads packed into the tile's rows."""
         return _heads(self.kernel)
 
     def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
-        """As the accumulator has them."""
+        """In the accumulator's order."""
         return (key, query) if self.transposed else (query, key)
 
     def fragment(self, thread: Int32, dtype: Any) -> cute.Tensor:
@@ -511,7 +509,7 @@ class Walk:
         return cute.make_rmem_tensor(shape, dtype)
 
     def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
-        """Where the thread's elements are in a plane (query, key), by the MMA's own word."""
+        """The thread's elements of a plane (query, key), by the MMA's partition."""
         size = self.kernel.tile
         plane = cute.make_tensor(plane.iterator, cute.select(plane.layout, list(self._ordered(0, 1))))
         sizes = self._ordered(size.tile_m, size.tile_n)
@@ -519,16 +517,16 @@ class Walk:
         return self.mma.get_slice(thread).partition_C(tile)
 
     def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
-        """A thread's (rows, 2) row maxima and sums, kept as in shared memory."""
+        """A thread's (rows, 2) row maxima and sums, as in shared memory."""
         layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
         return cute.make_tensor(self.buffers.statistics.iterator, layout)[None, None, thread]
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
-        """A thread's statistics as they stand."""
-        parked = self.statistics(thread, rows)
+        """A thread's current statistics."""
+        stored = self.statistics(thread, rows)
         empty = self.kernel.epilogues.may_mask_rows
         threshold = getattr(self.kernel.tile, "rescale_threshold", 0)
-        return OnlineSoftmax(parked[None, 0], parked[None, 1], self.scale_log2, empty, threshold)
+        return OnlineSoftmax(stored[None, 0], stored[None, 1], self.scale_log2, empty, threshold)
 
 
 @cute.jit
@@ -543,7 +541,9 @@ def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float3
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, pack)
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
-                _query_block(Walk(plane, state, row0, info.seqlen_q, context.score_scale * LOG2_E, kernel))
+                _query_block(
+                    QueryBlockContext(plane, state, row0, info.seqlen_q, context.score_scale * LOG2_E, kernel)
+                )
 
 
 @cute.jit
@@ -558,91 +558,91 @@ def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
 
 
 @cute.jit
-def _query_block(walk: Walk):
-    size, buffers = walk.kernel.tile, walk.buffers
-    end_row = cutlass.min(walk.row0 + size.tile_m, walk.seqlen_q * walk.heads)
-    queries = (walk.row0 // walk.heads, end_row // walk.heads)
-    blocks = BlockRange.of_queries(walk.state.band, *queries, size.tile_n)
-    for thread in cutlass.range(walk.threads):
-        rows = len(walk.score_map(thread).modes.rows)
-        OnlineSoftmax.make(rows, walk.scale_log2, False, walk.statistics(thread, rows))
+def _query_block(ctx: QueryBlockContext):
+    size, buffers = ctx.kernel.tile, ctx.buffers
+    end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
+    queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
+    blocks = BlockRange.of_queries(ctx.state.band, *queries, size.tile_n)
+    for thread in cutlass.range(ctx.threads):
+        rows = len(ctx.score_map(thread).modes.rows)
+        OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
     for i in cutlass.range(blocks.end - blocks.begin):
         block = blocks.end - 1 - i
         if block >= blocks.full_begin and block < blocks.full_end:
-            _key_block(walk, block, False)
+            _key_block(ctx, block, False)
         else:
-            _key_block(walk, block, True)
-        if cutlass.const_expr(walk.kernel.epilogues.dropout is not None):
-            for thread in cutlass.range(walk.threads):
-                _drop(walk, thread, block)
-        for row in cutlass.range(walk.row0, end_row):
+            _key_block(ctx, block, True)
+        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
+            for thread in cutlass.range(ctx.threads):
+                _drop(ctx, thread, block)
+        for row in cutlass.range(ctx.row0, end_row):
             for d in cutlass.range(buffers.out.shape[1]):
                 total = buffers.out[row, d] * buffers.factors[row]
                 for key in cutlass.range(block * size.tile_n, (block + 1) * size.tile_n):
                     total = total + buffers.p[row, key] * buffers.values[key, d]
                 buffers.out[row, d] = total
-    for thread in cutlass.range(walk.threads):
-        _add_up(walk, thread)
-    for thread in cutlass.range(walk.threads):
-        _finish(walk, thread)
-    for row in cutlass.range(walk.row0, end_row):
+    for thread in cutlass.range(ctx.threads):
+        _add_up(ctx, thread)
+    for thread in cutlass.range(ctx.threads):
+        _finish(ctx, thread)
+    for row in cutlass.range(ctx.row0, end_row):
         for d in cutlass.range(buffers.out.shape[1]):
             buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
 
 
 @cute.jit
-def _key_block(walk: Walk, block: Int32, masked: Constexpr):
-    """All threads in lock-step: they exchange their maxima in between."""
-    walk.buffers.visits[walk.row0 // walk.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
-    for thread in cutlass.range(walk.threads):
-        _score(walk, thread, block, masked)
-    for thread in cutlass.range(walk.threads):
-        _exponentiate(walk, thread, block, masked)
+def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr):
+    """All threads in lock-step; they exchange their maxima in between."""
+    ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
+    for thread in cutlass.range(ctx.threads):
+        _score(ctx, thread, block, masked)
+    for thread in cutlass.range(ctx.threads):
+        _exponentiate(ctx, thread, block, masked)
 
 
 @cute.jit
-def _score(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
+def _score(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
     """Products become scores."""
-    chain, acc = walk.kernel.epilogues, walk.fragment(thread, Float32)
-    tile, rows = walk.score_tile(thread, acc, block * walk.kernel.tile.tile_n), walk.rows(thread)
-    loaded = chain.load(walk.state, tile)
-    _copy(walk.part(walk.buffers.products, thread, block), acc)
-    chain.forward(walk.state, tile, loaded, masked)
-    _copy(acc, walk.part(walk.buffers.scores, thread, block))
-    softmax = walk.online_softmax(thread, len(tile.rows)).load_stats()
-    maxima = walk.buffers.maxima
+    chain, acc = ctx.kernel.epilogues, ctx.fragment(thread, Float32)
+    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
+    loaded = chain.load(ctx.state, tile)
+    _copy(ctx.part(ctx.buffers.products, thread, block), acc)
+    chain.forward(ctx.state, tile, loaded, masked)
+    _copy(acc, ctx.part(ctx.buffers.scores, thread, block))
+    softmax = ctx.online_softmax(thread, len(tile.rows)).load_stats()
+    maxima = ctx.buffers.maxima
     for r in cutlass.range_constexpr(len(rows)):
         maxima[rows[r]] = fmax(maxima[rows[r]], softmax.block_max(tile.acc, r))
 
 
 @cute.jit
-def _exponentiate(walk: Walk, thread: Int32, block: Int32, masked: Constexpr):
+def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
     """Scores become probabilities under the new maximum, in 16 bits."""
-    acc, p = walk.fragment(thread, Float32), walk.fragment(thread, Float16)
-    tile, rows = walk.score_tile(thread, acc, block * walk.kernel.tile.tile_n), walk.rows(thread)
-    _copy(walk.part(walk.buffers.scores, thread, block), acc)
-    parked = walk.online_softmax(thread, len(rows))
-    softmax = parked.load_stats()
+    acc, p = ctx.fragment(thread, Float32), ctx.fragment(thread, Float16)
+    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
+    _copy(ctx.part(ctx.buffers.scores, thread, block), acc)
+    stored = ctx.online_softmax(thread, len(rows))
+    softmax = stored.load_stats()
     for r in cutlass.range_constexpr(len(rows)):
-        row_max = softmax.max_to_use(r, walk.buffers.maxima[rows[r]])
-        walk.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
-    parked.store_stats(softmax)
+        row_max = softmax.max_to_use(r, ctx.buffers.maxima[rows[r]])
+        ctx.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
+    stored.store_stats(softmax)
     _copy(acc, p)
-    _copy(p, walk.part(walk.buffers.p, thread, block))
+    _copy(p, ctx.part(ctx.buffers.p, thread, block))
 
 
 @cute.jit
-def _drop(walk: Walk, thread: Int32, block: Int32):
-    """Some of the probabilities are dropped; ones get the sign that says which."""
-    chain, score_map = walk.kernel.epilogues, walk.score_map(thread)
-    ones, p = walk.fragment(thread, Float16), walk.fragment(thread, Float16)
-    tile = score_map.tile(walk.fragment(thread, Float32), walk.row0, block * walk.kernel.tile.tile_n)
+def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
+    """Apply dropout to P; the signs of ones record what is dropped."""
+    chain, score_map = ctx.kernel.epilogues, ctx.score_map(thread)
+    ones, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
+    tile = score_map.tile(ctx.fragment(thread, Float32), ctx.row0, block * ctx.kernel.tile.tile_n)
     ones.fill(1.0)
-    chain.mark_dropped(walk.state, tile, score_map.view(ones))
-    _copy(ones, walk.part(walk.buffers.signs, thread, block))
-    _copy(walk.part(walk.buffers.p, thread, block), p)
-    chain.drop(walk.state, tile, score_map.view(p))
-    _copy(p, walk.part(walk.buffers.p, thread, block))
+    chain.mark_dropped(ctx.state, tile, score_map.view(ones))
+    _copy(ones, ctx.part(ctx.buffers.signs, thread, block))
+    _copy(ctx.part(ctx.buffers.p, thread, block), p)
+    chain.drop(ctx.state, tile, score_map.view(p))
+    _copy(p, ctx.part(ctx.buffers.p, thread, block))
 
 
 @cute.jit
@@ -652,22 +652,22 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def _add_up(walk: Walk, thread: Int32):
+def _add_up(ctx: QueryBlockContext, thread: Int32):
     """A thread's part of its rows' sums."""
-    rows = walk.rows(thread)
-    row_sum = walk.online_softmax(thread, len(rows)).load_stats().row_sum
+    rows = ctx.rows(thread)
+    row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
     for r in cutlass.range_constexpr(len(rows)):
-        walk.buffers.sums[rows[r]] = walk.buffers.sums[rows[r]] + row_sum[r]
+        ctx.buffers.sums[rows[r]] = ctx.buffers.sums[rows[r]] + row_sum[r]
 
 
 @cute.jit
-def _finish(walk: Walk, thread: Int32):
-    """The row sums of all lanes are there: what each row's output is multiplied with, and its log-sum-exp."""
-    rows, rescale = walk.rows(thread), walk.kernel.epilogues.rescale(walk.state)
-    softmax = walk.online_softmax(thread, len(rows)).load_stats()
+def _finish(ctx: QueryBlockContext, thread: Int32):
+    """From complete row sums: each row's output factor and log-sum-exp."""
+    rows, rescale = ctx.rows(thread), ctx.kernel.epilogues.rescale(ctx.state)
+    softmax = ctx.online_softmax(thread, len(rows)).load_stats()
     for r in cutlass.range_constexpr(len(rows)):
-        factor, lse = softmax.finish(r, walk.buffers.sums[rows[r]], rescale)
-        walk.buffers.factors[rows[r]], walk.buffers.lse[rows[r]] = factor, lse
+        factor, lse = softmax.finish(r, ctx.buffers.sums[rows[r]], rescale)
+        ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
 
 
 # ---- the probabilities ----
@@ -701,7 +701,7 @@ def _probabilities(
     block: Int32,
     kernel: Constexpr,
 ):
-    """A thread's products of one score tile, as the kernel has them in registers after Q K^T."""
+    """A thread's products of one score tile, in registers as after Q K^T, and the kernel's store."""
     size, acc = kernel.tile, kernel.fragment(Float32)
     tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.tile.row0 // size.tile_m, block))
     _copy(kernel.tiled_mma().get_slice(thread).partition_C(tile), acc)
@@ -728,40 +728,40 @@ def _every_key_block(
                 blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
                 for block in cutlass.range(blocks.begin, blocks.end):
                     row0, scale_log2 = block * size.tile_m, context.score_scale * LOG2_E
-                    walk = Walk(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                    ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
                     masked = (block < blocks.full_begin) | (block >= blocks.full_end)
                     visit = Int32(MASKED) if masked else Int32(UNMASKED)
                     plane.visits[block, col0 // size.tile_n] = visit
-                    for thread in cutlass.range(walk.threads):
-                        _differentiate(walk, thread, col0 // size.tile_n, masked)
+                    for thread in cutlass.range(ctx.threads):
+                        _differentiate(ctx, thread, col0 // size.tile_n, masked)
 
 
 @cute.jit
-def _differentiate(walk: Walk, thread: Int32, block: Int32, masked: Boolean):
-    """A thread's products become probabilities, and gradients of these gradients of the products.
+def _differentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Boolean):
+    """A thread's products become P, and dP becomes dS.
 
-    The mask stands apart: everything else is compiled once for all blocks.
+    The mask is a branch of its own, so that the rest is compiled once for all blocks.
     """
-    chain, score_map, buffers = walk.kernel.epilogues, walk.score_map(thread), walk.buffers
-    acc, dp = walk.fragment(thread, Float32), walk.fragment(thread, Float32)
-    p = walk.fragment(thread, Float16)
-    tile = score_map.tile(acc, walk.row0, block * walk.kernel.tile.tile_n)
+    chain, score_map, buffers = ctx.kernel.epilogues, ctx.score_map(thread), ctx.buffers
+    acc, dp = ctx.fragment(thread, Float32), ctx.fragment(thread, Float32)
+    p = ctx.fragment(thread, Float16)
+    tile = score_map.tile(acc, ctx.row0, block * ctx.kernel.tile.tile_n)
     rows = cute.make_layout(len(tile.rows))
     lse_log2, minus_d = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
     for r in cutlass.range_constexpr(len(tile.rows)):
         row = tile.row0 + tile.rows[r]
         lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
-    loaded, drawn = chain.load(walk.state, tile), chain.dropout_mask(walk.state, tile)
-    _copy(walk.part(buffers.products, thread, block), acc)
-    saved = chain.forward(walk.state, tile, loaded, False)
+    loaded, dropout_mask = chain.load(ctx.state, tile), chain.dropout_mask(ctx.state, tile)
+    _copy(ctx.part(buffers.products, thread, block), acc)
+    saved = chain.forward(ctx.state, tile, loaded, False)
     if masked:
-        chain.mask.forward(walk.state.band, tile)
-    probabilities(tile, lse_log2, walk.scale_log2)
+        chain.mask.forward(ctx.state.band, tile)
+    probabilities(tile, lse_log2, ctx.scale_log2)
     convert_to_16_bits(acc, p)
-    _copy(walk.part(buffers.grad_p, thread, block), dp)
-    chain.zero_dropped(drawn, score_map.view(p))
-    chain.zero_dropped(drawn, score_map.view(dp))
+    _copy(ctx.part(buffers.grad_p, thread, block), dp)
+    chain.zero_dropped(dropout_mask, score_map.view(p))
+    chain.zero_dropped(dropout_mask, score_map.view(dp))
     score_gradient(tile.acc, score_map.view(dp), minus_d)
-    chain.backward(walk.state, tile.of(score_map.view(dp)), saved)
-    _copy(p, walk.part(buffers.p, thread, block))
-    _copy(dp, walk.part(buffers.scores, thread, block))
+    chain.backward(ctx.state, tile.of(score_map.view(dp)), saved)
+    _copy(p, ctx.part(buffers.p, thread, block))
+    _copy(dp, ctx.part(buffers.scores, thread, block))
