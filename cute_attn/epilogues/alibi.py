@@ -16,7 +16,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 
 @dataclass(frozen=True)
 class AlibiState:
-    """One work tile's slopes, from its batch and first head on, and the first of them in the tile's unit."""
+    """Slopes from a work tile's batch and first head on, and the first one times ``inv_score_scale``."""
 
     slopes: cute.Tensor
     slope: Float32
@@ -26,7 +26,7 @@ class AlibiState:
 
 @dataclass(frozen=True)
 class Alibi(Epilogue):
-    """score - slope * |query + shift - key|, a slope for each batch and head."""
+    """score - slope * |query + shift - key|. Slopes: fp32 (batch, nheads)."""
 
     name = "alibi"
 
@@ -43,7 +43,7 @@ class Alibi(Epilogue):
         return AlibiState(own, own[0, 0] * context.inv_score_scale, context.inv_score_scale, context.shift)
 
     def load(self, state: "AlibiState", tile: ScoreTile) -> tuple[Float32, ...]:
-        """The rows' own slopes, where they have several heads."""
+        """A slope for each row, in tiles of several heads."""
         return tuple(state.slopes[0, head] * state.inv_score_scale for head in tile.heads or ())
 
     def forward(self, state: "AlibiState", tile: ScoreTile, loaded: tuple[Float32, ...] = ()) -> None:
@@ -57,14 +57,14 @@ class Alibi(Epilogue):
         shift = state.shift
         for r in cutlass.range_constexpr(len(tile.rows)):
             slope = slopes[r]
-            # Indices are exact in fp32: distances of 2^24 and more have no slope that leaves them any weight.
+            # fp32 is exact up to 2^24; no useful slope leaves a probability at larger distances.
             distance = Float32(tile.row0 + tile.rows[r] + shift - tile.col0)
             for c in cutlass.range_constexpr(len(tile.cols)):
                 tile.acc[r, c] = tile.acc[r, c] - slope * fabs(distance - Float32(tile.cols[c]))
 
     @cute.jit
     def _by_columns(self, state: "AlibiState", tile: ScoreTile) -> None:
-        """A conversion to fp32 takes as long as four additions, so one for each of the columns, which are few."""
+        """One conversion to fp32 a column: it costs as much as four additions, and a thread has few columns."""
         slope, shift = state.slope, state.shift
         for c in cutlass.range_constexpr(len(tile.cols)):
             distance = Float32(tile.row0 + shift - tile.col0 - tile.cols[c])
@@ -72,4 +72,4 @@ class Alibi(Epilogue):
                 tile.acc[r, c] = tile.acc[r, c] - slope * fabs(distance + Float32(tile.rows[r]))
 
     def backward(self, state: "AlibiState", tile: ScoreTile, saved: Any) -> None:
-        """What is added has no part in the score's own gradient."""
+        """Nothing: the derivative by the score is 1."""

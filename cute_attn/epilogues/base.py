@@ -1,12 +1,17 @@
-"""The protocol of an epilogue: something that happens to a score tile in registers between the two matrix products.
+"""The protocol of score epilogues: operations on a score tile in registers between the two matrix products.
 
-An epilogue is a small frozen object made from traits. On the host it says which arguments it adds to a kernel; on the
-device it is begun once a work tile and then applied to every score tile the work tile visits.
+An epilogue is a small frozen object made from traits. On the host it adds arguments to a kernel. On the device it
+begins once a work tile, and is applied to each of its score tiles.
 
-To add one of your own, subclass :class:`Epilogue` in a file of yours, decorate it with :func:`register_epilogue`, and
-name it in a trait (``Traits(..., epilogues=("my_name",))``) or in ``attention(..., epilogues=("my_name",))``. With a
-``backward`` of its own it can be differentiated. Tiles come upright and transposed (``ScoreTile``), with any number of
-rows and columns a thread: written in terms of ``tile.rows`` and ``tile.cols``, an epilogue need not know.
+To add one, subclass :class:`Epilogue`, decorate the class with :func:`register_epilogue`, and name it in
+``Traits(..., epilogues=("my_name",))`` or in ``attention(..., epilogues=("my_name",))``. With a ``backward`` it is
+differentiable. Tiles come upright and transposed (``ScoreTile``), with any number of rows and columns a thread: write
+an epilogue in terms of ``tile.rows`` and ``tile.cols``.
+
+Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +
+tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0 + tile.cols[c]`` from
+``context.seqlen_k`` on, so index with ``min(query, seqlen_q - 1)`` and ``min(key, seqlen_k - 1)``; what ``forward``
+leaves there is masked or not stored. A ``backward`` that writes must skip those elements.
 """
 
 from collections.abc import Callable
@@ -19,42 +24,44 @@ _REGISTERED: dict[str, type["Epilogue"]] = {}
 
 
 class Epilogue:
-    """Base of all score epilogues. Only ``forward`` and ``reference`` must be given."""
+    """Base of all score epilogues. ``forward`` and ``reference`` are required."""
 
     name: ClassVar[str] = ""
 
     def fake_args(self) -> tuple:
-        """Fake tensors and scalars for compiling, in the order of ``host_args``. None by default."""
+        """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""
         return ()
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        """This launch's arguments, picked from what the caller gave."""
+        """The arguments of one launch, selected from ``inputs``."""
         return ()
 
     def begin(self, args: tuple, context: ScoreContext) -> Any:
-        """Once a work tile, on the device: what ``forward`` needs of ``args``, as a tuple or a frozen dataclass."""
+        """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""
         return args
 
     def load(self, state: Any, tile: ScoreTile) -> Any:
-        """Before the score tile's product: start reading what ``forward`` will need of global memory.
+        """Before the score tile's product: start reads of global memory for ``forward``, which gets the result.
 
-        ``tile.acc`` does not hold scores yet. Whatever is returned is given to ``forward``.
+        ``tile.acc`` holds no scores yet.
         """
         return ()
 
     def forward(self, state: Any, tile: ScoreTile, loaded: Any) -> Any:
         """Change ``tile.acc`` in place. A score in natural units is ``acc * context.score_scale``.
 
-        Whatever is returned is given to ``backward``; a forward kernel ignores it, and it costs nothing there.
+        ``backward`` gets the result; forward kernels ignore it.
         """
         raise NotImplementedError(f"epilogue {self.name!r} has no forward")
 
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
         """Turn d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
-        ``saved`` is what ``forward`` returned for the same tile, in registers till now: as little as possible. What is
-        in ``tile.acc`` is a gradient but for ``context.gradient_scale``, with which a gradient that an epilogue itself
-        writes has to be multiplied. The default refuses: an epilogue without a derivative serves forward kernels only.
+        ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
+        ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that the epilogue writes.
+
+        Raises:
+            NotImplementedError: by default; an epilogue without a derivative serves forward kernels only.
         """
         raise NotImplementedError(
             f"epilogue {self.name!r} has no backward: a forward kernel can use it, no backward can"
@@ -67,15 +74,15 @@ class Epilogue:
 
     @staticmethod
     def reference(scores: Any, coords: Any, inputs: ScoreInputs) -> Any:
-        """The same on torch tensors: scores (batch, nheads, seqlen_q, seqlen_k) in natural units -> the same shape.
+        """``forward`` on torch tensors: scores (batch, nheads, seqlen_q, seqlen_k) in natural units -> the same shape.
 
-        ``coords`` has ``batch``, ``head``, ``query`` and ``key`` index tensors that broadcast to the scores' shape.
+        ``coords`` has index tensors ``batch``, ``head``, ``query`` and ``key`` that broadcast to the scores' shape.
         """
         raise NotImplementedError
 
 
 def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
-    """Class decorator: make an epilogue known under ``name``, which traits can then use.
+    """Class decorator: register an epilogue under ``name``, for traits.
 
     Raises:
         ValueError: the name is taken by another class.

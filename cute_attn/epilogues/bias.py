@@ -1,7 +1,6 @@
-"""An additive bias, read from a tensor (batch, nheads, seqlen_q, seqlen_k) that may be broadcast over any of them.
+"""An additive bias: a tensor (batch, nheads, seqlen_q, seqlen_k), broadcast over any dimension by stride 0.
 
-Its gradient goes to a tensor of the same extents, stride 0 where it is broadcast: written, or where several scores
-share an element, added up.
+Its gradient has the same extents: stored, or added atomically where several scores share an element.
 """
 
 from dataclasses import dataclass, replace
@@ -31,24 +30,24 @@ PAIRED, SINGLE, ADDED = "paired", "single", "added"  # how a gradient is stored
 
 @dataclass(frozen=True)
 class GradientRows:
-    """One batch and head of the bias's gradient; counted in elements of the bias's dtype, whatever its own is."""
+    """One batch and head of the bias gradient; offsets count elements of the bias's dtype, whatever its own."""
 
     pointer: cute.Pointer
     row_stride: Int64
-    summed: Int32  # not 0: it is fp32 and added to
+    summed: Int32  # not 0: it is fp32, and added to atomically
     paired: Boolean
     scale: Float32
 
 
 @dataclass(frozen=True)
 class BiasRows:
-    """One batch and head of the bias: its first element, its row stride, and how far it may be read."""
+    """One batch and head of the bias: its first element, its row stride and its bounds."""
 
     pointer: cute.Pointer
     row_stride: Int64
     seqlen_q: Int32
     seqlen_k: Int32
-    paired: Boolean  # two neighbouring elements can be read at once, wherever the first has an even column
+    paired: Boolean  # rows are aligned to pairs: an element of an even column and the next one are one load
     inv_score_scale: Float32
     gradient: Any = None  # GradientRows, where one is wanted
 
@@ -57,15 +56,14 @@ class BiasRows:
 class Bias(Epilogue):
     """score + bias, in the bias's own dtype (fp16, bf16 or fp32).
 
-    A thread holds pairs of neighbouring columns, so it reads pairs where rows are aligned to a pair, and single
-    elements with clamped indices where they are not or where the block crosses the tensor's edge. What it reads for
-    rows and columns that do not exist is some other element, and is masked or not stored.
+    A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
+    clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
 
-    In a transposed tile its pairs are neighbours in a column. 16 bits are read, and gradients written, as in an upright
-    one all the same, and lanes exchange them; 32 bits singly.
+    In a transposed tile pairs are neighbours in a column. 16-bit elements are loaded, and gradients stored, in an
+    upright tile's order, and exchanged between lanes; fp32 is accessed by single elements.
 
-    A kernel may bring 16 bits to shared memory by itself (``tile.tma_bias``). Then they are read there, when they are
-    added, and need no registers to wait in.
+    With ``tile.tma_bias`` the kernel loads 16-bit tiles to shared memory by TMA. They are read when they are added, and
+    occupy no registers before.
     """
 
     dtype: str
@@ -97,7 +95,7 @@ class Bias(Epilogue):
                 f"grad_bias is {grad.dtype}{' and broadcast' if shared else ''}; accepted: torch.float32"
                 + (f", or {bias.dtype} if not broadcast" if bias.dtype != grad.dtype else "")
             )
-        # Under the bias's dtype, which the kernel was compiled for; it knows that it is not.
+        # The kernel was compiled for the bias's dtype; ``summed`` tells it that the gradient is fp32.
         return (bias, grad.view(bias.dtype), 1)
 
     @cute.jit
@@ -112,7 +110,7 @@ class Bias(Epilogue):
         )
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
-        """One batch and head: the first element, the row stride, whether every row is aligned to pairs."""
+        """One batch and head: the first element, the row stride, whether rows are aligned to pairs."""
         stride_batch, stride_head, stride_row, _ = tensor.stride
         start = Int64(context.batch) * stride_batch + Int64(context.head) * stride_head
         pointer = tensor.iterator + start
@@ -132,20 +130,20 @@ class Bias(Epilogue):
         return self._pair_bytes // 4
 
     def _exchanged(self, tile: ScoreTile) -> bool:
-        """Whether lanes read and write what belongs to others, to exchange it; on the host they cannot."""
+        """Whether lanes exchange elements: 16-bit, transposed tiles, on the device."""
         return tile.transposed and self._pair_words == 1 and on_device()
 
     def load(self, state: BiasRows, tile: ScoreTile) -> Any:
-        """Registers for ``forward``, of the tile's own layout or, where lanes exchange, of an upright tile's."""
+        """The bias of the tile in registers, or where lanes exchange elements, of :func:`upright_of` the tile."""
         if tile.tma_bias is not None:
             return None
-        return self._load(state, in_place_of(tile) if self._exchanged(tile) else tile)
+        return self._load(state, upright_of(tile) if self._exchanged(tile) else tile)
 
     @cute.jit
     def _load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
-        """(words of a line, lines) of 32 bits, each holding one element or two; pairs lie along lines.
+        """(words of a line, lines) of 32 bits, one or two elements each, with pairs along lines.
 
-        Lines are rows, or in a transposed tile columns.
+        Lines are rows, or columns of a transposed tile.
         """
         rows: Constexpr = len(tile.rows)
         cols: Constexpr = len(tile.cols)
@@ -154,7 +152,7 @@ class Bias(Epilogue):
         loaded = cute.make_rmem_tensor(cute.make_layout((along // 2 * self._pair_words, lines)), Int32)
         if cutlass.const_expr(tile.transposed):
             self._load_transposed(state, tile, self._elements(loaded, along, lines))
-        # A branch that whole warps take together: predicated off, the single loads would still cost their issue slots.
+        # A warp-uniform branch: predicated off, the single loads would still take issue slots.
         elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
                 row = self._row(state, tile, tile.row0, r).align(self._pair_bytes)
@@ -184,16 +182,16 @@ class Bias(Epilogue):
             row = self._row(state, tile, row0, r)
             for c in cutlass.range_constexpr(len(tile.cols)):
                 column = cutlass.min(tile.col0 + tile.cols[c], state.seqlen_k - 1) - tile.col0
-                place = (r, c) if cutlass.const_expr(tile.transposed) else (c, r)
-                elements[place] = cute.make_tensor(row + column, cute.make_layout(1))[0]
+                index = (r, c) if cutlass.const_expr(tile.transposed) else (c, r)
+                elements[index] = cute.make_tensor(row + column, cute.make_layout(1))[0]
 
     def _elements(self, loaded: cute.Tensor, along: int, lines: int) -> cute.Tensor:
-        """What was loaded as (along, lines) elements."""
+        """``loaded`` as (along, lines) elements."""
         pointer = cute.recast_ptr(loaded.iterator, dtype=self._dtype)
         return cute.make_tensor(pointer, cute.make_layout((along, lines)))
 
     def _row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
-        """The bias of row r at the thread's first column; rows past the end read the last one, and are not stored."""
+        """The bias of row r at the thread's first column; rows past the end are clamped to the last one."""
         row = cutlass.min(row0 + tile.rows[r], state.seqlen_q - 1)
         return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
 
@@ -204,7 +202,7 @@ class Bias(Epilogue):
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
 
     def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
-        """The lanes' own words, of pairs of rows, from those that were loaded."""
+        """The thread's own words, pairs of rows, from those that its lane loaded."""
         pairs, cols = len(tile.rows) // 2, len(tile.cols)
         words = cute.make_rmem_tensor(cute.make_layout((pairs, cols)), Int32)
         for r in range(pairs):
@@ -214,7 +212,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_tma_bias(self, state: BiasRows, tile: ScoreTile) -> None:
-        """From shared memory, a piece of each line at a time: while it is added, the next one is on its way."""
+        """From shared memory, by pieces of each line: the next piece is read while one is added."""
         tma_bias, size = tile.tma_bias, tile.tma_bias.PIECE
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
@@ -223,7 +221,7 @@ class Bias(Epilogue):
         tma_bias.read(0, words)
         for piece in cutlass.range_constexpr(tma_bias.pieces):
             if cutlass.const_expr(piece % 2 == 1):
-                cute.arch.sync_warp()  # or all of it would be read at once, into registers that nobody has
+                cute.arch.sync_warp()  # otherwise all pieces are read at once, and registers spill
             if cutlass.const_expr(piece + 1 < tma_bias.pieces):
                 tma_bias.read(piece + 1, words)
             else:
@@ -239,7 +237,7 @@ class Bias(Epilogue):
         begin: Constexpr = 0,
         end: Constexpr = None,
     ) -> None:
-        """Of each line the elements from ``begin`` to ``end``, or all."""
+        """Add elements ``begin`` to ``end`` of each line, or all."""
         along: Constexpr = len(tile.rows) if tile.transposed else len(tile.cols)
         lines: Constexpr = len(tile.cols) if tile.transposed else len(tile.rows)
         last: Constexpr = along if cutlass.const_expr(end is None) else end
@@ -248,26 +246,28 @@ class Bias(Epilogue):
         wide = cute.recast_tensor(pair, Float32)
         for line in cutlass.range_constexpr(lines):
             for a in cutlass.range_constexpr(begin, last, 2):
-                if cutlass.const_expr(self.dtype == "bf16"):  # one instruction each; a conversion takes two
+                if cutlass.const_expr(
+                    self.dtype == "bf16"
+                ):  # one instruction an element; a conversion takes two
                     word = loaded[a // 2, line]
                     pair[0] = word << Int32(16)
                     pair[1] = word & Int32(-(1 << 16))
                 else:
                     wide[0], wide[1] = Float32(elements[a, line]), Float32(elements[a + 1, line])
                 for i in cutlass.range_constexpr(2):
-                    place = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
-                    tile.acc[place] = tile.acc[place] + wide[i] * state.inv_score_scale
+                    index = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
+                    tile.acc[index] = tile.acc[index] + wide[i] * state.inv_score_scale
 
     @cute.jit
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
-        """The score's gradient is what it was, and the bias's is the same."""
+        """Store or add the score's gradient, which is the bias's too, unless the kernel does (``takes_gradient``)."""
         if cutlass.const_expr(
             self.gradient and not (tile.tma_bias is not None and tile.tma_bias.takes_gradient)
         ):
             gradient, row0 = state.gradient, rematerialize(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
                 if cutlass.const_expr(self._exchanged(tile)):
-                    self._write_exchanged(state, tile, in_place_of(tile))
+                    self._write_exchanged(state, tile, upright_of(tile))
                 elif cutlass.const_expr(tile.transposed):
                     self._store(state, tile, row0, SINGLE)
                 elif uniform(Uint32(gradient.paired)) != Uint32(0):
@@ -281,7 +281,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _write_exchanged(self, state: BiasRows, tile: ScoreTile, other: ScoreTile) -> None:
-        """``other``: the elements that the thread writes in place of the tile's."""
+        """Store 16-bit gradients as pairs of ``other``, :func:`upright_of` the tile."""
         row0 = rematerialize(other.row0)
         if uniform(Uint32(state.gradient.paired & (_end(other) <= state.seqlen_k))) != Uint32(0):
             rows = _row_pointers(state.gradient.pointer, state.gradient.row_stride, other, row0)
@@ -297,7 +297,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _store(self, state: BiasRows, tile: ScoreTile, row0: Int32, how: Constexpr) -> None:
-        """Rows and columns that exist; without a look at each where all of the thread's do."""
+        """Store rows and columns in bounds; unpredicated if all of the thread's are."""
         if _inside(state, tile, row0):
             self._store_rows(state, tile, row0, how, False)
         else:
@@ -337,7 +337,7 @@ class Bias(Epilogue):
     def _store_elements(
         self, gradient: GradientRows, tile: ScoreTile, row: cute.Pointer, r: int, cols: tuple[int, ...]
     ) -> None:
-        """One gradient, or two neighbouring ones as one number."""
+        """Store one gradient, or two neighbouring ones as a vector."""
         gradients = self._gradients(gradient, tile, tuple((r, c) for c in cols))
         target = row + tile.cols[cols[0]]
         if len(cols) == 2:
@@ -350,23 +350,23 @@ class Bias(Epilogue):
         cute.autovec_copy(words, cute.make_tensor(target, words.layout))
 
     def _gradients(
-        self, gradient: GradientRows, tile: ScoreTile, places: tuple[tuple[int, int], ...]
+        self, gradient: GradientRows, tile: ScoreTile, indices: tuple[tuple[int, int], ...]
     ) -> cute.Tensor:
-        """Some gradients in the bias's dtype."""
-        wide = cute.make_rmem_tensor(len(places), Float32)
-        for i, place in enumerate(places):
-            wide[i] = tile.acc[place] * gradient.scale
+        """The gradients of some elements (r, c), in the bias's dtype."""
+        wide = cute.make_rmem_tensor(len(indices), Float32)
+        for i, index in enumerate(indices):
+            wide[i] = tile.acc[index] * gradient.scale
         return self._converted(wide)
 
     def _converted(self, wide: cute.Tensor) -> cute.Tensor:
-        """In the bias's dtype."""
+        """Converted to the bias's dtype."""
         target = cute.make_rmem_tensor(wide.layout, self._dtype)
         convert_to_16_bits(wide, target)
         return target
 
     @property
     def _in_a_float(self) -> int:
-        """Elements of the bias's dtype in one of fp32."""
+        """Elements of the bias's dtype in the size of an fp32."""
         return 32 // self._dtype.width
 
     def _as_floats(self, pointer: cute.Pointer) -> cute.Pointer:
@@ -374,7 +374,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _add_columns(self, state: BiasRows, tile: ScoreTile, row0: Int32) -> None:
-        """To a gradient of one row: a warp's sum over its rows, by one lane."""
+        """Add to a gradient of one row: one lane adds the warp's sum over its rows."""
         gradient, lanes = state.gradient, QUAD_LANES if tile.transposed else COLUMN_LANES
         first = self._as_floats(gradient.pointer) + tile.col0
         for c in cutlass.range_constexpr(len(tile.cols)):
@@ -387,10 +387,10 @@ class Bias(Epilogue):
                 add_to(first + tile.cols[c], total)
 
 
-def in_place_of(tile: ScoreTile) -> ScoreTile:
-    """The elements that a lane reads or writes for others, who do it for this one of a transposed tile.
+def upright_of(tile: ScoreTile) -> ScoreTile:
+    """The elements of a transposed tile that a lane accesses in global memory, before or after an exchange.
 
-    Of each 8 x 8 block of the tile those that are in the lane's registers when the block is upright.
+    In each 8 x 8 matrix they are those that the lane would hold in an upright tile.
     """
     query, key = tile.row0 & 7, tile.col0 & 7
     cols = tuple(column + i for column in tile.cols for i in range(2))
@@ -399,12 +399,12 @@ def in_place_of(tile: ScoreTile) -> ScoreTile:
 
 
 def _inside(state: BiasRows, tile: ScoreTile, row0: Int32) -> Boolean:
-    """Whether all of the thread's rows and columns exist."""
+    """Whether all of the thread's rows and columns are in bounds."""
     return (row0 + tile.rows[-1] < state.seqlen_q) & (tile.col0 + tile.cols[-1] < state.seqlen_k)
 
 
 def _row_pointers(pointer: cute.Pointer, stride: Int64, tile: ScoreTile, row0: Int32) -> list[cute.Pointer]:
-    """The thread's first column in each of its rows, each from the one before: an addition instead of a product."""
+    """Pointers to the thread's first column in each row, each by an addition to the one before."""
     at = pointer + (Int64(row0) * stride + Int64(tile.col0))
     steps: dict[int, Int64] = {}
     pointers = [at]

@@ -1,4 +1,4 @@
-"""All epilogues of one kernel, in the order in which they apply."""
+"""All epilogues of one kernel, in the order of application."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from cute_attn.traits import Traits
 
 @dataclass(frozen=True)
 class ScoreState:
-    """One work tile's epilogues, begun."""
+    """The epilogues' states of one work tile."""
 
     band: Band
     modifiers: tuple
@@ -30,18 +30,18 @@ class ScoreState:
 
 @dataclass(frozen=True)
 class EpilogueChain:
-    """Scores pass through ``modifiers``, then the mask; after the softmax, P passes through dropout."""
+    """Scores go through ``modifiers``, then the mask; after the softmax, P goes through dropout."""
 
     mask: Mask
     modifiers: tuple[Epilogue, ...]
     dropout: Dropout | None
     softcap: bool
     top_left: bool
-    differentiable: bool = False  # a backward kernel's: forward saves what backward needs
+    differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
 
     @staticmethod
     def of(traits: Traits) -> "EpilogueChain":
-        """The chain that traits ask for: softcap, ALiBi, bias, users' own in their order, mask, dropout.
+        """The chain of some traits: softcap, ALiBi, bias, user epilogues in their order, mask, dropout.
 
         Raises:
             KeyError: no epilogue is registered under one of the traits' names.
@@ -66,7 +66,7 @@ class EpilogueChain:
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
-        """Why no kernel can have these traits' epilogues, or None; for kernels' ``supports``."""
+        """Why no kernel supports these traits' epilogues, or None; for kernels' ``supports``."""
         if traits.op != "backward":
             return None
         missing = [name for name in traits.epilogues if not user_epilogue(name).differentiable()]
@@ -80,20 +80,20 @@ class EpilogueChain:
 
     @property
     def may_mask_rows(self) -> bool:
-        """Whether a modifier can make a whole row -inf, without the mask's doing."""
+        """Whether a modifier, without the mask, can make a whole row -inf."""
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
     def fake_args(self) -> tuple:
-        """The cap, then each part's arguments, as fakes; dropout's come last."""
+        """The cap, then each part's fake arguments; dropout's are last."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
-        """The cap (1.0 without one), then a tuple for each part."""
+        """The cap (1.0 without softcap), then a tuple for each part."""
         return (inputs.softcap if self.softcap else 1.0, *(part.host_args(inputs) for part in self._parts))
 
     @property
     def bias_has_scores_gradient(self) -> bool:
-        """Whether the bias's gradient is, number by number, what :meth:`backward` leaves of the scores'."""
+        """Whether the bias gradient equals, element by element, the scores' gradient after :meth:`backward`."""
         return self.dropout is None and all(isinstance(m, Alibi | Bias) for m in self.modifiers)
 
     @property
@@ -102,16 +102,16 @@ class EpilogueChain:
         return all(type(m) is Alibi or (type(m) is Bias and not m.gradient) for m in self.modifiers)
 
     def bias(self, args: tuple) -> cute.Tensor:
-        """Of a chain's arguments the bias's tensor."""
+        """The bias tensor in a chain's arguments."""
         return self._bias_args(args)[0]
 
     def bias_gradient(self, args: tuple) -> cute.Tensor:
-        """Of a chain's arguments the tensor of the bias's gradient, where one is wanted."""
+        """The bias gradient's tensor in a chain's arguments, with ``bias_grad``."""
         return self._bias_args(args)[1]
 
     def _bias_args(self, args: tuple) -> tuple:
-        place = next(i for i, part in enumerate(self._parts) if isinstance(part, Bias))
-        return args[1 + place]
+        index = next(i for i, part in enumerate(self._parts) if isinstance(part, Bias))
+        return args[1 + index]
 
     def context(
         self,
@@ -123,7 +123,7 @@ class EpilogueChain:
         nheads: Int32,
         scale: Float32,
     ) -> ScoreContext:
-        """What the epilogues of one work tile share."""
+        """The context of one work tile, shared by its epilogues."""
         score_scale = args[0] if self.softcap else scale
         return ScoreContext(
             batch=batch,
@@ -151,9 +151,9 @@ class EpilogueChain:
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
 
     def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> tuple:
-        """Raw products in ``tile.acc`` become scores in units of the context's score_scale, masked if the block needs it.
+        """Q K^T in ``tile.acc`` becomes scores / ``context.score_scale``, with the mask if ``masked``.
 
-        Returns what :meth:`backward` needs of this tile, from each modifier: registers, or None; () in a forward.
+        Returns what :meth:`backward` needs, from each modifier: registers, or None; () in a forward kernel.
         """
         saved = tuple(
             modifier.forward(own, tile, read)
@@ -164,36 +164,35 @@ class EpilogueChain:
         return saved if self.differentiable else ()
 
     def backward(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
-        """Gradients of the scores in ``tile.acc`` become those of the raw products times the softmax scale.
+        """Gradients by the scores after all modifiers become gradients by the scores before, in ``tile.acc``.
 
-        Gradients are d(loss)/d(score in natural units) without ``context.gradient_scale``, before and after.
+        Scores are in natural units; gradients lack the factor ``context.gradient_scale``.
         """
         steps = list(zip(self.modifiers, state.modifiers, saved, strict=True))
         for modifier, own, kept in reversed(steps):
             modifier.backward(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
-        """Zero the dropped elements of p, P in 16 bits as (rows, cols)."""
+        """Zero the dropped elements of p: P in 16 bits, (rows, cols)."""
         if self.dropout and state.dropout:
             self.dropout.forward(state.dropout, tile, p)
 
     def dropout_mask(self, state: ScoreState, tile: ScoreTile) -> tuple:
-        """Dropout's mask of a tile in few registers, to be had while products are still running; () without dropout.
+        """The tile's dropout mask, a bit an element, for :meth:`zero_dropped` and :meth:`dropped_pair`; () without any.
 
-        For :meth:`zero_dropped` and :meth:`dropped_pair`. ``tile.acc`` is not looked at. By whole warps: lanes exchange
-        numbers.
+        ``tile.acc`` is not read, so that products may still run. By whole warps, with shuffles.
         """
         if self.dropout and state.dropout:
             return self.dropout.draw(state.dropout, tile)
         return ()
 
     def zero_dropped(self, mask: tuple, view: cute.Tensor) -> None:
-        """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32."""
+        """Zero the dropped elements of ``view``, (rows, cols), 16-bit or fp32."""
         if self.dropout:
             self.dropout.zero_dropped(mask, view)
 
     def dropped_pair(self, mask: tuple, pair: int) -> Int32:
-        """16 ones for each dropped element of the ``pair``-th word of two, in the order of registers."""
+        """16 ones for each dropped element of the ``pair``-th pair, in register order."""
         assert self.dropout
         return self.dropout.dropped_pair(mask, pair)
 
@@ -203,5 +202,5 @@ class EpilogueChain:
             self.dropout.signs(state.dropout, tile, p)
 
     def rescale(self, state: ScoreState) -> Any:
-        """What the output is multiplied with: 1 / (1 - p), or 1."""
+        """The factor of the output: 1 / (1 - p), or 1."""
         return state.dropout.rescale if state.dropout else Float32(1.0)

@@ -1,4 +1,4 @@
-"""What a caller hands to the epilogues of one launch, on the host. Light to import: no compiler."""
+"""Arguments of the epilogues of one launch, on the host. Imports no compiler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ UNBOUNDED = 1 << 30
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """The epilogues' arguments as a caller knows them; an epilogue picks its own (``Epilogue.host_args``).
+    """Arguments of all epilogues; each selects its own in ``Epilogue.host_args``.
 
     Attributes:
-        window_left, window_right: keys seen before and after a query's own, ``UNBOUNDED`` for all of them.
-        alibi_slopes: fp32 (batch, nheads); a slope for each head is expanded over the batch with stride 0.
+        window_left, window_right: visible keys before and after the diagonal, ``UNBOUNDED`` for all.
+        alibi_slopes: fp32 (batch, nheads); slopes (nheads,) are expanded over the batch with stride 0.
         bias: (batch, nheads, seqlen_q, seqlen_k), broadcast by stride 0, last stride 1.
-        grad_bias: the bias's gradient, as the bias and all zeros: in its dtype if each element belongs to one score,
-            else fp32, to which gradients are added in any order.
+        grad_bias: the bias gradient, zeros with the bias's extents: in its dtype if each element belongs to one score,
+            otherwise fp32, added to atomically in any order.
         softcap: the cap.
-        dropout_p: probability of dropping, in [0, 1).
-        rng_state: int64 (2,) on the device: seed and offset.
-        extra: for each user's epilogue, by name, what it wants to be given.
+        dropout_p: dropout probability, in [0, 1).
+        rng_state: int64 (2,) on the device: Philox seed and offset.
+        extra: arguments of user epilogues, by name.
     """
 
     window_left: int = UNBOUNDED

@@ -1,4 +1,4 @@
-"""Masks: which keys a query sees. Sequence end, causal and windowed bands, aligned bottom right or top left."""
+"""Causal and sliding-window masks, aligned bottom right or top left, and the end of the sequence."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,19 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
 NO_QUERY = 1 << 30
-"""A query's index that no sequence reaches."""
+"""A query index beyond all sequences."""
 
 
 @dataclass(frozen=True)
 class Mask(Epilogue):
-    """Scores outside the band become -inf. Applied only to blocks that the band's edge crosses."""
+    """Scores outside the band become -inf. Kernels apply it only to key blocks that an edge of the band crosses."""
 
     causal: bool
     windowed: bool
 
     @staticmethod
     def of(traits: Traits) -> "Mask":
-        """The mask that traits ask for; without a band it is the sequence's end alone."""
+        """The mask of some traits; neither causal nor windowed, it masks the sequence's end only."""
         return Mask(traits.causal, traits.windowed)
 
     def fake_args(self) -> tuple:
@@ -43,7 +43,7 @@ class Mask(Epilogue):
         return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k)
 
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
-        """Bounds are taken along the axis of which a thread has fewer: keys of a row, or queries of a column."""
+        """Bounds are computed once a row if upright, once a column if transposed: a thread has fewer of these."""
         if tile.transposed:
             self._bound_queries(state, tile)
         else:
@@ -51,9 +51,7 @@ class Mask(Epilogue):
 
     @cute.jit
     def _bound_keys(self, state: Band, tile: ScoreTile) -> None:
-        row0 = rematerialize(
-            tile.row0
-        )  # or each row's bounds would wait in registers for the blocks that need them
+        row0 = rematerialize(tile.row0)  # otherwise bounds occupy registers through the unmasked blocks
         for r in cutlass.range_constexpr(len(tile.rows)):
             query = row0 + tile.rows[r]
             end = state.end_key(query) - tile.col0
@@ -78,4 +76,4 @@ class Mask(Epilogue):
                 tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
 
     def backward(self, state: Band, tile: ScoreTile, saved: Any) -> None:
-        """Where the mask hides a key, P is 0 and with it the gradient."""
+        """Nothing: P is 0 at masked keys, and so is the gradient."""

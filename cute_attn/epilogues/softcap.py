@@ -13,11 +13,11 @@ from cute_attn.epilogues.base import Epilogue
 
 @dataclass(frozen=True)
 class Softcap(Epilogue):
-    """Leaves tanh in the tile: from here on a score's unit is the cap, which the context knows.
+    """Leaves tanh(score / cap) in ``tile.acc``; the context's score_scale is the cap.
 
-    The derivative 1 - tanh^2 is saved in fp16, half a register an element: it is in [0, 1] and rounded by at most
-    2^-11 of itself, where the product dS is rounded to 16 bits anyway; and where it is below fp16's range, below
-    6e-8, the error of tanh itself is larger. bf16 would round more, and saving tanh would lose what is left near 1.
+    The derivative 1 - tanh^2, in [0, 1], is saved in fp16, half a register an element. Its relative rounding is at most
+    2^-11, and dS is rounded to 16 bits anyway; below fp16's range, 6e-8, the error of tanh is larger. bf16 would round
+    more, and 1 - tanh^2 from a saved tanh would lose its digits near 1.
     """
 
     saves: bool = False
@@ -38,7 +38,7 @@ class Softcap(Epilogue):
 
     @cute.jit
     def _slopes(self, tile: ScoreTile) -> cute.Tensor:
-        """Derivatives, one for each register of the tile in its order."""
+        """Derivatives, in register order."""
         tanh = tile.registers().load()
         slopes = cute.make_rmem_tensor(tile.registers().layout, Float16)
         slopes.store((1.0 - tanh * tanh).to(Float16))

@@ -11,17 +11,17 @@ from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, recip
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """A thread's rows: their running maximum (raw scores) and their running sum, which is the thread's own part of it.
+    """Running statistics of a thread's rows: row_max (raw scores) and row_sum, the thread's own part of it.
 
-    Every block, scores S become P = 2^(scale_log2 (S - max)) and what was accumulated so far is scaled by 2^(scale_log2
-    (old max - max)). The sum is reduced over the four lanes of a row once, at the end.
+    At each key block scores S become P = 2^(scale_log2 (S - max)), and the output and the sum so far are scaled by
+    2^(scale_log2 (old max - max)). The sum is reduced over the four lanes of a row once, at the end.
     """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    scale_log2: Float32  # unit * log2(e)
-    may_be_empty: Constexpr  # a visited row can have nothing but -inf in it
-    threshold: Constexpr = 0  # powers of two by which scores may exceed the maximum in use
+    scale_log2: Float32  # score_scale * log2(e)
+    may_be_empty: Constexpr  # rows of unmasked blocks may be all -inf
+    threshold: Constexpr = 0  # powers of two by which scores may exceed row_max
 
     @staticmethod
     def make(
@@ -31,10 +31,12 @@ class OnlineSoftmax:
         stats: cute.Tensor | None = None,
         threshold: int = 0,
     ) -> "OnlineSoftmax":
-        """Nothing seen yet. ``stats``: a thread's own (rows, 2) of shared memory to keep the statistics in.
+        """Initial statistics: row_max -inf, row_sum 0.
 
-        ``threshold``: with t > 0 the maximum in use stays as long as no score exceeds it by more than t powers of
-        two, so that the output is hardly ever rescaled. Probabilities are then up to 2^t, which costs no precision.
+        Args:
+            stats: (rows, 2) of the thread in shared memory, to keep the statistics in; None for registers.
+            threshold: t > 0 keeps row_max until a score exceeds it by more than t powers of two, so that the output is
+                rarely rescaled. P is then at most 2^t, without loss of precision.
         """
         if stats is None:
             stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
@@ -44,7 +46,7 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
 
     def load_stats(self) -> "OnlineSoftmax":
-        """With the statistics in registers, from wherever they are kept."""
+        """With the statistics in registers."""
         if self.row_max.memspace == cute.AddressSpace.rmem:
             return self
         row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
@@ -53,16 +55,16 @@ class OnlineSoftmax:
         return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty, self.threshold)
 
     def store_stats(self, loaded: "OnlineSoftmax") -> None:
-        """Put the statistics back after a step."""
+        """Store statistics in registers, of :meth:`load_stats`, back to shared memory, if they are kept there."""
         if loaded is not self:
             cute.autovec_copy(loaded.row_max, self.row_max)
             cute.autovec_copy(loaded.row_sum, self.row_sum)
 
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
-        """The maximum of row r so far and of the thread's own elements of this block."""
+        """max(row_max[r], the thread's own elements of row r)."""
         cols = cute.size(acc, mode=[1])
-        # Four chains, since each step waits for the last.
+        # Four independent chains hide the latency.
         largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]
         for c in cutlass.range_constexpr(3, cols):
             largest[c % 4] = fmax(largest[c % 4], acc[r, c])
@@ -70,7 +72,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def max_to_use(self, r: Constexpr, largest: Float32) -> Float32:
-        """What row r is to be taken relative to, now that ``largest`` is its maximum."""
+        """The new row_max of row r with maximum ``largest``, under ``threshold``."""
         new_max = largest
         if cutlass.const_expr(self.threshold > 0):
             excess = (largest - self.row_max[r]) * self.scale_log2
@@ -79,15 +81,15 @@ class OnlineSoftmax:
 
     @cute.jit
     def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
-        """Scores of row r become probabilities under new_max; returns the factor for what was accumulated before."""
+        """Scores of row r become P under ``new_max``; returns the rescale factor of the output so far."""
         finite_max = new_max
         max_scaled = new_max * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
-            # Nothing to see. The scaled maximum says so too of a bias of -3e38, of which scaling makes -inf.
+            # A fully masked row. The scaled maximum also finds a bias of -3e38, which scaling makes -inf.
             nothing = max_scaled == -Float32.inf
             finite_max = Float32(0.0) if nothing else finite_max
             max_scaled = Float32(0.0) if nothing else max_scaled
-        # The difference first: with one rounding less, an unchanged maximum would give a factor beside 1, each block.
+        # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
         factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
@@ -100,7 +102,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def advance_frozen(self, acc: cute.Tensor) -> None:
-        """One block under the maxima in use, whatever its scores are; :meth:`within` says later if that was right."""
+        """One key block under frozen row maxima (speculation); :meth:`within` checks the result later."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
@@ -111,27 +113,27 @@ class OnlineSoftmax:
             self.row_sum[r] = total
 
     def within(self, r: Constexpr, limit: Constexpr) -> Boolean:
-        """Whether row r's maximum in use was large enough; false as well if there was none (the sum is inf or NaN).
+        """Whether row r's frozen maximum was large enough; false if it was -inf (the sum is inf or NaN).
 
-        As long as a sum is within ``limit``, so is each of its terms: nothing has overflowed, and floating point is as
-        exact under too small a maximum as under the right one.
+        If the sum is within ``limit``, so is each term: nothing has overflowed, and relative precision does not depend
+        on the maximum.
         """
         return self.row_sum[r] <= Float32(limit)
 
     def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
-        """Whether row r's maximum in use is above 2^least before exponentiation: it is -inf if nothing was seen."""
+        """Whether row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all were masked."""
         return self.row_max[r] * self.scale_log2 > Float32(least)
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:
-        """One block: acc (rows, cols) from scores to probabilities; factors (rows) for the output."""
+        """One key block: acc (rows, cols) from scores to P; factors (rows) become the output's rescale factors."""
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             largest = quad_reduce(self.block_max(acc, r), fmax)
             factors[r] = self.exponentiate(acc, r, self.max_to_use(r, largest), masked)
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        """Bring what was accumulated, acc_o (rows, head_dim_v), under the new maximum."""
+        """Rescale the output so far, acc_o (rows, head_dim_v), to the new maximum."""
         if cutlass.const_expr(self.threshold > 0):
             changed = factors[0] != 1.0
             for r in cutlass.range_constexpr(1, cute.size(acc_o, mode=[0])):
@@ -143,21 +145,21 @@ class OnlineSoftmax:
 
     @cute.jit
     def multiply(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        """acc_o (rows, head_dim_v) times factors (rows)."""
+        """acc_o (rows, head_dim_v) *= factors (rows)."""
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * factors[r]
 
     @cute.jit
     def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
-        """One block, output included."""
+        """One key block: :meth:`advance` and :meth:`rescale`."""
         factors = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
         self.advance(acc, factors, masked)
         self.rescale(acc_o, factors)
 
     @cute.jit
     def finish(self, r: Constexpr, row_sum: Float32, rescale: Float32):
-        """(factor for the output row, its log-sum-exp): 0 and -inf for a row that saw nothing."""
+        """(factor of output row r, LSE in natural log): 0 and -inf for a fully masked row."""
         inverse = Float32(0.0)
         lse = -Float32.inf
         if row_sum != 0.0:
@@ -167,7 +169,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def normalize(self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32) -> None:
-        """After the last block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural log-sum-exp."""
+        """After the last key block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural LSE."""
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
             factor, lse[r] = self.finish(r, row_sum, rescale)

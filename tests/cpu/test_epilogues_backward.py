@@ -16,7 +16,7 @@ from cute_attn import reference
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
-from cute_attn.epilogues.bias import in_place_of
+from cute_attn.epilogues.bias import upright_of
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -342,7 +342,7 @@ def record_places(tiling: cutlass.Constexpr, own: cute.Tensor, other: cute.Tenso
         score_map = ScoreMap.make(mma, size.tile_m, size.tile_n, thread, True)
         shape = mma.get_slice(thread).partition_shape_C((size.tile_n, size.tile_m))
         tile = score_map.tile(cute.make_rmem_tensor(shape, Float32), Int32(0), Int32(0))
-        swapped = in_place_of(tile)
+        swapped = upright_of(tile)
         for r in cutlass.range_constexpr(len(swapped.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
                 word = r * len(tile.cols) + c
