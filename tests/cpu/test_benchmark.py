@@ -49,15 +49,15 @@ def test_lengths_of_keys_and_windows_are_named():
     assert banded.name == "fwd-bf16-d64-b1-s64-h2-window8_3" and banded.traits("sm80").mask == "window"
     assert replace(banded, window=0).name == "fwd-bf16-d64-b1-s64-h2-window_3"
     assert replace(banded, window=0).band == (None, 3) and replace(banded, window_right=0).band == (8, 0)
-    packed = Workload(1, 1, 2, 64, lengths=(3, 5), lengths_k=(5, 3))
-    assert packed.name == "fwd-bf16-d64-varlen2x5x5-h2" and packed.sequences == ((3, 5), (5, 3))
-    x = replace(packed, lengths_k=(7, 4)).inputs("cpu")
+    varlen = Workload(1, 1, 2, 64, lengths=(3, 5), lengths_k=(5, 3))
+    assert varlen.name == "fwd-bf16-d64-varlen2x5x5-h2" and varlen.sequences == ((3, 5), (5, 3))
+    x = replace(varlen, lengths_k=(7, 4)).inputs("cpu")
     assert x.cu_seqlens.tolist() == [0, 3, 8] and x.cu_seqlens_k.tolist() == [0, 7, 11]
     assert x.q.shape[0] == 8 and x.k.shape[0] == x.v.shape[0] == 11
     assert Workload(1, 64, 2, 64, seqlen_k=64) == Workload(1, 64, 2, 64)
     for wrong in ({"lengths_k": (1,)}, {"causal": True, "window_right": 1}):
         with pytest.raises(ValueError, match=r"is .*; accepted: "):
-            replace(packed, **wrong)
+            replace(varlen, **wrong)
 
 
 def test_useful_flops_are_of_two_or_five_products():
@@ -69,9 +69,9 @@ def test_useful_flops_are_of_two_or_five_products():
 def test_mixed_lengths_use_all_tokens():
     lengths = mixed_lengths(16384, 8192)
     assert sum(lengths) == 16384 and max(lengths) == 8192 and min(lengths) == 128 and len(lengths) > 5
-    packed = Workload(1, 1, 2, 64, lengths=(3, 5))
-    assert packed.flops == 4 * 2 * (9 + 25) * 64
-    assert packed.inputs("cpu").cu_seqlens.tolist() == [0, 3, 8]
+    varlen = Workload(1, 1, 2, 64, lengths=(3, 5))
+    assert varlen.flops == 4 * 2 * (9 + 25) * 64
+    assert varlen.inputs("cpu").cu_seqlens.tolist() == [0, 3, 8]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The examples run as they are, and what they teach holds: a layout or an epilogue from outside the package."""
+"""The examples run, and their claims hold: a layout and an epilogue from outside the package."""
 
 import importlib.util
 import sys
@@ -40,7 +40,7 @@ def test_runs_as_a_script(name):
 # ---- a layout ----
 
 
-def test_layouts_have_the_conflicts_they_are_said_to_have():
+def test_layouts_have_the_documented_bank_conflicts():
     example = load("custom_layout")
     ways = {}
     for name in example.KERNELS:
@@ -63,7 +63,7 @@ def test_a_padded_tile_counts_its_padding_and_is_refused_where_it_does_not_fit()
         lookup(traits, stages, "sm86")
 
 
-def test_a_variant_is_what_a_call_names():
+def test_a_call_names_a_variant():
     """attention(..., kernel="sm80:padded") becomes a call whose kernel is the subclass."""
     example = load("custom_layout")
     q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
@@ -107,7 +107,7 @@ def test_an_epilogues_own_comparison_can_fail(monkeypatch):
 
 
 def test_an_epilogue_is_used_by_attention():
-    """On CPU tensors by its reference: a table that grows with distance lets each query see its own key alone."""
+    """On CPU tensors: a table that grows with distance leaves each query its own key alone."""
     load("custom_epilogue")
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
     table = (torch.arange(-4, 5).abs() * -1e4).expand(2, 9).contiguous()

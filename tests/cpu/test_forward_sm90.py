@@ -1,4 +1,4 @@
-"""What the Hopper forward's tiles are made of, and what they refuse."""
+"""The Hopper forward's tiles: texts and refusals."""
 
 import re
 

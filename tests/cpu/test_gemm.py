@@ -1,4 +1,4 @@
-"""The operands of the two products: where a thread reads them in shared memory, against the layout's own answer."""
+"""Operands of products: a thread's addresses in shared memory against the layout's."""
 
 import cutlass
 import numpy as np
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 def make_operand(which, rows, cols, stages, bits, warps, thread):
-    """An operand of a tile at address 0 of shared memory: Q or K as (rows, cols), V transposed."""
+    """An operand at address 0 of shared memory: Q or K as (rows, cols), V transposed."""
     tiled_mma = layouts.tiled_mma_sm80(Float16, warps)
     pointer = cute.make_ptr(Float16, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
     tile = cute.make_tensor(
@@ -28,7 +28,7 @@ def make_operand(which, rows, cols, stages, bits, warps, thread):
 
 @cute.jit
 def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, stage, k, piece] = addresses: read unrolled, read in a loop, and where the layout has the vector."""
+    """out[thread, stage, k, piece] = addresses: the operand's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = make_operand(*case, thread)
         reference = operand.tiled_copy.get_slice(thread).partition_S(

@@ -1,4 +1,4 @@
-"""What the tests rest on: the kernels that stand for all defaults, how kernels are built here, and forked processes."""
+"""The tests' own tools: the cover of all default kernels, builds without source locations, forked processes."""
 
 import pytest
 from cutlass._mlir_helpers import op
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterati
 # ---- defaults ----
 
 
-def test_the_cover_shows_what_all_defaults_show():
+def test_the_cover_meets_the_demands_of_all_defaults():
     defaults, chosen = every(), cover(every())
     assert set().union(*map(demands, chosen)) == set().union(*map(demands, defaults))
     assert len(chosen) == len(set(chosen)) < len(defaults)
@@ -25,8 +25,8 @@ def test_the_cover_shows_what_all_defaults_show():
     assert tiles == covered
 
 
-def test_what_a_kernel_shows():
-    """By hand, that pairs and tiles are told apart."""
+def test_demands_of_a_kernel():
+    """Worked out by hand: pairs and tiles are distinct demands."""
     (plain,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90")
     (short,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90-512x512x1")
     (alibi,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-alibi-sm90")
@@ -74,7 +74,7 @@ sys.exit({"number": 3, "text": "why", "nothing": None}[sys.argv[1]])
 """
 
 
-def test_a_forked_process_is_as_good_as_a_fresh_one(tmp_path, monkeypatch):
+def test_a_forked_process_behaves_as_a_new_one(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     monkeypatch.setenv("SET", "here")

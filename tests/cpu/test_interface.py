@@ -1,4 +1,4 @@
-"""Calling attention: what each argument means, and one clear sentence for each wrong one."""
+"""Calling attention: the meaning of each argument, and one sentence for each wrong one."""
 
 import functools
 import inspect
@@ -37,13 +37,13 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 
 def dense(**changes):
-    """Arguments of a good call on batches, changed."""
+    """Arguments of a valid call on batches, with changes."""
     call = {"q": randn(2, 16, 4, 64, dtype=BF16), "k": randn(2, 24, 2, 64, dtype=BF16)}
     return call | {"v": randn(2, 24, 2, 64, dtype=BF16)} | changes
 
 
-def packed(**changes):
-    """Arguments of a good call on packed sequences, changed."""
+def varlen(**changes):
+    """Arguments of a valid varlen call, with changes."""
     call = {
         "q": randn(16, 4, 64, dtype=BF16),
         "k": randn(24, 2, 64, dtype=BF16),
@@ -215,43 +215,43 @@ WRONG = {
         ValueError,
         r"epilogues\['relu'\] has 9007199254740993; accepted: ints up to",
     ),
-    "cu_none": (packed(cu_seqlens_q=None), TypeError, "cu_seqlens_q is a NoneType; accepted: a torch.Tensor"),
+    "cu_none": (varlen(cu_seqlens_q=None), TypeError, "cu_seqlens_q is a NoneType; accepted: a torch.Tensor"),
     "cu_dtype": (
-        packed(cu_seqlens_q=torch.tensor([0, 6, 16])),
+        varlen(cu_seqlens_q=torch.tensor([0, 6, 16])),
         TypeError,
         "cu_seqlens_q has dtype torch.int64",
     ),
     "cu_length": (
-        packed(cu_seqlens_k=int32(0, 24)),
+        varlen(cu_seqlens_k=int32(0, 24)),
         ValueError,
         r"cu_seqlens_k has shape \(2,\); accepted: \(3,\)",
     ),
-    "cu_empty": (packed(cu_seqlens_q=int32()), ValueError, r"cu_seqlens_q is empty; accepted: batch \+ 1"),
-    "cu_stride": (packed(cu_seqlens_q=int32(0, 0, 6, 0, 16)[::2]), ValueError, "cu_seqlens_q has stride 2"),
+    "cu_empty": (varlen(cu_seqlens_q=int32()), ValueError, r"cu_seqlens_q is empty; accepted: batch \+ 1"),
+    "cu_stride": (varlen(cu_seqlens_q=int32(0, 0, 6, 0, 16)[::2]), ValueError, "cu_seqlens_q has stride 2"),
     "cu_falls": (
-        packed(cu_seqlens_q=int32(0, 16, 6)),
+        varlen(cu_seqlens_q=int32(0, 16, 6)),
         ValueError,
         r"cu_seqlens_q is \[0, 16, 6\]; accepted: rising",
     ),
     "cu_end": (
-        packed(cu_seqlens_k=int32(0, 24, 25)),
+        varlen(cu_seqlens_k=int32(0, 24, 25)),
         ValueError,
         r"cu_seqlens_k is \[0, 24, 25\]; .* up to 24",
     ),
-    "max_seqlen": (packed(max_seqlen_q=9), ValueError, "max_seqlen_q is 9; accepted: 10 or more"),
-    "max_seqlen_negative": (packed(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1; accepted: 0 to"),
+    "max_seqlen": (varlen(max_seqlen_q=9), ValueError, "max_seqlen_q is 9; accepted: 10 or more"),
+    "max_seqlen_negative": (varlen(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1; accepted: 0 to"),
     "max_seqlen_tensor": (
-        packed(max_seqlen_q=torch.tensor(10)),
+        varlen(max_seqlen_q=torch.tensor(10)),
         TypeError,
         r"max_seqlen_q is tensor\(10\); accepted: a Python int",
     ),
     "packed_dims": (
-        packed(q=randn(2, 8, 4, 64, dtype=BF16)),
+        varlen(q=randn(2, 8, 4, 64, dtype=BF16)),
         ValueError,
         r"q has shape .*; accepted: \(total, heads, head_dim\)",
     ),
     "packed_seqused_q": (
-        packed(seqused_q=int32(1, 2, 3)),
+        varlen(seqused_q=int32(1, 2, 3)),
         ValueError,
         r"seqused_q has shape \(3,\); accepted: \(2,\)",
     ),
@@ -263,11 +263,11 @@ def wide(n):
 
 
 def repeated(*shape):
-    """One row of zeros, as many times as it takes: (*shape, 64) of next to no memory."""
+    """Zeros of shape (*shape, 64), expanded from one row."""
     return torch.zeros(64, dtype=BF16).expand(*shape, 64)
 
 
-# Right on the CPU, and wrong for the kernels.
+# Accepted on the CPU, refused by kernels.
 WRONG_FOR_KERNELS = {
     "float32": (
         dense(q=randn(2, 16, 4, 64), k=randn(2, 24, 2, 64), v=randn(2, 24, 2, 64)),
@@ -332,18 +332,18 @@ WRONG_FOR_KERNELS = {
         ValueError,
         f"q has {2**30} sequences of 2 heads, {2**31} in all; accepted on CUDA: up to {2**31 - 1}",
     ),
-    "packed_rows": (
-        packed(k=repeated(2**31 - 8, 4), v=repeated(2**31 - 8, 4)),
+    "varlen_rows": (
+        varlen(k=repeated(2**31 - 8, 4), v=repeated(2**31 - 8, 4)),
         ValueError,
         f"k has {2**31 - 8} packed rows; accepted on CUDA: up to {MAX_ROWS}",
     ),
-    "packed_longest": (
-        packed(q=repeated(2**30, 4), max_seqlen_q=2**31 - 1),
+    "varlen_longest": (
+        varlen(q=repeated(2**30, 4), max_seqlen_q=2**31 - 1),
         ValueError,
         f"max_seqlen_q is {2**30}; accepted on CUDA: up to {MAX_SEQLEN}",
     ),
     "mem_efficient_longest": (
-        packed(max_seqlen_k=2**31 - 1, dropout_p=0.1, dropout_mask="mem_efficient"),
+        varlen(max_seqlen_k=2**31 - 1, dropout_p=0.1, dropout_mask="mem_efficient"),
         ValueError,
         f"max_seqlen_k is {2**31 - 1}; accepted on CUDA: up to {MAX_SEQLEN}",
     ),
@@ -372,7 +372,7 @@ def test_wrong_calls_of_kernels(name, as_on_cuda):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """CPU tensors meet the checks of CUDA tensors; nothing is computed."""
+    """CPU tensors go through the checks of CUDA tensors; nothing is computed."""
 
     def checks(call: AttentionParams):
         check(call)
@@ -384,7 +384,7 @@ def as_on_cuda(monkeypatch):
 
 
 def odd(x, dim):
-    """x, narrowed to size 1 in ``dim``, with a stride there that means nothing and fits nothing."""
+    """x with size 1 in ``dim`` and a meaningless stride there."""
     x = x.narrow(dim, 0, 1)
     strides = list(x.stride())
     strides[dim] = 3
@@ -393,7 +393,7 @@ def odd(x, dim):
 
 FINE = {
     "plain": dense(),
-    "packed": packed(),
+    "varlen": varlen(),
     "expanded_keys": dense(k=randn(2, 24, 1, 64, dtype=BF16).expand(2, 24, 2, 64)),
     "fused": dict(zip("qkv", randn(2, 16, 3, 4, 64, dtype=BF16).unbind(2), strict=True)),
     "batch_1": dense(q=odd(GOOD["q"], 0), k=odd(GOOD["k"], 0), v=odd(GOOD["v"], 0)),
@@ -404,8 +404,8 @@ FINE = {
     "seqlen_k_0": dense(k=GOOD["k"][:, :0], v=GOOD["v"][:, :0]),
     "no_heads": dense(q=GOOD["q"][:, :, :0], k=GOOD["k"][:, :, :0], v=GOOD["v"][:, :, :0]),
     "batch_0": dense(q=GOOD["q"][:0], k=GOOD["k"][:0], v=GOOD["v"][:0]),
-    "no_sequences": packed(cu_seqlens_q=int32(0), cu_seqlens_k=int32(0)),
-    "longer_than_all_rows": packed(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1),
+    "no_sequences": varlen(cu_seqlens_q=int32(0), cu_seqlens_k=int32(0)),
+    "longer_than_all_rows": varlen(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1),
     "window_list": dense(window=[3, 0]),
     "window_minus_1": dense(window=(-1, -1)),
 }
@@ -422,7 +422,7 @@ def test_calls_that_the_cpu_computes(name):
     assert called(FINE[name])().shape == (*q.shape[:-1], 64)
 
 
-# ---- what arguments mean ----
+# ---- meaning of arguments ----
 
 MASKS = [
     (False, (None, None), ("", UNBOUNDED, UNBOUNDED)),
@@ -474,7 +474,7 @@ def test_every_option_reaches_the_reference():
         assert torch.equal(a, b)
 
 
-def test_what_is_returned():
+def test_returned_values():
     good = dense()
     out = attention(**good)
     assert isinstance(out, torch.Tensor) and out.dtype == BF16
@@ -484,12 +484,12 @@ def test_what_is_returned():
     assert torch.equal(out, out2)
     assert lse.shape == (2, 4, 16) and lse.dtype == torch.float32
     assert softmax.shape == (2, 4, 16, 24) and softmax.dtype == BF16
-    out, lse, softmax = attention_varlen(**packed(), return_lse=True, return_softmax=True)
+    out, lse, softmax = attention_varlen(**varlen(), return_lse=True, return_softmax=True)
     assert out.shape == (16, 4, 64) and lse.shape == (4, 16) and softmax.shape == (2, 4, 10, 24)
 
 
 def test_varlen_is_a_loop():
-    arguments = packed()
+    arguments = varlen()
     out, lse = attention_varlen(**arguments, causal=True, return_lse=True)
     for b in range(2):
         rows, keys = (slice(*arguments[f"cu_seqlens_{x}"][b : b + 2].tolist()) for x in "qk")
@@ -512,7 +512,7 @@ def test_double_stays_double():
 # ---- dropout's seed ----
 
 
-def test_a_mask_is_drawn_from_torchs_generator():
+def test_the_rng_state_comes_from_torchs_generator():
     good = dense(dropout_p=0.5)
     torch.manual_seed(1)
     first, second = attention(**good), attention(**good)
@@ -520,14 +520,14 @@ def test_a_mask_is_drawn_from_torchs_generator():
     assert torch.equal(attention(**good), first) and not torch.equal(first, second)
 
 
-def test_a_mask_can_be_used_again():
+def test_a_dropout_mask_can_be_repeated():
     state = draw_rng_state("cpu")
     assert state.shape == (2,) and state.dtype == torch.int64
     good = dense(dropout_p=0.5, rng_state=state)
     assert torch.equal(attention(**good), attention(**good))
 
 
-def test_without_dropout_nothing_is_drawn():
+def test_without_dropout_the_generator_is_unchanged():
     before = torch.get_rng_state()
     attention(**dense(dropout_p=0.0, rng_state=torch.tensor([1, 2])))
     assert torch.equal(before, torch.get_rng_state())
@@ -565,7 +565,7 @@ def test_gradients_reach_everything_on_the_cpu():
 # ---- continuing a forward ----
 
 
-def test_backward_of_a_forward_that_was_run_elsewhere():
+def test_backward_of_another_kernels_forward():
     q, k, v = (x.float().requires_grad_() for x in dense().values())
     bias = randn(1, 4, 1, 24).requires_grad_()
     options = {"causal": True, "softcap": 3.0, "dropout_p": 0.3}
@@ -594,8 +594,8 @@ def test_backward_of_a_forward_that_was_run_elsewhere():
             torch.testing.assert_close(a, b)
 
 
-def test_backward_of_a_packed_forward():
-    arguments = packed()
+def test_backward_of_a_varlen_forward():
+    arguments = varlen()
     tensors = [arguments.pop(name).float().requires_grad_() for name in "qkv"]
     lengths = tuple(arguments.values())
     out, lse = attention_varlen(*tensors, *lengths, causal=True, return_lse=True)
@@ -624,7 +624,7 @@ def test_wrong_backward_calls():
         attention_backward(out, q, k, v, out, lse[:, :, 1:])
 
 
-def test_a_backward_takes_what_its_forward_takes():
+def test_a_backward_has_its_forwards_arguments():
     for forward, backward in ((attention, attention_backward), (attention_varlen, attention_varlen_backward)):
         own = {"grad_out", "out", "lse", "grad_lse", "wanted"}
         names = set(inspect.signature(backward).parameters) - own
@@ -637,7 +637,7 @@ def test_a_backward_takes_what_its_forward_takes():
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
 def test_an_lse_alone_gives_v_a_gradient_of_zeros(dtype):
-    """As on CUDA; autograd refuses to differentiate by what was not used. NaN in v is no matter."""
+    """As on CUDA, also with NaN in v; autograd alone would refuse, since v is not used."""
     q, k, v = (randn(1, 5, 2, 8, dtype=dtype, seed=s).requires_grad_() for s in range(3))
     with torch.no_grad():
         v[0, 2] = math.nan
@@ -652,7 +652,7 @@ def test_an_lse_alone_gives_v_a_gradient_of_zeros(dtype):
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 6), (2, 0, 6), (2, 5, 0)], ids=["batch", "queries", "keys"])
-def test_nothing_has_gradients_of_zeros(sizes):
+def test_empty_inputs_have_zero_gradients(sizes):
     batch, seqlen_q, seqlen_k = sizes
     q, k, v = (randn(batch, n, 2, 8).requires_grad_() for n in (seqlen_q, seqlen_k, seqlen_k))
     inputs = (q, k, v, randn(1, 1, 1, seqlen_k).requires_grad_())

@@ -1,4 +1,4 @@
-"""Calls that are known again: by what a compiler guards its code by, before a plan's whole key is made."""
+"""Launchers found by torch's tensor guards, before the whole key of a call is made."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ LAUNCHERS = [object() for _ in range(8)]
 
 
 @pytest.fixture(autouse=True)
-def nothing_seen(monkeypatch):
+def no_launchers(monkeypatch):
     monkeypatch.setattr(launcher, "_last", {})
 
 
 def tensors(seqlen=5, **given):
-    """A call's, q to rng_state."""
+    """A call's tensors, q to rng_state."""
     fields = {name: torch.randn(2, seqlen, 4, 8) for name in ("q", "k", "v")}
     fields |= dict.fromkeys(("cu_q", "cu_k", "used_q", "used_k", "slopes", "bias", "state"))
     return tuple((fields | given).values())
@@ -27,7 +27,7 @@ def seen(call, options=OPTIONS):
     return found and found.launcher
 
 
-def test_a_call_like_another_is_known():
+def test_an_equal_call_finds_the_launcher():
     assert seen(tensors()) is None
     remember(tensors(), OPTIONS, LAUNCHERS[0])
     assert seen(tensors()) is LAUNCHERS[0]
@@ -52,7 +52,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_call_is_not(name):
+def test_a_different_call_finds_none(name):
     remember(tensors(), OPTIONS, LAUNCHERS[0])
     other = OTHERS[name]()
     assert seen(other) is None
@@ -77,14 +77,14 @@ def test_starts_may_be_the_same_tensor():
     assert seen(tensors(cu_q=other, cu_k=starts)) is LAUNCHERS[1]
 
 
-def test_arguments_that_are_one_are_left_to_the_key():
+def test_aliased_arguments_are_left_to_the_key():
     call = tensors()
     call = (*call[:2], call[1], *call[3:])
     remember(call, OPTIONS, LAUNCHERS[0])
     assert seen(call) is None
 
 
-def test_the_biass_address_counts():
+def test_the_biass_alignment_matters():
     storage = torch.randn(2 * 5 * 5 * 4 + 1)
     at = [storage[i : i + 200].view(2, 4, 5, 5) for i in (0, 1)]
     remember(tensors(bias=at[0]), OPTIONS, LAUNCHERS[0])
@@ -93,7 +93,7 @@ def test_the_biass_address_counts():
     assert [seen(tensors(bias=bias)) for bias in at] == LAUNCHERS[:2]
 
 
-def test_gradients_are_told():
+def test_requires_grad_is_recorded():
     remember(tensors(), OPTIONS, LAUNCHERS[0])
     assert recall(tensors(), OPTIONS).constant
     q = torch.randn(2, 5, 4, 8).requires_grad_()

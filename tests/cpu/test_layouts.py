@@ -1,7 +1,7 @@
 """The laws of ``layouts``, checked for every coordinate.
 
-Three witnesses are compared: the DSL's own code, run on the host for every thread and value; pycute's algebra; and the
-integer models of ``layouts.model``, which pictures and bank counts are made from.
+Three implementations are compared: the DSL's code, run on the host for every thread and value; pycute's algebra; and
+the integer models of ``layouts.model``, which pictures and bank counts use.
 """
 
 from math import prod
@@ -165,7 +165,7 @@ def test_wgmma_smem_layout_swizzles_bytes(rows, cols, stages, major):
 
 @pytest.mark.parametrize("cols", [32, 64, 96, 256])
 def test_a_strip_of_columns_is_one_block_of_memory(cols):
-    """The atoms run down the rows first, so that a TMA box or a loop over head dims finds a strip in one piece."""
+    """Atoms are ordered by rows first, so that a TMA box or a loop over head dims has a contiguous strip."""
     for make in (layouts.smem_layout, layouts.wgmma_smem_layout):
         offsets = model.smem_map(lambda make=make: make(48, cols, BFloat16, stages=2), BFloat16).offsets
         strip = atom_cols(cols, 16)
@@ -176,7 +176,7 @@ def test_a_strip_of_columns_is_one_block_of_memory(cols):
 
 @pytest.mark.parametrize(("keys", "dims", "stages"), [(64, 128, None), (96, 96, 2), (176, 32, None)])
 def test_a_transposed_k_major_tile_is_mn_major(keys, dims, stages):
-    """V as it lies, (keys, dims), is the B operand (dims, keys) of P V."""
+    """V as stored, (keys, dims), is the B operand (dims, keys) of P V."""
 
     def as_stored():
         return layouts.transposed(layouts.wgmma_smem_layout(keys, dims, BFloat16, stages=stages))
@@ -190,7 +190,7 @@ def test_a_transposed_k_major_tile_is_mn_major(keys, dims, stages):
 
 
 def test_wgmma_layout_through_a_swizzled_pointer():
-    """The DSL swizzles the address of an element, in bytes: write through such a pointer, look where it landed."""
+    """The DSL swizzles byte addresses: write through such a pointer, then search the memory."""
 
     def body(out):
         layout = layouts.wgmma_smem_layout(64, 32, Float32, stages=None)
@@ -269,7 +269,7 @@ def test_gmem_copy_moves_each_element_once_in_whole_rows(num_threads, rows, cols
     rows_of_threads = vectors[:, :, 0].reshape(-1, width // vector, vectors.shape[1], 2)
     assert (rows_of_threads[..., 0] == rows_of_threads[:, :1, :, 0]).all()
     assert (np.diff(rows_of_threads[..., 1], axis=1) == vector).all()
-    # The model is the first step of it.
+    # The model has the first step of it.
     step = model.copy_map(make, "src")
     assert (np.stack([step.row, step.col], -1) == coords[:, :vector]).all()
     assert step.vector == vector

@@ -1,4 +1,4 @@
-"""The laws of accumulators: rows and columns, the next MMA's operand, stores; and that the device accepts it all."""
+"""The laws of accumulators: rows and columns, the next MMA's operand, stores; and that kernels with them compile."""
 
 import re
 
@@ -56,7 +56,7 @@ def accumulator_coordinates(make, threads, tile_m, tile_n):
 def write_view(
     make: cutlass.Constexpr, tile: cutlass.Constexpr, transposed: cutlass.Constexpr, out: cute.Tensor
 ):
-    """out[thread, r, c] = (row, col, the coordinate that element (r, c) of the view really has)."""
+    """out[thread, r, c] = (row, col, the coordinate of the view's element (r, c) in the partition)."""
     tiled_mma = make()
     modes = layouts.row_col_modes(tiled_mma, *tile, transposed=transposed)
     for thread in cutlass.range(cute.size(out.shape[0])):
@@ -198,7 +198,7 @@ def test_store_writes_each_element_once_from_the_thread_that_holds_it(name, arch
         assert (
             np.take_along_axis(held, order[..., None], 1) == np.take_along_axis(written, again[..., None], 1)
         ).all()
-    # Registers on the side of the accumulator: the copy takes what the MMA's own map holds.
+    # Source registers: the copy's elements are those of the MMA's own map.
     source = model.copy_map(copy, "src")
     mma = model.mma_map(make, "C")
     for thread in (0, 37, threads - 1):
@@ -227,11 +227,11 @@ def test_transposed_store_exchanges_rows_and_columns_of_each_8_x_8(n):
     assert (source.col == value // 8 * 16 + 8 * (matrix // 2) + lane % 4 * 2 + value % 2).all()
 
 
-# The device accepts them: two chained products, compiled
+# Compilation: two chained products
 
 
 class TwoProducts:
-    """O = mask(Q K^T) V on one tile, with everything of ``layouts`` in it."""
+    """O = mask(Q K^T) V on one tile, with all of ``layouts``."""
 
     def __init__(self, m, n, d, warps, swizzle_bits=None):
         self.m, self.n, self.d, self.warps, self.swizzle_bits = m, n, d, warps, swizzle_bits
@@ -364,7 +364,7 @@ def ptx_of(kernel, arch, directory):
 @pytest.mark.parametrize(
     ("m", "n", "d", "warps", "bits"), [(128, 64, 64, 4, None), (64, 32, 96, 4, 0), (64, 32, 256, 2, None)]
 )
-def test_ampere_kernel_compiles_to_whole_instructions(m, n, d, warps, bits, tmp_path):
+def test_ampere_kernel_compiles_to_full_width_instructions(m, n, d, warps, bits, tmp_path):
     ptx = ptx_of(TwoProducts(m, n, d, warps, bits), "sm_80", tmp_path)
     m_steps = m // (16 * warps)
     assert len(re.findall(r"mma\.sync.*m16n8k16", ptx)) == 2 * m_steps * n * d // (8 * 16)
@@ -378,7 +378,7 @@ def test_ampere_kernel_compiles_to_whole_instructions(m, n, d, warps, bits, tmp_
 @pytest.mark.parametrize(
     ("m", "n", "d", "warpgroups", "a_source"), [(128, 64, 96, 2, "rmem"), (64, 96, 128, 1, "smem")]
 )
-def test_hopper_kernel_compiles_to_whole_instructions(m, n, d, warpgroups, a_source, tmp_path):
+def test_hopper_kernel_compiles_to_full_width_instructions(m, n, d, warpgroups, a_source, tmp_path):
     ptx = ptx_of(TwoWgmmas(m, n, d, warpgroups, a_source), "sm_90a", tmp_path)
     assert len(re.findall(rf"wgmma\.mma_async.*m64n{n}k16", ptx)) == d // 16
     assert len(re.findall(rf"wgmma\.mma_async.*m64n{d}k16", ptx)) == (

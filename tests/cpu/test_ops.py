@@ -1,4 +1,4 @@
-"""The torch operator: its schema, its fakes, its gradient under a compiler, and what it hands to kernels."""
+"""The torch operator: its schema, its fakes, its gradient under a compiler, and the kernels' arguments."""
 
 import contextlib
 import dataclasses
@@ -61,13 +61,13 @@ CHANGES = {
     "dropout_softmax": {"dropout": "flash", "dropout_p": 0.3, "rng_state": RNG, "return_softmax": True},
     "mem_efficient": {"dropout": "mem_efficient", "dropout_p": 0.3, "rng_state": RNG},
     "seqused_k": {"seqused_k": torch.tensor([3, 11], dtype=torch.int32)},
-    "packed": {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": 5, "max_seqlen_k": 5},
+    "varlen": {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": 5, "max_seqlen_k": 5},
 }
 
 
 def make(name, **options) -> AttentionParams:
     tensors = inputs(**options)
-    if name == "packed":
+    if name == "varlen":
         tensors = [x.detach()[0].requires_grad_(x.requires_grad) for x in tensors]
     return call(*tensors, **CHANGES[name])
 
@@ -116,14 +116,14 @@ def dense_call(q, k, v, bias):
     )
 
 
-def packed_call(q, k, v, bias):
+def varlen_call(q, k, v, bias):
     return attention_varlen(
         q[0], k[0], v[0], CU_Q, CU_K, 5, 5, bias=bias[:, :, :, :5], softcap=2.0, return_lse=True
     )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", [dense_call, packed_call])
+@pytest.mark.parametrize("function", [dense_call, varlen_call])
 def test_compiles_into_one_graph(function, dynamic):
     torch.compiler.reset()
     tensors = [*inputs(requires_grad=True), randn(1, 4, 1, 11, seed=7).requires_grad_()]
@@ -150,7 +150,7 @@ def test_one_graph_serves_other_lengths():
     assert counter.frame_count == 1
 
 
-def test_a_compiled_function_draws_anew():
+def test_a_compiled_function_gets_a_new_mask_at_every_call():
     torch.compiler.reset()
     q, k, v = inputs()
     compiled = torch.compile(lambda: attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager")
@@ -228,14 +228,14 @@ def test_other_devices_are_refused():
         ops.forward_cpu(call(q.to("meta"), q.to("meta"), q.to("meta")))
 
 
-# ---- what a kernel is given: CPU tensors on the CUDA path, with a kernel that notes its arguments ----
+# ---- kernels' arguments: CPU tensors on the CUDA path, with a kernel that records them ----
 
 
 COUNTERS = torch.zeros(4, dtype=torch.int32)
 
 
 class Recorder:
-    """Stands for the compiler and every kernel it builds."""
+    """Replaces the compiler and every kernel that it builds."""
 
     def __init__(self):
         self.built, self.launched = [], []
@@ -266,7 +266,7 @@ def kernel_inputs():
     return randn(2, 9, 4, 16, dtype=BF16), randn(2, 11, 2, 16, dtype=BF16), randn(2, 11, 2, 8, dtype=BF16)
 
 
-def test_a_kernel_gets_the_call(recorder):
+def test_a_kernel_gets_the_calls_arguments(recorder):
     q, k, v = kernel_inputs()
     out, lse = attention(
         q, k, v, causal=True, softmax_scale=0.3, return_lse=True, kernel="sm80", tile="tile_n=32"
@@ -284,8 +284,8 @@ def test_a_kernel_gets_the_call(recorder):
 
 
 @pytest.mark.parametrize("kernel", ["", "sm80"])
-def test_the_softmax_is_a_launch_of_its_own(recorder, kernel):
-    """After the forward, from its LSE and with its arguments; the forward is the same without it."""
+def test_the_softmax_is_a_separate_launch(recorder, kernel):
+    """After the forward, with its LSE and arguments; the forward is the same without it."""
     q, k, v = kernel_inputs()
     options = {"causal": True, "dropout_p": 0.5, "softmax_scale": 0.3, "return_lse": True, "kernel": kernel}
     attention(q, k, v, **options)
@@ -308,7 +308,7 @@ def test_the_softmax_is_a_launch_of_its_own(recorder, kernel):
     assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.any()
 
 
-def test_the_second_call_plans_nothing(recorder, monkeypatch):
+def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):
     q, k, v = kernel_inputs()
     for n in (1, 2):
         attention(q, k, v, dropout_p=0.5, bias=randn(1, 1, 1, 11))
@@ -365,8 +365,8 @@ def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):
     assert torch.equal(tensors[0], slopes.expand(2, 4)) and torch.equal(tensors[1], bias.expand(2, 4, 9, 11))
 
 
-def test_a_users_kernel_is_asked_for_its_arguments_every_time(recorder, monkeypatch):
-    """It may make of a tensor what it likes."""
+def test_a_users_kernel_computes_its_arguments_at_every_call(recorder, monkeypatch):
+    """They may depend on a tensor's values."""
     from cute_attn.kernels.forward_sm80 import ForwardSm80
 
     class Later(ForwardSm80):
@@ -393,8 +393,8 @@ LONGEST = {
 
 
 @pytest.mark.parametrize("name", LONGEST)
-def test_packed_sequences_are_no_longer_than_all_rows(recorder, name):
-    """Kernels are launched for so many queries; only the mem-efficient mask has a use for what was stated."""
+def test_varlen_sequences_are_no_longer_than_all_rows(recorder, name):
+    """The grid has no more rows; only the mem-efficient mask uses max_seqlen as stated."""
     options, expected = LONGEST[name]
     q, k, v = (x[0] for x in kernel_inputs())
     options = {"max_seqlen_q": 2**23, "max_seqlen_k": 2**16} | options
@@ -436,7 +436,7 @@ def test_the_grid_of_the_softmax_ends_there_too(recorder):
 
 
 def many(sequences, heads):
-    """A packed call of next to no memory."""
+    """A varlen call of expanded tensors, which take no memory."""
     x = torch.zeros(16, dtype=BF16).expand(8, heads, 16)
     starts = torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     changes = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
@@ -457,7 +457,7 @@ def many(sequences, heads):
     ],
 )
 def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message):
-    """The Hopper forward lists those that the rows make, whatever lengths are stated."""
+    """The Hopper forward has blocks for all rows, whatever max_seqlen says."""
     one = many(sequences, heads)
     kernel = registry.lookup(one.traits("sm90"), "tile_m=64", "sm90")
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
@@ -477,7 +477,7 @@ def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message)
     ],
 )
 def test_a_ctas_steps_end_where_32_bits_do(seqlen, changes, message):
-    """After half an hour, that is."""
+    """Such a launch would run for half an hour."""
     x = torch.zeros(16, dtype=BF16).expand(1, seqlen, 1, 16)
     one = call(x, x, x, **changes)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
@@ -527,7 +527,7 @@ def test_nothing_is_launched_for_nothing(recorder, empty):
 
 
 def test_nothing_is_launched_for_no_sequences(recorder):
-    """A grid of none is an error of the driver's; rows that are no sequence's are there all the same."""
+    """The driver refuses an empty grid; tensors may have rows all the same."""
     none, (q, k, v) = torch.zeros(1, dtype=torch.int32), (x[0] for x in kernel_inputs())
     out, lse = attention_varlen(q, k, v, none, none, 5, 5, return_lse=True)
     assert not recorder.launched and out.shape == (9, 4, 8) and not out.any() and (lse == -math.inf).all()
@@ -553,7 +553,7 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
     assert len(recorder.launched) == 1
 
 
-def test_what_no_kernel_serves(recorder):
+def test_unsupported_traits(recorder):
     from cute_attn import Unsupported
 
     q, k, v = kernel_inputs()
@@ -565,7 +565,7 @@ def test_what_no_kernel_serves(recorder):
         attention(q, k, v, kernel="sm70")
 
 
-def test_a_generation_that_declines_says_why(recorder):
+def test_an_arch_that_declines_names_the_reason(recorder):
     q, k, v = kernel_inputs()
     with pytest.warns(
         UserWarning, match="forward-sm80-bf16-d16x8 serves the call, since tile has 'num_warps=8'"
@@ -578,8 +578,8 @@ def test_a_generation_that_declines_says_why(recorder):
         attention(q, k, v, tile="tile_n=64")
 
 
-def test_another_tile_than_the_default_is_said_and_why(recorder, caplog):
-    """Traits do not say how a bias lies in memory."""
+def test_another_tile_than_the_default_is_logged_with_its_reason(recorder, caplog):
+    """Traits do not have the bias's strides."""
     q, k, v = (randn(2, 64, 2, 64, dtype=BF16) for _ in range(3))
     bias = randn(2, 2, 64, 72, dtype=BF16)
     with caplog.at_level("DEBUG", "cute_attn"):
@@ -615,7 +615,7 @@ def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
 
 @pytest.fixture
 def scale_keys(monkeypatch):
-    """An epilogue of a user's: scores times a number, and times a tensor's value for each key."""
+    """A user's epilogue: scores times a number, and times a tensor's value for each key."""
     from cute_attn.epilogues import base
 
     class ScaleKeys(base.Epilogue):
@@ -670,7 +670,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_are_watched_too():
+def test_dispatch_modes_see_the_backward():
     q, k, v = inputs(requires_grad=True)
     with Watch() as watch:
         grads = torch.autograd.grad(attention(q, k, v, causal=True).sum(), (q, k, v))
@@ -680,7 +680,7 @@ def test_gradients_are_watched_too():
         torch.testing.assert_close(a, b)
 
 
-def test_subclasses_and_watchers_go_through_the_dispatcher(recorder):
+def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
     class Sub(torch.Tensor):
         pass
 

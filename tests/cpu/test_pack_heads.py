@@ -1,6 +1,6 @@
-"""Query heads packed as rows of one block: which query and head a row is, who gets such tiles, what is refused.
+"""Packed GQA: the query and head of a row, the lengths for which heads are packed, refusals.
 
-That these tiles build without spills is seen in test_defaults.py.
+test_defaults.py checks that these tiles build without spills.
 """
 
 import re
@@ -29,7 +29,7 @@ PACKED = ForwardSm90Tile(64, 64, pack_heads=8)
     ("name", "heads"),
     [("wgmma1-64x80", 2), ("wgmma1-64x80", 8), ("wgmma1-64x80", 64), ("wgmma2-128x176", 16)],
 )
-def test_rows_are_queries_of_their_heads(name, heads, features):
+def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
     """Scores, softmax and log-sum-exps of every query and head, on real accumulators; two packs a batch."""
     tiling = TILINGS[name].of(features)
     tiling = replace(tiling, tile=replace(tiling.tile, pack_heads=heads))
@@ -69,7 +69,7 @@ def test_rows_are_queries_of_their_heads(name, heads, features):
         ),
     ],
 )
-def test_a_tile_that_cannot_pack_says_so(tile, traits, message):
+def test_a_tile_that_cannot_pack_is_rejected(tile, traits, message):
     reason = tile.reject(traits, "sm90") or ""
     assert re.search(message, reason), reason
 
@@ -79,7 +79,7 @@ def test_a_tile_counts_its_queries():
     assert ForwardSm90Tile().override("pack_heads=4") == replace(ForwardSm90Tile(), pack_heads=4)
 
 
-# ---- who gets them ----
+# ---- when heads are packed ----
 
 
 def chosen(seqlen_q: int, group: int, features: str = "d128", seqlen_k: int = 4096) -> ForwardSm90Tile:
@@ -107,7 +107,7 @@ def test_few_queries_are_packed(seqlen_q, group, rows, heads):
 
 
 @pytest.mark.parametrize("features", ["", "-causal-softcap-alibi-varlen-seqused_k"])
-def test_what_is_chosen_fits_every_head_dim(features):
+def test_chosen_tiles_fit_every_head_dim(features):
     for d in range(8, 257, 8):
         for dv in (8, d, 256):
             traits = Traits.parse(f"forward-sm90-bf16-d{d}" + (f"x{dv}" if dv != d else "") + features)
@@ -117,7 +117,7 @@ def test_what_is_chosen_fits_every_head_dim(features):
 
 
 @pytest.mark.parametrize("feature", ["bias_bf16", "dropout", "dropout_mem_efficient", "softmax"])
-def test_what_depends_on_a_rows_head_is_not_packed(feature):
+def test_features_that_depend_on_the_head_are_not_packed(feature):
     assert chosen(1, 8, f"d128-{feature}").pack_heads == 1
 
 

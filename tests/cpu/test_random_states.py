@@ -1,4 +1,4 @@
-"""States of dropout masks: as torch's generators stand, drawn many at a time."""
+"""Philox states of dropout masks: taken from torch's generators in groups."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Generator:
-    """A generator of CUDA's kind, as far as it is looked at."""
+    """The part of a CUDA generator's interface that is used."""
 
     device = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Generator:
 
 @pytest.fixture
 def generator(monkeypatch):
-    """Stands for CUDA's default generator, and for its stream."""
+    """Replaces CUDA's default generator and its stream."""
     generator, draw_one = Generator(), random_states._draw_one
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     monkeypatch.setattr(random_states, "_is_capturing", lambda: False)
@@ -50,8 +50,8 @@ def draws(n):
     return [tuple(random_states.draw(CUDA).tolist()) for _ in range(n)]
 
 
-def test_users_draw_what_a_call_would(monkeypatch):
-    """What the arguments' description tells them to."""
+def test_draw_rng_state_gives_a_calls_state(monkeypatch):
+    """As the arguments' description says."""
     q = torch.randn(1, 5, 2, 8)
     torch.manual_seed(3)
     state = cute_attn.draw_rng_state("cpu")
@@ -73,7 +73,7 @@ def test_many_states_are_one_launch(generator):
 
 
 def test_a_state_belongs_to_its_generators(generator):
-    """Whoever restores a seed and an offset, as checkpoints do, draws what was drawn there."""
+    """Restoring a seed and an offset, as checkpoints do, gives the same states again."""
     first = draws(3)
     generator.offset = STEP
     assert draws(2) == first[1:]
@@ -105,7 +105,7 @@ def test_captures_and_the_cpu_draw_two_numbers(generator, monkeypatch):
     assert random_states.draw(torch.device("cpu")).shape == (2,)
 
 
-def test_tracers_see_the_drawing_and_watchers_do_not(generator):
+def test_tracers_see_new_states_and_dispatch_modes_do_not(generator):
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -1,4 +1,4 @@
-"""The definition of attention against torch's own, against naive loops, and against published random numbers."""
+"""The reference against torch's attention, naive loops, and published random numbers."""
 
 import math
 from dataclasses import replace
@@ -183,7 +183,7 @@ def test_user_epilogue_comes_after_the_bias_and_before_the_mask():
     torch.testing.assert_close(lse[0, 0], expected)
 
 
-# ---- empty rows, lengths, memory that nobody owns ----
+# ---- empty rows, lengths, memory out of bounds ----
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
@@ -219,7 +219,7 @@ def test_row_masked_by_the_smallest_finite_number_averages():
     assert lse.isfinite().all()
 
 
-def test_packed_is_a_loop_and_never_reads_what_no_sequence_owns():
+def test_varlen_is_a_loop_and_never_reads_out_of_bounds():
     lengths_q, lengths_k, used_q, used_k = [5, 0, 7, 3], [6, 4, 0, 9], [4, 0, 7, 3], [6, 2, 0, 5]
     cu_q = torch.tensor([2, *np.cumsum(lengths_q) + 2], dtype=torch.int32)
     cu_k = torch.tensor([1, *np.cumsum(lengths_k) + 1], dtype=torch.int32)
@@ -243,7 +243,7 @@ def test_packed_is_a_loop_and_never_reads_what_no_sequence_owns():
             slice(int(cu_q[b]), int(cu_q[b]) + used_q[b]),
             slice(int(cu_k[b]), int(cu_k[b]) + used_k[b]),
         )
-        # Dropout depends on the batch's number: put the sequence where it stood among others of the same length.
+        # Dropout depends on the batch index: keep the sequence's index among others of the same length.
         same = [x[None].expand(4, -1, -1, -1) for x in (q[rows], k[keys], v[keys])]
         one_out, one_lse, one_p = attend(*same, 0.5, **args, return_softmax=True)
         assert one_p is not None
@@ -304,11 +304,11 @@ def test_softmax_is_what_multiplies_v(dropout):
     torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", kept, v), out)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients(packed):
+@pytest.mark.parametrize("varlen", [False, True])
+def test_gradients(varlen):
     cu = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
-    lengths = Lengths(cu, cu, max_seqlen_q=3, max_seqlen_k=3) if packed else Lengths()
-    lead = (5,) if packed else (2, 4)
+    lengths = Lengths(cu, cu, max_seqlen_q=3, max_seqlen_k=3) if varlen else Lengths()
+    lead = (5,) if varlen else (2, 4)
     q, k, v = randn(*lead, 4, 8, seed=1), randn(*lead, 2, 8, seed=2), randn(*lead, 2, 16, seed=3)
     bias, slopes = randn(1, 4, 1, 4, seed=4), randn(4, seed=5)
     rng_state = torch.tensor([11, 12])
@@ -333,7 +333,7 @@ def test_gradients(packed):
 
 
 def philox_one(counter, key, rounds):
-    """Philox of one counter with Python integers, written from the paper's figure."""
+    """Philox of one counter in Python integers, after the paper's figure."""
     (x0, x1, x2, x3), (k0, k1) = counter, key
     for r in range(rounds):
         round_key_0, round_key_1 = (k0 + r * 0x9E3779B9) % 2**32, (k1 + r * 0xBB67AE85) % 2**32
@@ -402,7 +402,7 @@ def test_mem_efficient_mask_is_its_definition(dropout_p, state):
         assert kept == (uniform > np.float32(dropout_p))
 
 
-def test_mem_efficient_mask_of_packed_sequences_counts_the_longest():
+def test_mem_efficient_mask_of_varlen_sequences_uses_max_seqlen():
     whole = coords(2, 2, 8, 12)
     part = replace(coords(2, 2, 5, 7), max_seqlen_q=8, max_seqlen_k=12)
     state = torch.tensor([4, 6])

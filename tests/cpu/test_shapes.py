@@ -1,4 +1,4 @@
-"""The sweep of random shapes without a GPU: what it draws, how it survives rivals that break, how it reports ratios."""
+"""The sweep of random shapes without a GPU: its shapes, failing peers, reported ratios."""
 
 import json
 import os
@@ -24,10 +24,10 @@ def swept(request):
     return shapes.sweep(80, request.param)
 
 
-# ---- what is drawn ----
+# ---- shapes ----
 
 
-def test_a_seed_says_which_shapes():
+def test_a_seed_determines_the_shapes():
     first = shapes.sweep(40, 3)
     assert shapes.sweep(40, 3) == first and shapes.sweep(80, 3)[:40] == first
     assert not set(first) & set(shapes.sweep(40, 4))
@@ -51,7 +51,7 @@ def test_shapes_are_distinct_and_bounded(swept):
 
 
 def test_every_run_has_every_feature(swept):
-    """And each relation of queries to keys under each mask, since cliffs are where they meet."""
+    """And each relation of queries to keys under each mask, where cliffs may be."""
     for wanted in (
         lambda w: w.causal and not w.windowed,
         lambda w: w.causal and w.windowed,
@@ -93,7 +93,7 @@ _BOUND = st.none() | st.integers(0, 45)
 
 
 def _count(seqlen_q, seqlen_k, left, right):
-    """Pairs that see each other, one by one."""
+    """(query, key) pairs under the band, counted one by one."""
     own = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k)
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -136,11 +136,11 @@ def test_flops_are_of_the_pairs_of_every_sequence(lengths, mask, window, right, 
     assert workload.flops == 2 * 6 * pairs * op[1]
 
 
-# ---- the peers take what is drawn ----
+# ---- peers accept the shapes ----
 
 
-def test_torchs_operators_take_the_shapes():
-    """On tensors without data: an output of the right shape, and gradients, or the peer declines."""
+def test_torchs_operators_accept_the_shapes():
+    """On fake tensors: an output of the right shape and gradients, or the peer declines."""
     taken = 0
     for workload in shapes.workloads(shapes.sweep(40, 0), "both"):
         for peer in (peers.fa2, peers.mem_efficient):
@@ -167,7 +167,7 @@ def test_torchs_operators_take_the_shapes():
     ],
 )
 def test_we_compute_what_the_workload_says(features):
-    """Against torch's softmax under a mask that is written out."""
+    """Against torch's softmax with an explicit mask."""
     workload = Workload(2, 24, 4, 64, 2, 32, dtype="fp32", **features)
     x = workload.inputs("cpu")
     out = peers.ours("sm80")(workload, x)()
@@ -195,7 +195,7 @@ def test_we_compute_what_the_workload_says(features):
         torch.testing.assert_close(mine, torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(2, 1)))
 
 
-# ---- a process of its own ----
+# ---- separate processes ----
 
 _TASKS = [isolated.Task(Workload(1, seqlen, 1, 64), ("good", "bad", "own")) for seqlen in (1, 2, 3)]
 
@@ -205,7 +205,7 @@ def _rows(task):
 
 
 def _work(tasks, send, trouble):
-    """Times nothing; "bad" makes trouble with the second workload."""
+    """Times nothing; "bad" fails at the second workload by calling ``trouble``."""
     for task in tasks:
         send(("stage", task.names))
         for name in task.names:
@@ -235,7 +235,7 @@ def _hangs():
         (_hangs, "it did not return within 4 s"),
     ],
 )
-def test_a_rival_that_ends_the_process_costs_its_row(trouble, error):
+def test_a_peer_that_ends_the_process_loses_its_row(trouble, error):
     def work(tasks, send):
         _work(tasks, send, trouble)
 
@@ -247,7 +247,7 @@ def test_a_rival_that_ends_the_process_costs_its_row(trouble, error):
         assert rows == expected and clock == 1500
 
 
-def test_a_workload_whose_timing_ends_the_process_is_left_behind():
+def test_a_workload_whose_timing_ends_the_process_is_skipped():
     def work(tasks, send):
         for task in tasks:
             send(("stage", task.names))
@@ -269,7 +269,7 @@ def test_a_process_that_cannot_start_ends_the_run():
 
 
 class _CountingClock:
-    """Gives every call a millisecond, and runs it."""
+    """Runs every call and reports a millisecond."""
 
     def medians(self, runs, milliseconds, most):
         assert (milliseconds, most) == (20.0, 7)
@@ -392,7 +392,7 @@ def test_the_command_lists_and_shows(result, tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_measures(tmp_path, monkeypatch, capsys):
-    """All but the GPU: what is built, in which order rivals run, what is written."""
+    """Without the GPU: builds, the order of peers, the result file."""
     built, asked = [], []
 
     def run_tasks(work, tasks, patience):

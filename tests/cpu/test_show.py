@@ -1,4 +1,4 @@
-"""Pictures say what the models say, and bank conflicts have the numbers that can be worked out by hand."""
+"""Pictures show the models, and counts of bank conflicts equal those worked out by hand."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def smem_64():
 
 
 def texts(path):
-    """The strings an SVG file shows."""
+    """The strings in an SVG file."""
     found = re.findall(r"<text.*?>(.*?)</text>", path.read_text(), re.S)
     return [unescape(re.sub(r"<.*?>", "", text)) for text in found]
 
@@ -33,7 +33,7 @@ def texts(path):
 
 @pytest.mark.parametrize(("bits", "ways"), [(None, 1), (3, 1), (2, 2), (1, 4), (0, 8)])
 def test_reads_of_128_byte_rows(bits, ways):
-    """Eight rows of 128 bytes start in one bank; each bit of the swizzle halves the rows that stay there."""
+    """Eight rows of 128 bytes start in one bank; each bit of the swizzle halves their number."""
 
     def smem():
         return layouts.smem_layout(64, 64, Float16, swizzle_bits=bits)
@@ -100,7 +100,7 @@ def test_stmatrix_into_a_wgmma_tile(cols, expected):
 
 
 def test_a_plain_padded_layout():
-    """136 elements a row are 4 banks more than a whole turn: eight rows miss one another. 128 do not."""
+    """136 elements a row shift each row by 4 banks: eight rows have no conflict, unlike with 128."""
     for stride, ways in ((136, 1), (128, 8), (132, None)):
 
         def smem(stride=stride):
@@ -116,8 +116,8 @@ def test_a_plain_padded_layout():
             assert bank_conflicts(copy, smem, Float16).ways == ways
 
 
-def test_equal_words_are_served_at_once():
-    """Scalar loads of 2 bytes: two lanes share a word, so a warp takes 16 banks and one wavefront."""
+def test_equal_words_take_one_wavefront():
+    """Scalar loads of 2 bytes: two lanes share a word, so a warp reads 16 banks in one wavefront."""
     found = bank_conflicts(
         lambda: cute.make_tiled_copy_tv(
             cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float16, num_bits_per_copy=16),
@@ -144,7 +144,7 @@ def test_equal_words_are_served_at_once():
         (lambda: layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True), smem_64, "16 threads"),
     ],
 )
-def test_counting_names_what_does_not_fit(copy, layout, message):
+def test_wrong_shapes_are_refused(copy, layout, message):
     with pytest.raises(ValueError, match=message):
         bank_conflicts(copy, layout, Float16)
 

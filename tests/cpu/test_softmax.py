@@ -1,4 +1,4 @@
-"""The kernel that writes a forward's probabilities: its score tiles on the CPU, what it is built from, who gets it."""
+"""The kernel that writes a forward's probabilities: its score tiles on the CPU, its traits, its builds."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -52,31 +52,31 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def compare(features: str, shape, inputs=reference.NO_INPUTS, lengths=reference.FULL_LENGTHS, tile=None):
-    """A problem's probabilities by the kernel's threads and by definition; the latter's LSE is what they start from.
+    """Probabilities by the kernel's threads, from the reference's LSE, compared with the reference's.
 
-    ``shape``: (batch, nheads, max_seqlen_q, max_seqlen_k); ``lengths`` may be packed.
+    ``shape``: (batch, nheads, max_seqlen_q, max_seqlen_k); ``lengths`` may be varlen.
     """
     traits = Traits.parse("forward-sm80-fp16-d64" + features).softmax()
     kernel = registry.lookup(traits, tile)
     batch, nheads, seqlen_q, seqlen_k = shape
-    packed = lengths.cu_seqlens_q is not None
+    varlen = lengths.cu_seqlens_q is not None
     rows = [(batch, n) for n in (seqlen_q, seqlen_k)]
-    if packed:
+    if varlen:
         rows = [(int(cu[-1]) + 3,) for cu in (lengths.cu_seqlens_q, lengths.cu_seqlens_k)]
     q, k = (randn(*n, nheads, 8, seed=i).double() for i, n in enumerate(rows))
     users = (ByKey.reference,) if traits.epilogues else ()
     kinds = reference.Features(traits.mask, traits.dropout, users)
     _, lse, expected = reference.attention(q, k, k, SCALE, kinds, inputs, lengths, return_softmax=True)
     products = torch.einsum(
-        "bqhd,bkhd->bhqk", *(unpacked(x, lengths, i, shape) for i, x in enumerate((q, k)))
+        "bqhd,bkhd->bhqk", *(as_batches(x, lengths, i, shape) for i, x in enumerate((q, k)))
     )
     got = softmax_on_host(kernel, products.float(), lse.float(), SCALE, inputs, lengths)
     check(got, expected, kernel, inputs)
     return got
 
 
-def unpacked(x, lengths, axis, shape):
-    """q (axis 0) or k as batches of the longest sequence; NaN where a sequence has no row."""
+def as_batches(x, lengths, axis, shape):
+    """q (axis 0) or k padded to (batch, max_seqlen, ...) with NaN."""
     cu_seqlens = (lengths.cu_seqlens_q, lengths.cu_seqlens_k)[axis]
     if cu_seqlens is None:
         return x
@@ -133,16 +133,16 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_lengths_that_are_used():
-    """Nothing is written beyond them, nor behind a row's end."""
+def test_used_lengths():
+    """Nothing is written beyond them or beyond the end of a row."""
     lengths = reference.Lengths(seqused_q=int32(70, 0, 5), seqused_k=int32(33, 9, 0))
     got = compare("-causal-seqused_q-seqused_k", (3, 2, 70, 83), lengths=lengths)
     assert got[1, :, :].isnan().all() and got[2].isnan().all() and got[0, :, :, 33:].isnan().all()
 
 
 @pytest.mark.parametrize("features", ["-varlen", "-causal-dropout_mem_efficient-varlen"])
-def test_packed_sequences(features):
-    """Their LSE is packed; what lies between sequences is NaN."""
+def test_varlen_sequences(features):
+    """Their LSE is (nheads, total_q); rows between sequences are NaN."""
     lengths = reference.Lengths(int32(2, 7, 7, 77), int32(1, 71, 80, 120), max_seqlen_q=70, max_seqlen_k=70)
     inputs = ScoreInputs(dropout_p=0.2, rng_state=torch.tensor([3, 8]))
     got = compare(features, (3, 2, 70, 70), inputs if "dropout" in features else reference.NO_INPUTS, lengths)
@@ -157,14 +157,14 @@ def test_another_tile_gives_the_same():
 
 
 def test_a_row_whose_lse_is_minus_infinity_is_zero():
-    """Whatever its scores are: LSE alone decides."""
+    """Whatever its scores are."""
     kernel = registry.lookup(Traits("softmax", "sm80", "fp16", 64))
     lse = torch.zeros(1, 1, 4).index_fill(2, torch.tensor([1, 3]), -torch.inf)
     got = softmax_on_host(kernel, torch.zeros(1, 1, 4, 5), lse, 1.0, reference.NO_INPUTS)
     assert torch.equal(got[0, 0, :, 0], torch.tensor([1.0, 0.0, 1.0, 0.0]).half())
 
 
-# ---- who gets it, and what it is built from ----
+# ---- traits and builds ----
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_one_kernel_serves_every_forward(name):
         assert registry.lookup(traits, None, target).traits == traits
 
 
-def test_what_it_declines():
+def test_declined_traits():
     with pytest.raises(
         registry.Unsupported, match="head_dim_v is 128; accepted: 64, head_dim: it reads no V"
     ):
@@ -199,7 +199,7 @@ def test_what_it_declines():
         (SoftmaxTile(64, 384), "", "registers a thread"),
     ],
 )
-def test_a_tile_that_cannot_work_says_so(tile, features, message):
+def test_a_rejected_tile_names_the_reason(tile, features, message):
     assert message in (tile.reject(Traits.parse("softmax-sm80-bf16-d96" + features), "sm86") or "")
 
 

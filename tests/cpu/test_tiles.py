@@ -1,4 +1,4 @@
-"""Traits and tiles: they print and parse back, refuse with one sentence, and know what a kernel will ask for."""
+"""Traits and tiles: texts that parse back, refusals in one sentence, and resources of built kernels."""
 
 import itertools
 import re
@@ -160,7 +160,7 @@ def test_areas_are_the_layouts_sizes(head_dim, rows, stages):
 
 
 SMALL = Traits("forward", "sm80", "fp16", 64)
-# Every field with what the others make of it, as cheap to compile as can be.
+# Every field, in kernels that compile quickly.
 BUILT = {
     "stages-3": (SMALL, "num_stages=3"),
     "stages-4": (SMALL, "num_stages=4,qk_unroll=2"),
@@ -176,7 +176,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize("case", BUILT)
-def test_a_built_kernel_asks_for_what_its_tile_says(case):
+def test_a_built_kernel_has_its_tiles_resources(case):
     value, text = BUILT[case]
     tile = ForwardSm80Tile(tile_m=32, tile_n=32, num_warps=2).override(text)
     compiled = compile(value, tile, target="sm86")
@@ -184,11 +184,11 @@ def test_a_built_kernel_asks_for_what_its_tile_says(case):
     assert compiled.resources.shared_memory_bytes == tile.smem_bytes(value)
 
 
-def test_padding_is_what_memory_holds():
+def test_padding_of_head_dims():
     assert [padded(d) for d in (8, 32, 40, 96, 104, 256)] == [32, 32, 64, 96, 128, 256]
 
 
-def test_a_lookup_says_why_a_tile_was_declined():
+def test_a_lookup_names_the_reason_for_a_declined_tile():
     with pytest.raises(
         registry.Unsupported, match="forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40"
     ):

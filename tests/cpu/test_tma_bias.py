@@ -134,7 +134,7 @@ def test_plans_of_aligned_and_other_addresses_differ():
         (
             replace(TMA_TILE, bias_stages=-1),
             TRAITS,
-            "bias_stages is -1; accepted: 0, or more with a bias of 16",
+            "bias_stages is -1; accepted: 0, or more with a bias of 16 bits",
         ),
         (
             TMA_TILE,

@@ -1,4 +1,4 @@
-"""The example that trains a GPT, on the CPU: with the definition of attention in our place, and PyTorch's own."""
+"""The example that trains a GPT, on the CPU: with the reference, and with PyTorch's attention."""
 
 import importlib.util
 import sys
@@ -46,7 +46,7 @@ def test_both_attentions_train_alike(example, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "curves.json").exists()
 
 
-def test_another_attention_is_noticed(example, monkeypatch):
+def test_a_different_attention_is_detected(example, monkeypatch):
     plain = example.attention
     monkeypatch.setattr(example, "attention", lambda q, k, v, **options: plain(q, k, v) * 1.5)
     with pytest.raises(SystemExit, match=r"the losses of step \d+ differ by"):

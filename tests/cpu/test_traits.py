@@ -1,4 +1,4 @@
-"""Traits of the backward and its parts: names, what a part depends on, and what is refused."""
+"""Traits of the backward, its preprocess and its convert: names, dependences, refusals."""
 
 import pytest
 from hypothesis import given
@@ -50,7 +50,7 @@ def test_names_read_as_documented():
     )
 
 
-def test_a_part_depends_on_little():
+def test_traits_of_preprocess_and_convert():
     plain = Traits("backward", "sm80", "fp16", 64, 128, varlen=True, seqused_q=True)
     rich = Traits(
         "backward",
@@ -116,7 +116,7 @@ BASE = ("sm80", "bf16", 64)
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_sentence(make, message):
+def test_contradictory_traits_are_refused_in_one_sentence(make, message):
     with pytest.raises(ValueError, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)

@@ -6,7 +6,7 @@ from cute_attn import compiler, registry
 
 
 def runnable_archs(op: str = "forward") -> list[str]:
-    """The kernel generations of an operation that run on this GPU; without one, all of them, to be skipped."""
+    """Archs whose kernels of ``op`` run on this GPU; without a GPU all of them, and the tests are skipped."""
     archs = [arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant]
     if not torch.cuda.is_available():
         return archs

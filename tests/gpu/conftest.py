@@ -1,4 +1,4 @@
-"""GPU tests in two passes: first build every kernel that the chosen tests need, in parallel processes, then run."""
+"""GPU tests in two passes: build all kernels of the selected tests in parallel processes, then run."""
 
 import math
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ GUARD = 4096
 
 @pytest.fixture(scope="session", autouse=True)
 def built(request: pytest.FixtureRequest) -> None:
-    """Kernels of all chosen tests that are parametrised by a case, an arch and perhaps a tile and an op.
+    """Build the kernels of all selected tests with parameters case, arch and perhaps tile and op.
 
-    And what a module's ``needed_kernels`` says: a (traits, tile, target) each, for a test's parameters and a target.
+    A module's ``needed_kernels`` adds (traits, tile, target) for a test's parameters and a target.
     """
     target = compiler.default_target("sm80")
     wanted = set()
@@ -45,9 +45,9 @@ def built(request: pytest.FixtureRequest) -> None:
 def forward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward, with the tiles that its lengths, and a bias that TMA cannot read, are given if none is named.
+    """The forward, with the default tiles for its lengths and for a bias that TMA cannot read.
 
-    And what writes its probabilities, where the case asks for them.
+    With the kernel that writes probabilities, if the case returns them.
     """
     traits = case.traits(arch)
     if case.return_softmax:
@@ -78,7 +78,7 @@ def backward_requests(
 
 @pytest.fixture(autouse=True)
 def guarded_outputs(monkeypatch: pytest.MonkeyPatch):
-    """Outputs are NaN until a kernel writes them, and lie between NaN that no kernel may write."""
+    """Outputs start as NaN and are surrounded by NaN that no kernel may overwrite."""
     outputs: list[tuple[Tensor, int]] = []
 
     def allocate(

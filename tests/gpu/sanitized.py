@@ -11,7 +11,7 @@ NAMES = ("causal-203x113", "varlen-causal", "causal-d128", "causal-d256", "every
 
 
 def main() -> None:
-    """Run them all, as small as they still have several blocks."""
+    """Run all of them, each with a few blocks."""
     for name in NAMES:
         case = BY_NAME[name]
         if not case.varlen:

@@ -1,4 +1,4 @@
-"""The backward kernels on the card: every named case by the one rule, and properties that hold between calls."""
+"""The backward kernels on the GPU: every named case by the tolerance rule, and properties between calls."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +32,7 @@ D256, D96_D256 = ("causal-d256",), ("causal-d96", "causal-d256")
 
 
 def all_but(*names: str) -> tuple[str, ...]:
-    """The cases that every tile has to compute alike, without some."""
+    """The cases that every tile is tested with, without some."""
     return tuple(case.name for case in FOR_EVERY_TILE if case.name not in names)
 
 
@@ -74,7 +74,7 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
 
 @functools.lru_cache(maxsize=2)
 def prepared(case: Case, lse: bool = False, out: bool = True) -> tuple[Problem, Start, dict, dict]:
-    """A case's problem, where its gradients start from, and what they are in float64 and in its own dtype."""
+    """A case's problem, the gradients of its outputs, and expected gradients in float64 and in its dtype."""
     problem = case.build("cuda")
     start = problem.start(out=out, lse=lse)
     part, own = problem.compared(), start.of(case.compare) if case.compare else start
@@ -102,8 +102,8 @@ def test_any_tile_equals_any_tile(case, arch, tile):
     check_case(case, kernel=arch, backward_tile=tile)
 
 
-def staged_bias_cases() -> list:
-    """(arch, tile, case) of biases that TMA reads, with the tile that is made for them."""
+def tma_bias_cases() -> list:
+    """(arch, tile, case) of biases that TMA can read, with the tiles that load them by TMA."""
     params = []
     for case in BACKWARD_CASES:
         if case.name.startswith("bias-by-tma") and not (case.bias_broadcast or case.varlen):
@@ -114,8 +114,8 @@ def staged_bias_cases() -> list:
     return params if "sm90" in ARCHS else []
 
 
-@pytest.mark.parametrize(("arch", "tile", "case"), staged_bias_cases())
-def test_a_bias_that_comes_by_tma(case, arch, tile):
+@pytest.mark.parametrize(("arch", "tile", "case"), tma_bias_cases())
+def test_a_bias_loaded_by_tma(case, arch, tile):
     check_case(case, kernel=arch, backward_tile=tile)
 
 
@@ -166,7 +166,7 @@ def test_keys_gradients_always_repeat_bitwise(case, arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", [BY_NAME["bias-over-b"]], ids=lambda case: case.name)
-def test_torchs_switch_is_obeyed(case, arch):
+def test_torchs_deterministic_switch(case, arch):
     problem, start, _, _ = prepared(case)
     expected = problem.gradients(start, kernel=arch, deterministic=True)
     torch.use_deterministic_algorithms(True)
@@ -219,8 +219,8 @@ def test_varlen_equals_a_loop(case, arch):
 @pytest.mark.parametrize(
     "case", [BY_NAME["causal-203x113"], BY_NAME["varlen-causal"]], ids=lambda case: case.name
 )
-def test_what_nobody_sees_has_no_gradient(case, arch):
-    """Rows that see nothing, and rows that are no sequence's, have gradients of exactly zero."""
+def test_rows_without_scores_have_zero_gradients(case, arch):
+    """Rows that see no key, and rows out of bounds, have gradients of exactly zero."""
     problem, start, exact, _ = prepared(case)
     actual = problem.gradients(start, kernel=arch)
     lse = problem.expected(torch.float64)["lse"]
@@ -234,7 +234,7 @@ def test_what_nobody_sees_has_no_gradient(case, arch):
         assert not actual[name][unseen].any(), name
 
 
-# ---- which gradients, from what ----
+# ---- subsets of gradients ----
 
 LSE_CASES = [
     BY_NAME[name]
@@ -357,7 +357,7 @@ def test_continues_torchs_flash_attention(shape, head_dim, causal, dropout_p, ar
 @pytest.mark.parametrize("shape", CONTINUED, ids=str)
 def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arch):
     *tensors, grad_out = torch_inputs(*shape)
-    # It wants rows of a bias aligned.
+    # Torch's operator requires aligned rows of a bias.
     tensors += [torch.randn(shape, dtype=torch.bfloat16, device="cuda")] if shape[3] % 8 == 0 else []
     leaves = [x.clone().requires_grad_() for x in tensors]
     q, k, v, bias = (*leaves, None)[:4]
@@ -382,7 +382,7 @@ def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arc
     state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
     own_mask = ("", "causal_top_left", "causal")[mask]
     exact = by_definition(*tensors[:3], grad_out, own_mask, "mem_efficient", dropout_p, state, *tensors[3:])
-    # Theirs is NaN where a row saw nothing, and their bias's gradient is not written where a mask hides a whole block.
+    # Torch's is NaN where a row sees no key, and its bias gradient is not written in blocks that the mask hides.
     theirs = [torch.where(x.isfinite(), x, right.to(x.dtype)) for x, right in zip(theirs, exact, strict=True)]
     for name, *grads in zip(names, ours, exact, theirs, strict=True):
         check(f"d{name}", *grads, factor=GRADIENT)
@@ -515,7 +515,7 @@ def test_the_current_stream_is_used(tensors):
     assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
 
 
-def test_a_graph_is_walked_twice(tensors):
+def test_backward_runs_twice_with_retain_graph(tensors):
     out = attention(*tensors, causal=True, deterministic=True)
     grad = torch.randn_like(out)
     first = torch.autograd.grad(out, tensors, grad, retain_graph=True)
@@ -523,7 +523,7 @@ def test_a_graph_is_walked_twice(tensors):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_saved_tensors_may_travel(tensors):
+def test_saved_tensors_may_move_to_the_cpu_and_back(tensors):
     odd = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
     grad = torch.randn_like(tensors[0])
     expected = torch.autograd.grad(attention(*odd, causal=True, deterministic=True), odd, grad)
@@ -554,7 +554,7 @@ def test_a_second_device(tensors):
     assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(grads, expected, strict=True))
 
 
-def test_wrong_calls_on_the_card(tensors, monkeypatch):
+def test_wrong_calls_on_the_gpu(tensors, monkeypatch):
     monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded outputs are views
     slopes = torch.rand(4, device="cuda", requires_grad=True)
     with pytest.raises(NotImplementedError, match="alibi_slopes or an epilogue's tensor requires a gradient"):

@@ -1,4 +1,4 @@
-"""The forward kernels on the card: every named case by the one rule, and properties that hold between calls."""
+"""The forward kernels on the GPU: every named case by the tolerance rule, and properties between calls."""
 
 import functools
 from dataclasses import replace
@@ -43,7 +43,7 @@ LONG = "pack_heads=1"
 
 
 def has_short_tile(case: Case) -> bool:
-    """Whether the Hopper kernel takes another tile because the case's sequences are short, or its queries few."""
+    """Whether the Hopper kernel has another tile for the case's lengths."""
     kernel = registry.lookup(case.traits("sm90"))
     return kernel.for_lengths(*case.longest, case.group) is not kernel
 
@@ -53,7 +53,7 @@ SHORT = [case for case in CASES if case.launches and has_short_tile(case)]
 
 @functools.lru_cache(maxsize=2)
 def prepared(case: Case) -> tuple[Problem, dict, dict, dict]:
-    """A case's problem, and what its compared part is in float64, in its own dtype and in float32."""
+    """A case's problem, and expected results of its compared part in float64, in its dtype and in float32."""
     problem = case.build("cuda")
     part = problem.compared()
     dtypes = (torch.float64, problem.tensors[0].dtype, torch.float32)
@@ -128,7 +128,7 @@ FILLING.append(
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", FILLING, ids=lambda case: case.name)
-def test_what_fills_the_card_repeats_bitwise(case, arch, monkeypatch):
+def test_a_full_gpu_repeats_bitwise(case, arch, monkeypatch):
     monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem = case.build("cuda")
     first = problem.run(kernel=arch)
@@ -274,7 +274,7 @@ def test_compiles_into_one_graph(tensors, dynamic):
     )
 
 
-def test_a_replayed_graph_draws_a_new_mask(tensors):
+def test_a_replayed_graph_uses_a_new_mask(tensors):
     attention(*tensors, dropout_p=0.5)  # builds the kernel: that cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -314,7 +314,7 @@ def test_a_second_device(tensors):
     assert torch.equal(out.to("cuda:0"), attention(*tensors, causal=True))
 
 
-def test_wrong_calls_on_the_card(tensors):
+def test_wrong_calls_on_the_gpu(tensors):
     q, k, v = tensors
     with pytest.raises(ValueError, match="bias is on cpu; accepted: cuda:0, where q is"):
         attention(q, k, v, bias=torch.zeros(1, 1, 1, 203))

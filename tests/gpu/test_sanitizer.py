@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing in small problems: no access outside memory, no race on shared memory."""
+"""compute-sanitizer on small problems: no access out of bounds, no race on shared memory."""
 
 import shutil
 import subprocess

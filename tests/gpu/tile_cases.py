@@ -1,4 +1,4 @@
-"""Which tiles compute which cases on the card: all of them but those that are listed as declined."""
+"""(tile, case) pairs of GPU tests: all but those listed as declined."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,12 +15,12 @@ Declined = Mapping[str, Sequence[str]]
 
 
 def target() -> str:
-    """The GPU that is present, or else the one that the lists are written for."""
+    """The GPU that is present, or the one that the lists are for."""
     return compiler.default_target("sm80") if torch.cuda.is_available() else "sm90"
 
 
 def reason_to_decline(op: str, arch: str, tile: str, case: Case, target: str) -> str | None:
-    """Why a tile does not compute a case, or None."""
+    """The reason for which a tile declines a case, or None."""
     try:
         kernel = registry.lookup(case.traits(arch, op), tile, target)
     except Unsupported as error:
@@ -30,9 +30,9 @@ def reason_to_decline(op: str, arch: str, tile: str, case: Case, target: str) ->
 
 
 def tile_cases(op: str, tiles: Mapping[str, Declined]) -> list[Any]:
-    """(arch, tile, case) for each tile and case of ``tiles``; where it is declined against the list, that fails.
+    """(arch, tile, case) for each tile and case of ``tiles``; fails where a case is declined but not listed.
 
-    A smaller GPU's shared memory declines more, which is skipped.
+    Cases that only a smaller GPU's shared memory declines are skipped.
     """
     params, on = [], target()
     for arch in tiles:
@@ -48,7 +48,7 @@ def tile_cases(op: str, tiles: Mapping[str, Declined]) -> list[Any]:
 
 
 def wrongly_listed(op: str, tiles: Mapping[str, Declined]) -> list[str]:
-    """What is listed otherwise than tiles have it on the largest target; needs no GPU."""
+    """Differences between the lists and the tiles' refusals on the largest target; needs no GPU."""
     return [
         f"{op} {arch} {tile} {'declines' if reason else 'takes'} {case.name}: {reason}"
         for arch in tiles
