@@ -1,10 +1,9 @@
-"""An epilogue of your own: a learned bias for each relative position, as in T5 (https://arxiv.org/abs/1910.10683).
+"""A user-defined epilogue: a learned bias for each relative position, as in T5 (https://arxiv.org/abs/1910.10683).
 
     score[query, key] += table[head, clamp(key - query, -reach, reach) + reach]
 
-Added from a (nheads, 2 * reach + 1) table inside the kernel, it needs no (seqlen_q, seqlen_k) bias in memory. The class
-below is all there is to it. Once registered, its name goes into a kernel's name and into ``attention``; kernels of
-both generations take it.
+The kernel reads it from a table (nheads, 2 * reach + 1), so no (seqlen_q, seqlen_k) bias is in memory. The class below
+is the whole epilogue. Its registered name is accepted in kernel names and by ``attention``, on sm80 and on sm90.
 
     python examples/custom_epilogue.py
     cute-attn --load examples/custom_epilogue.py compile forward-sm80-bf16-d64-causal-relative_position
@@ -23,22 +22,22 @@ from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
 
 NAME = "forward-sm80-bf16-d64-causal-relative_position"
-NARROW = "tile_m=128,tile_n=64,num_warps=4,num_stages=1"  # leaves an epilogue the registers it takes
+NARROW = "tile_m=128,tile_n=64,num_warps=4,num_stages=1"  # leaves registers for an epilogue
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """One head's row of the table, and what turns indices into distances and natural units into the tile's."""
+    """One head's row of the table, and the constants of distances and of the scores' scale."""
 
     row: cute.Tensor
     reach: Int32
-    shift: Int32  # a query's own key is at query + shift
+    shift: Int32  # query i is aligned with key i + shift
     inv_score_scale: Float32
 
 
 @register_epilogue("relative_position")
 class RelativePosition(Epilogue):
-    """Takes one argument: the table, float32 (nheads, 2 * reach + 1), on the same device as q."""
+    """One argument: the table, float32 (nheads, 2 * reach + 1), on q's device."""
 
     def fake_args(self) -> tuple:
         return (make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1)),)
@@ -57,6 +56,7 @@ class RelativePosition(Epilogue):
         for r in cutlass.range_constexpr(len(tile.rows)):
             first = tile.col0 - (tile.row0 + tile.rows[r] + state.shift)
             for c in cutlass.range_constexpr(len(tile.cols)):
+                # The clamp also keeps the index in the table for queries and keys beyond the sequences.
                 distance = cutlass.min(cutlass.max(first + tile.cols[c], -state.reach), state.reach)
                 tile.acc[r, c] = tile.acc[r, c] + state.row[distance + state.reach] * state.inv_score_scale
 
@@ -69,7 +69,7 @@ class RelativePosition(Epilogue):
 
 
 def compare_costs() -> None:
-    """What it costs in the Ampere kernel, on two GPUs, and in the Hopper kernel. No GPU is needed to know."""
+    """Instructions, registers and spills of the Ampere kernel for two targets and the Hopper kernel. Needs no GPU."""
     hopper = NAME.replace("sm80", "sm90")
     for name, tile, target in ((NAME, NARROW, "sm80"), (NAME, NARROW, "sm90"), (hopper, None, "sm90")):
         compiled = compile(name, tile, target)
@@ -79,7 +79,7 @@ def compare_costs() -> None:
 
 
 def largest_difference_on_cpu() -> float:
-    """The device code above, compiled for the CPU and run for every thread of a tile, against ``reference``."""
+    """The device code above, compiled for the CPU and run for all threads, against ``reference``."""
     kernel = lookup(Traits.parse(NAME))
     seqlen_q, seqlen_k, scale = 150, 200, 0.1
     products, table = torch.randn(2, 4, seqlen_q, seqlen_k), torch.randn(4, 65)
@@ -91,7 +91,7 @@ def largest_difference_on_cpu() -> float:
 
 
 def largest_difference_on_gpu() -> float:
-    """The kernel on this GPU against the reference, which computes CPU tensors."""
+    """The kernel on this GPU against the reference, which serves CPU tensors."""
     q, k, v = (torch.randn(2, 777, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
     table = torch.randn(8, 257)
     on_cpu = attention(q, k, v, causal=True, epilogues={"relative_position": table})

@@ -1,8 +1,8 @@
-"""A kernel with a layout of your own: subclass it, override one method, register the subclass as a variant.
+"""A kernel with a user-defined layout: subclass it, override one method, register the subclass as a variant.
 
-Rows of K are 128 bytes and more, a multiple of all 32 banks, so eight rows that ldmatrix reads at once would start in
-the same bank. The kernel swizzles rows against that. Here are two kernels that do not: one leaves rows as they come,
-one pads each by 16 bytes, the textbook's way. What each costs shows without a GPU; with one, they are run and timed.
+Rows of K are multiples of 128 bytes, all 32 banks, so without a swizzle the eight rows of an ldmatrix start in the same
+bank. Two variants here do not swizzle: one has plain rows, one pads each by 16 bytes. Bank conflicts and resources are
+counted without a GPU; with one, the kernels are run and timed.
 
     python examples/custom_layout.py
     cute-attn --load examples/custom_layout.py show forward-sm80:padded-bf16-d64
@@ -27,7 +27,7 @@ PAD = 8  # elements, 16 bytes
 
 @dataclass(frozen=True)
 class PlainForward(ForwardSm80):
-    """Rows of shared memory lie as they come."""
+    """Rows of shared memory without swizzle or padding."""
 
     def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.ComposedLayout:
         return layouts.smem_layout(rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=0)
@@ -35,7 +35,7 @@ class PlainForward(ForwardSm80):
 
 @dataclass(frozen=True)
 class PaddedTile(ForwardSm80Tile):
-    """A tile that knows what padding costs, so that what does not fit is refused."""
+    """A tile that includes the padding in its shared memory, so that one that does not fit is refused."""
 
     def smem_bytes(self, traits: Traits) -> int:
         rows = self.tile_m + 2 * self.tile_n * self.num_stages
@@ -44,7 +44,7 @@ class PaddedTile(ForwardSm80Tile):
 
 @dataclass(frozen=True)
 class PaddedForward(ForwardSm80):
-    """Each row of shared memory starts four banks after the one before it."""
+    """Rows of shared memory padded by 16 bytes: each starts four banks after the one before."""
 
     def smem_layout(self, rows: int, head_dim: int, stages: int = 1) -> cute.Layout:
         stride = padded(head_dim) + PAD
@@ -61,7 +61,7 @@ KERNELS = ("forward-sm80-bf16-d64", "forward-sm80:plain-bf16-d64", "forward-sm80
 
 
 def count_conflicts(kernel: Any) -> Iterator[tuple[str, BankConflicts]]:
-    """Each copy that touches shared memory, and how many passes a tile takes."""
+    """The wavefronts of a tile in each copy to or from shared memory."""
     head_dim, rows, dtype = kernel.traits.head_dim, kernel.tile.tile_n, kernel.dtype
 
     def smem() -> Any:
@@ -80,7 +80,7 @@ def count_conflicts(kernel: Any) -> Iterator[tuple[str, BankConflicts]]:
 
 
 def compare_costs() -> None:
-    """What can be known without a GPU: bank conflicts, and what the compiler made of each kernel."""
+    """Bank conflicts, and the compiler's resources of each kernel. Needs no GPU."""
     for name in KERNELS:
         compiled = compile(name)
         used = compiled.resources
@@ -88,11 +88,13 @@ def compare_costs() -> None:
         print(f"  {used.registers} registers, {used.shared_memory_bytes} bytes of shared memory", end=", ")
         print(f"{compiled.instructions['LDSM']} ldmatrix, {used.spill_store_bytes} bytes spilled")
         for what, found in count_conflicts(lookup(Traits.parse(name), compiled.tile)):
-            print(f"  {what}: {found.wavefronts} passes where {found.minimum} would do, {found.ways}-way")
+            print(
+                f"  {what}: {found.wavefronts} wavefronts, {found.minimum} without conflicts, {found.ways}-way"
+            )
 
 
 def run_on_gpu() -> None:
-    """All three give the same output; how long each takes."""
+    """Median times of the three kernels, and whether their outputs are equal."""
     from cute_attn.benchmark.timing import Clock
 
     q, k, v = (torch.randn(4, 4096, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))

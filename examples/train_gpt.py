@@ -3,10 +3,9 @@
     python examples/train_gpt.py                       200 steps on the GPU; writes docs/train_gpt.png and .json
     python examples/train_gpt.py --device cpu --steps 5 --dropout 0 --plot ''
 
-Two layers, heads of 64, causal, dropout in attention and around it, on the bytes of this package's own sources. Both
-runs draw the same dropout masks: PyTorch's flash attention takes the seed and the offset of torch's generator, and this
-package draws the same mask from the same two numbers, bit for bit. So the two losses may only part by the rounding of
-16-bit numbers, and that is what is checked in the end.
+Two layers, head dim 64, causal, dropout in attention and around it, on the bytes of this package's own sources. Both
+runs have the same dropout masks: from the seed and the offset of torch's generator this package computes the mask of
+PyTorch's flash attention, bit for bit. So the losses may differ by 16-bit rounding only, which is checked at the end.
 """
 
 import argparse
@@ -23,17 +22,17 @@ from cute_attn import attention
 
 ROOT = Path(__file__).parents[1]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""From q, k and v, (batch, seqlen, heads, dim), and a dropout probability to the output, causal."""
+"""Causal attention: q, k, v (batch, seqlen, heads, dim) and a dropout probability -> the output."""
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-    """This package's attention, with the mask that PyTorch's flash attention would draw now."""
+    """This package's attention, with the dropout mask that PyTorch's flash attention would use."""
     state = torch_rng_state(q) if dropout_p else None
     return attention(q, k, v, causal=True, dropout_p=dropout_p, rng_state=state)
 
 
 def torch_rng_state(q: Tensor) -> Tensor:
-    """Seed and offset that PyTorch's flash attention would take of the generator, which is moved on as by it."""
+    """Seed and offset that PyTorch's flash attention would use; advances the generator as it does."""
     generator = torch.cuda.default_generators[q.get_device()]
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + 32 * q.shape[0] * q.shape[2])
@@ -48,7 +47,7 @@ def pytorchs(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to what comes in."""
+    """Attention and an MLP, with residuals."""
 
     def __init__(self, width: int, heads: int, dropout: float, attend: Attend) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (batch, seqlen, width)."""
-        # Slices of one tensor, which the kernels read where they lie.
+        # Strided slices of one tensor, without a copy.
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         out = self.attend(q, k, v, self.dropout if self.training else 0.0)
         x = x + F.dropout(self.project(out.flatten(2)), self.dropout, self.training)
@@ -107,7 +106,7 @@ def train(attend: Attend, options: argparse.Namespace) -> list[float]:
 
 
 def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """Both curves, and below how far they are apart."""
+    """Both losses, and below their difference."""
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))
@@ -125,7 +124,7 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train twice, compare, draw."""
+    """Train twice, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     for name, value in (
@@ -143,7 +142,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.device == "cpu" and options.dropout:
-        parser.error("--dropout is not 0; accepted with --device cpu: 0, PyTorch draws another mask there")
+        parser.error("--dropout is not 0; accepted with --device cpu: 0, PyTorch has another mask there")
     losses = {"cute_attn": train(ours, options), "PyTorch": train(pytorchs, options)}
     a, b = (torch.tensor(x) for x in losses.values())
     apart = (a - b).abs()
@@ -152,7 +151,7 @@ def main() -> None:
     if options.plot:
         plot(losses, Path(options.plot))
         Path(options.plot).with_suffix(".json").write_text(json.dumps(losses))
-    # Noise of 16-bit rounding grows along a training; another mask or a wrong gradient would show at once.
+    # 16-bit rounding differences grow with steps; another mask or a wrong gradient exceeds this within a few.
     allowed = 0.002 + 0.02 * torch.arange(len(a)) / 100
     worst = int((apart - allowed).argmax())
     if apart[worst] > allowed[worst]:

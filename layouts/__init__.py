@@ -4,21 +4,21 @@
 
     layouts.smem_layout(128, 64, cutlass.BFloat16)            swizzled tile in shared memory
     layouts.wgmma_smem_layout(128, 64, cutlass.BFloat16)      the same for wgmma and TMA
-    layouts.gmem_tiled_copy(cutlass.BFloat16, 128, 64, asynchronous=True)      16-byte vectors, whole rows
+    layouts.gmem_tiled_copy(cutlass.BFloat16, 128, 64, asynchronous=True)      cp.async, 16-byte vectors
     layouts.tiled_mma_sm80(cutlass.BFloat16, 4)               four warps of mma.sync m16n8k16
-    layouts.ldmatrix_copy_b(tiled_mma, cutlass.BFloat16)      feeds that MMA from the tile above
-    layouts.row_col_modes(tiled_mma, 128, 64)                 which accumulator element is which row and column
+    layouts.ldmatrix_copy_b(tiled_mma, cutlass.BFloat16)      loads that MMA's B operand from the tile above
+    layouts.row_col_modes(tiled_mma, 128, 64)                 the row and column of each accumulator element
     layouts.as_operand_a(acc)                                 an accumulator as the next MMA's A operand
 
-These return CuTe objects, so they run inside ``cute.jit`` or ``cute.kernel``. To look at one, or to count its bank
-conflicts, hand a function that builds it to ``layouts.show``:
+These return CuTe objects, so they run inside ``cute.jit`` or ``cute.kernel``. To draw one, or to count its bank
+conflicts, pass a function that builds it to ``layouts.show``:
 
     from layouts.show import bank_conflicts, show
 
     show(lambda: layouts.tiled_mma_sm80(cutlass.BFloat16, 4), "mma.svg")
 
-``layouts.host`` runs a partition for all threads on the CPU. Names are imported on first use: ``import layouts`` itself
-loads neither the DSL nor matplotlib.
+``layouts.host`` runs a partition for all threads on the CPU. Names are imported on first use: ``import layouts`` loads
+neither the DSL nor matplotlib.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Counts the bank conflicts of a copy against a shared-memory layout, without a GPU."""
+"""Bank conflicts of a copy with a shared-memory layout, counted without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,10 @@ _WRITES_SMEM = (warp.StMatrix8x8x16bOp, cpasync.CopyG2SOp)
 
 @dataclass(frozen=True)
 class BankConflicts:
-    """What it costs to move one whole tile.
+    """The cost of copying one whole tile.
 
-    instructions: warp-wide instructions. wavefronts: passes through shared memory they take, 128 bytes each at most.
-    minimum: the passes that the same bytes would take if they were spread over all banks. ways: the most passes that
-    one group of lanes which could have gone together takes (1 means free of conflicts).
+    instructions: warp-wide instructions. wavefronts: shared-memory wavefronts, 128 bytes at most. minimum: wavefronts
+    without conflicts. ways: the most wavefronts of a group of lanes that takes one without conflicts.
     """
 
     instructions: int
@@ -31,7 +30,7 @@ class BankConflicts:
 
     @property
     def extra(self) -> int:
-        """Wavefronts that conflicts add."""
+        """Wavefronts due to conflicts."""
         return self.wavefronts - self.minimum
 
 
@@ -46,10 +45,10 @@ def bank_conflicts(
     """Counts the wavefronts of a tiled copy over a whole shared-memory tile (its first stage).
 
     copy and layout are functions that build the two, for example ``lambda: smem_layout(128, 64, dtype)``; they are
-    called in a trace. side: "src" or "dst", which side of the copy is shared memory; ldmatrix, stmatrix and cp.async
-    know it themselves.
-    Model: a group of lanes passes together (all 32 with 4 bytes each, 16 with 8, 8 with 16, as ldmatrix's row
-    addresses); a bank serves one 4-byte word a wavefront, to any number of lanes.
+    called in a trace. side: "src" or "dst", the side of the copy in shared memory; not needed for ldmatrix, stmatrix
+    and cp.async.
+    Model: lanes are served in groups (all 32 with 4 bytes each, 16 with 8, 8 with 16, as ldmatrix's row addresses); a
+    bank serves one 4-byte word a wavefront, to any number of lanes.
     Raises ValueError if the copy does not divide the tile, or a thread's vector is not contiguous and aligned in it.
     """
 
@@ -74,7 +73,7 @@ def _smem_side(copy: Any) -> str:
         return "src"
     if isinstance(copy.op, _WRITES_SMEM):
         return "dst"
-    raise ValueError(f"side=None: say 'src' or 'dst' for {type(copy.op).__name__}, which may move either way")
+    raise ValueError(f"side=None: accepted for {type(copy.op).__name__}: 'src' or 'dst'")
 
 
 def _lanes_together(vector_bytes: int) -> int:
@@ -82,15 +81,15 @@ def _lanes_together(vector_bytes: int) -> int:
 
 
 def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
-    """(groups, words) addresses, in 4-byte words, of the lanes that pass together, over every step of the copy."""
+    """(groups, words): addresses in 4-byte words of each group of lanes, over all steps of the copy."""
     offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
     (rows, cols), (step_rows, step_cols) = offsets.shape, threads.shape
     if rows % step_rows or cols % step_cols:
         raise ValueError(
-            f"layout is {rows} x {cols}, which steps of {step_rows} x {step_cols} of the copy do not divide"
+            f"layout is {rows} x {cols}; accepted: multiples of {step_rows} x {step_cols}, a step of the copy"
         )
     if threads.row.shape[0] % _WARP:
-        raise ValueError(f"copy has {threads.row.shape[0]} threads: whole warps of {_WARP} are counted")
+        raise ValueError(f"copy has {threads.row.shape[0]} threads; accepted: multiples of {_WARP}")
     row = np.arange(0, rows, step_rows)[:, None, None, None] + threads.row
     col = np.arange(0, cols, step_cols)[None, :, None, None] + threads.col
     vectors = offsets[row, col].reshape(*row.shape[:1], *col.shape[1:3], -1, threads.vector)
@@ -98,9 +97,9 @@ def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
     first = vectors[..., 0] * smem.width // 8
     if (np.diff(vectors, axis=-1) != 1).any() or (first % vector_bytes).any():
         raise ValueError(
-            f"layout does not keep the copy's vectors of {vector_bytes} bytes together: {smem.text}"
+            f"layout is {smem.text}; accepted: the copy's vectors of {vector_bytes} bytes contiguous and aligned"
         )
-    # (row step, col step, thread, vector) -> lanes of one group last.
+    # (row step, col step, thread, vector) -> (group, lane).
     lanes = _lanes_together(vector_bytes)
     grouped = first.swapaxes(-1, -2).reshape(-1, lanes)
     words = grouped[..., None] // BANK_BYTES + np.arange(max(1, vector_bytes // BANK_BYTES))
@@ -108,7 +107,7 @@ def _lane_groups(threads: ThreadValueMap, smem: SmemMap) -> np.ndarray:
 
 
 def _wavefronts(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(wavefronts, distinct words) of each group: the fullest bank decides, equal words are served at once."""
+    """(wavefronts, distinct words) of each group: distinct words in one bank take a wavefront each."""
     words = np.sort(groups, axis=1)
     distinct = np.ones(words.shape, dtype=bool)
     distinct[:, 1:] = words[:, 1:] != words[:, :-1]

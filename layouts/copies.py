@@ -13,9 +13,9 @@ def gmem_tiled_copy(
 ) -> cute.TiledCopy:
     """Copies row-major (rows, cols) tiles between global memory and shared memory or registers.
 
-    A thread moves vectors of ``bits`` bits; adjacent threads read one row up to 128 bytes, which is one row of the
-    swizzle atom of ``smem_layout``. One step of the copy covers (num_threads / threads_per_row) rows.
-    asynchronous: cp.async (global to shared memory, ``bits`` 128 also bypasses L1), else loads and stores.
+    A thread copies vectors of ``bits`` bits; adjacent threads cover up to 128 bytes of a row, one row of the swizzle
+    atom of ``smem_layout``. A step covers num_threads / threads_per_row rows.
+    asynchronous: cp.async (global to shared memory; 128 bits bypass L1), otherwise loads and stores.
     Raises ValueError unless the threads fill whole rows and the vectors whole elements.
     """
     if bits not in (32, 64, 128) or bits % dtype.width:
@@ -40,14 +40,14 @@ def gmem_tiled_copy(
 
 
 def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the A operand, 16 x 16 elements a warp. transpose: the tile lies with M contiguous."""
+    """ldmatrix.x4 of the A operand, 16 x 16 elements a warp. transpose: M is contiguous."""
     return cute.make_tiled_copy_A(_ldmatrix(dtype, transpose), tiled_mma)
 
 
 def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the B operand, 16 x 16 elements a warp. transpose: the tile lies with N contiguous.
+    """ldmatrix.x4 of the B operand, 16 x 16 elements a warp. transpose: N is contiguous.
 
-    For P @ V with V stored (keys, dims), take ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
+    For P V with V stored (keys, dims), use ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
     """
     return cute.make_tiled_copy_B(_ldmatrix(dtype, transpose), tiled_mma)
 
@@ -56,7 +56,7 @@ def store_copy_c(tiled_mma: cute.TiledMma, dtype: Any, arch: str, transpose: boo
     """Stores an accumulator, converted to ``dtype``, to row-major shared memory.
 
     arch: "sm80" stores pairs of elements, "sm90" uses stmatrix (16-bit types, 16 columns at once).
-    transpose: the tile lies with M contiguous, which only stmatrix can do.
+    transpose: M is contiguous, stmatrix only.
     """
     if arch not in ("sm80", "sm90"):
         raise ValueError(f"arch={arch!r}: accepted are 'sm80' and 'sm90'")

@@ -1,4 +1,4 @@
-"""Draws panels of coloured, labelled cells with matplotlib. Knows nothing of layouts; all lengths are inches."""
+"""Draws panels of coloured, labelled cells with matplotlib. Lengths are in inches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 SUFFIXES = (".png", ".svg")
 INK, FAINT, RULE = "#1f2933", "#6b7785", "#39434f"
-# One hue for each warp, told apart by most eyes; lanes are tints of it.
+# One hue for each warp; lanes are tints of it.
 WARP_HUES = (
     *("#3f7cc4", "#ee8a2c", "#4aa564", "#a06cc0", "#2fa7b5", "#d9534f"),
     *("#c9a21d", "#8c6d5a", "#6f7fe0", "#d46fa5", "#7f9a3c", "#7d8794"),
@@ -27,7 +27,7 @@ Color = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Cell:
-    """A rectangle in units of a panel's grid, with up to two lines of text."""
+    """A rectangle in grid units of a panel, with up to two lines of text."""
 
     row: int
     col: int
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A grid of cells. ticks: every how many cells an axis is numbered; rules: every how many it has a heavier line."""
+    """A grid of cells. ticks: cells between numbers on each axis; rules: cells between heavier lines."""
 
     title: str
     cells: Sequence[Cell]
@@ -60,7 +60,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Legend:
-    """Named strips of colours, and lines of text: some under the picture's title, some under the strips."""
+    """Named strips of colours; ``lines`` of text below the title, ``notes`` below the strips."""
 
     strips: Sequence[tuple[str, Sequence[Color]]]
     notes: Sequence[str] = ()
@@ -75,9 +75,9 @@ def tint(color: str, strength: float) -> Color:
 
 
 def draw(grid: Sequence[Sequence[Panel | None]], title: str, legend: Legend, path: str | Path) -> Path:
-    """Lays the panels out in rows and columns under a title and writes the file.
+    """Draws a grid of panels with a title and writes the file.
 
-    The legend goes below, or into the top left corner if the grid has no panel there. Raises ValueError unless the path
+    The legend is below, or in the top left corner if the grid has no panel there. Raises ValueError unless the path
     ends in .png or .svg.
     """
     path = Path(path)
@@ -192,7 +192,7 @@ def _bar(colors: Sequence[Color]) -> float:
 def _place_strips(
     strips: Sequence[tuple[str, Sequence[Color]]], left: float, top: float, width: float
 ) -> list[tuple[float, float]]:
-    """Where each strip of a legend goes: side by side in columns of one width, as many as there is room for."""
+    """The positions of a legend's strips, in as many columns of equal width as fit."""
     step = max(_bar(colors) + 0.2 + 0.066 * len(name) for name, colors in strips)
     columns = max(1, min(len(strips), int((width + 0.15) / step)))
     return [(left + step * (i % columns), top + 0.26 * (i // columns)) for i in range(len(strips))]

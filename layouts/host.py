@@ -1,6 +1,6 @@
-"""Runs layout code on the CPU: the DSL's own arithmetic, compiled for the host, for every thread and coordinate.
+"""Runs layout code on the CPU, compiled for the host by the DSL, for all threads and coordinates.
 
-A layout or partition of your own can be checked with these before a kernel uses it.
+Use it to check a layout or a partition before a kernel uses it.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def run_on_host(
 ) -> np.ndarray:
     """Compiles ``body(out)`` for the host, runs it on an int32 tensor of this shape filled with -1, and returns that.
 
-    body is called in a trace; put its dynamic loops into ``cute.jit`` functions. alignment: of out's address in bytes.
+    body is called in a trace; its dynamic loops must be in ``cute.jit`` functions. alignment: of out, in bytes.
     """
     padded = torch.full((prod(shape) + alignment // 4,), -1, dtype=torch.int32)
     start = -padded.data_ptr() % alignment // 4

@@ -1,4 +1,4 @@
-"""Tensor-core tilings, and the one rule that turns any of their accumulators into rows and columns.
+"""Tiled MMAs, and the rows and columns of their accumulators.
 
 All functions run inside a trace, in a kernel or in a host ``cute.jit`` function.
 """
@@ -16,7 +16,7 @@ _SOURCE = {"smem": warpgroup.OperandSource.SMEM, "rmem": warpgroup.OperandSource
 def tiled_mma_sm80(dtype: Any, num_warps: int, *, warps_n: int = 1) -> cute.TiledMma:
     """mma.sync m16n8k16 with fp32 accumulators; ``num_warps / warps_n`` warps along M, ``warps_n`` along N.
 
-    A step covers 16 rows a warp along M and 16 columns a warp along N, so that one ldmatrix.x4 feeds two instructions.
+    A tile has 16 rows a warp along M and 16 columns a warp along N: one ldmatrix.x4 loads B for two instructions.
     """
     if warps_n < 1 or num_warps < 1 or num_warps % warps_n:
         raise ValueError(f"num_warps={num_warps}: must be a positive multiple of warps_n={warps_n}")
@@ -41,9 +41,9 @@ def tiled_mma_sm90(
 ) -> cute.TiledMma:
     """wgmma m64nNk16 with fp32 accumulators for an (m, n) tile.
 
-    ``warpgroups / warpgroups_n`` warpgroups divide M, each 64 rows at a time, and ``warpgroups_n`` divide N; an
-    instruction spans all of a warpgroup's columns, at most 256. a_source: "smem" or "rmem"; a_major, b_major: "k" or
-    "mn", the contiguous extent of the operand in shared memory (A in registers is always "k").
+    ``warpgroups / warpgroups_n`` warpgroups divide M, 64 rows each at a time, and ``warpgroups_n`` divide N; an
+    instruction has all columns of a warpgroup, at most 256. a_source: "smem" or "rmem"; a_major, b_major: "k" or "mn",
+    the contiguous mode of the operand in shared memory ("k" for A in registers).
     """
     for name, value, accepted in (
         ("a_source", a_source, _SOURCE),
@@ -73,10 +73,10 @@ def tiled_mma_sm90(
 
 @dataclass(frozen=True)
 class RowColModes:
-    """Where the rows and columns of a score tile are in a thread's accumulator. Everything is a Python int.
+    """Rows and columns of a score tile in a thread's accumulator, as Python ints.
 
-    row_modes, col_modes: indices into the flattened accumulator layout, fastest first. rows, cols: offset of element
-    (r, c) of ``row_col_view`` from the thread's own first row and column (``thread_row_col``).
+    row_modes, col_modes: modes of the flattened accumulator layout, fastest first. rows, cols: offsets of element
+    (r, c) of ``row_col_view`` from the thread's first row and column (``thread_row_col``).
     """
 
     row_modes: tuple[int, ...]
@@ -89,10 +89,10 @@ class RowColModes:
 def row_col_modes(
     tiled_mma: cute.TiledMma, tile_m: int, tile_n: int, transposed: bool = False
 ) -> RowColModes:
-    """Reads rows and columns off the tiled MMA's own partition of coordinates, whichever MMA it is.
+    """Rows and columns of any tiled MMA's accumulator, from its partition of an identity tensor.
 
-    transposed: the accumulator is the transpose of the score tile (tile_m x tile_n is the accumulator's shape), so its
-    N modes are the score's rows. Raises ValueError if the tile is not a whole number of MMA tiles.
+    transposed: the accumulator, of shape tile_m x tile_n, is the transpose of the score tile, whose rows are its N
+    modes. Raises ValueError if the tile is not a whole number of MMA tiles.
     """
     step_m, step_n = tiled_mma.get_tile_size(0), tiled_mma.get_tile_size(1)
     if tile_m % step_m or tile_n % step_n:
@@ -118,7 +118,10 @@ def thread_row_col(
 
 
 def row_col_view(acc: cute.Tensor, modes: RowColModes) -> cute.Tensor:
-    """The accumulator of ``modes``'s MMA and tile as a (rows, cols) tensor over the same registers."""
+    """An accumulator of the MMA and tile of ``modes`` as a (rows, cols) tensor on the same registers.
+
+    Raises ValueError for an accumulator of another MMA or tile.
+    """
     layout = cute.flatten(acc.layout)
     shape, strides = _leaves(layout.shape), _leaves(layout.stride)
     if shape != modes.shape:
@@ -136,7 +139,7 @@ def row_col_view(acc: cute.Tensor, modes: RowColModes) -> cute.Tensor:
 
 
 def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
-    """The registers of an accumulator (converted to 16 bits) as the A operand of the next MMA: O = P @ V.
+    """The registers of an accumulator (converted to 16 bits) as the A operand of the next MMA, such as O = P V.
 
     For m16n8k16 ((2, 2), M, N) becomes ((2, 2, 2), M, N / 2); for wgmma ((2, 2, N / 8), M, n) becomes
     ((2, 2, 2), M, (N / 16, n)). The columns must all be in one warp or warpgroup (``warps_n`` or ``warpgroups_n`` 1).

@@ -1,4 +1,4 @@
-"""Integer models of layouts: what a CuTe object does, as numpy tables that can be drawn, counted and tested.
+"""Layouts, tiled copies and tiled MMAs as numpy tables.
 
 The functions here run outside a trace. They take a function that builds the object, for example
 ``lambda: smem_layout(128, 64, cutlass.Float16)``, and run it in a short trace of their own.
@@ -20,7 +20,7 @@ MMA_OPERANDS = ("A", "B", "C")
 
 @dataclass(frozen=True)
 class SmemMap:
-    """Where each element of a tile lies. offsets[row, col(, stage)] counts elements, ``width`` is bits of one."""
+    """A shared-memory layout: offsets[row, col(, stage)] in elements of ``width`` bits."""
 
     offsets: np.ndarray
     width: int
@@ -35,10 +35,10 @@ class SmemMap:
 
 @dataclass(frozen=True)
 class ThreadValueMap:
-    """Who holds what. row[thread, value] and col[thread, value] are coordinates in a (rows, cols) tile.
+    """A thread-value layout: row[thread, value] and col[thread, value] are coordinates in a (rows, cols) tile.
 
-    Values come in vectors: ``row[:, i * vector : (i + 1) * vector]`` are elements that lie side by side for one
-    instruction. Several threads may hold one element, as the B operand of an MMA whose warps are stacked along M.
+    ``row[:, i * vector : (i + 1) * vector]`` are contiguous elements of one instruction. Several threads may hold one
+    element, as in the B operand of an MMA with several warps along M.
     """
 
     row: np.ndarray
@@ -49,9 +49,9 @@ class ThreadValueMap:
 
 
 def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
-    """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy by then.
+    """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy.
 
-    sm_90a accepts the Ampere objects too.
+    sm_90a accepts Ampere objects too.
     """
     results = []
 
@@ -64,17 +64,17 @@ def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
 
 
 def smem_map(make: Callable[[], Any], dtype: Any, arch: str = "sm_90a") -> SmemMap:
-    """The model of a shared-memory layout, swizzled or plain, with two modes and optionally a third for stages."""
+    """The table of a shared-memory layout, swizzled or not: (rows, cols[, stages])."""
     return trace(lambda: read_smem(make(), dtype), arch)
 
 
 def copy_map(make: Callable[[], Any], side: str, arch: str = "sm_90a") -> ThreadValueMap:
-    """The model of a tiled copy's "src" or "dst" side over the tile that one step covers."""
+    """The table of a tiled copy's "src" or "dst" side, over one step."""
     return trace(lambda: read_copy(make(), side), arch)
 
 
 def mma_map(make: Callable[[], Any], operand: str, arch: str = "sm_90a") -> ThreadValueMap:
-    """The model of a tiled MMA's operand over its own tile: A is (M, K), B is (N, K), C is (M, N)."""
+    """The table of a tiled MMA's operand, over one step: A is (M, K), B is (N, K), C is (M, N)."""
     return trace(lambda: read_mma(make(), operand), arch)
 
 
@@ -85,7 +85,7 @@ def read_smem(layout: Any, dtype: Any) -> SmemMap:
     inner = layout.inner
     if not isinstance(inner, cute.Swizzle):
         raise TypeError(f"layout={layout}: the outermost function must be a swizzle")
-    # The DSL writes wgmma's swizzles in bytes: 16 bytes are 4 bits there, fewer in units of wider elements.
+    # wgmma swizzles of the DSL are in bytes, with base 4 for 16 bytes; in elements the base is smaller.
     swizzle = Swizzle(inner.num_bits, inner.num_base, inner.num_shift)
     offsets = table(layout.outer) + layout.offset
     if swizzle.base == 4:
@@ -106,7 +106,7 @@ def read_copy(copy: cute.TiledCopy, side: str) -> ThreadValueMap:
             raise ValueError(f"copy has the tiler {tiler}: only contiguous tilers have a picture")
     shape = (cute.size(copy.tiler_mn[0]), cute.size(copy.tiler_mn[1]))
     text = f"{type(copy.op).__name__.removesuffix('Op')}, {side}: {layout}"
-    # ldmatrix and stmatrix give a thread registers of 32 bits, from or to different rows each.
+    # A thread's 32-bit registers of ldmatrix and stmatrix are of different rows.
     vector = cute.size(atom, mode=[1, 0])
     return _thread_values(layout, shape, vector, text)
 
@@ -122,7 +122,7 @@ def read_mma(tiled_mma: cute.TiledMma, operand: str) -> ThreadValueMap:
 
 
 def table(layout: Any) -> np.ndarray:
-    """A static layout as an array: one axis for each top-level mode, every entry an offset."""
+    """The offsets of a static layout, one axis for each top-level mode."""
     modes = [_mode_offsets(layout[i].shape, layout[i].stride) for i in range(cute.rank(layout))]
     total = np.zeros((), dtype=np.int64)
     for offsets in modes:

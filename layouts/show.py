@@ -1,6 +1,6 @@
-"""Pictures of layouts, and bank conflicts: who holds which element of a tiled copy or MMA, which bank an element is in.
+"""Pictures of layouts: the thread of each element of a tiled copy or MMA, the bank of each word; bank conflicts.
 
-Both run outside a trace: give them functions that build the objects. matplotlib is loaded on the first picture.
+Both run outside a trace, on functions that build the objects. matplotlib is loaded on the first picture.
 
     show(lambda: smem_layout(128, 64, BFloat16), "smem.png", dtype=BFloat16)
     bank_conflicts(lambda: ldmatrix_copy_b(tiled_mma_sm80(BFloat16, 4), BFloat16),
@@ -25,7 +25,7 @@ __all__ = ["BankConflicts", "bank_conflicts", "show"]
 _WARP = 32
 _STRENGTH = 0.62
 _VALUES = "T is the thread, v the index of its value."
-# How much of a tile is drawn unless asked for.
+# The drawn part of a tile by default.
 _ROWS, _COLS, _CELLS = 32, 64, 16
 _INSTRUCTIONS = {
     "CopyG2S": "cp.async",
@@ -49,10 +49,10 @@ def show(
     """Draws a shared-memory layout, a tiled copy or a tiled MMA into a .png or .svg file and returns its path.
 
     thing: a function that builds it, called in a trace: ``lambda: smem_layout(128, 64, cutlass.BFloat16)``.
-    dtype: the element type, needed for shared memory, whose cells are 4-byte words with their bank.
-    tile: (rows, cols) that a copy or an accumulator is repeated over; by default the tile of one step.
-    rows, cols: how much of each tile to draw; by default what shows the pattern. title: a heading.
-    Raises ValueError for another suffix or a missing dtype, TypeError for an object that has no picture.
+    dtype: the element type, required for shared memory, drawn as 4-byte words with their bank.
+    tile: (rows, cols) over which a copy or an accumulator is repeated; by default one step.
+    rows, cols: the part of each tile to draw; by default enough for the pattern.
+    Raises ValueError for another suffix or a missing dtype, TypeError for other objects.
     """
 
     def read() -> Any:
@@ -63,10 +63,10 @@ def show(
             return {side: read_copy(built, side) for side in COPY_SIDES}
         if isinstance(built, (cute.Layout, cute.ComposedLayout)):
             if dtype is None:
-                raise ValueError("dtype=None: a shared-memory layout needs its element type to have banks")
+                raise ValueError("dtype=None: accepted for a shared-memory layout: its element type")
             return read_smem(built, dtype)
         raise TypeError(
-            f"thing builds a {type(built).__name__}: a layout, a tiled copy or a tiled MMA has a picture"
+            f"thing builds a {type(built).__name__}; accepted: a layout, a tiled copy or a tiled MMA"
         )
 
     found = trace(read, arch)
@@ -87,7 +87,7 @@ def _show_smem(
     offsets = smem.offsets if smem.offsets.ndim == 2 else smem.offsets[:, :, 0]
     axes = ("row", "column")
     if offsets[0, 1] - offsets[0, 0] != 1:
-        # Rows are contiguous: lay them across the page, as they lie in memory.
+        # Rows are contiguous: draw them from left to right, as in memory.
         offsets, axes = offsets.T, ("column", "row")
         crop = crop[::-1]
     total = offsets.shape
@@ -124,7 +124,7 @@ def _show_smem(
 
 
 def _period(banks: np.ndarray) -> int:
-    """After how many rows the banks repeat."""
+    """The number of rows after which banks repeat."""
     return next((p for p in range(1, len(banks)) if (banks[p:] == banks[:-p]).all()), len(banks))
 
 
@@ -199,7 +199,7 @@ def _copies(held: ThreadValueMap) -> int:
 
 
 def _held_by_all(operand: ThreadValueMap) -> bool:
-    """Whether every value of thread 0 is one of every other thread of its warp: an operand described, not held."""
+    """Whether all threads of a warp have all elements: an operand that a warpgroup reads from shared memory."""
     return bool(
         (operand.row[:_WARP] == operand.row[0]).all() and (operand.col[:_WARP] == operand.col[0]).all()
     )
@@ -210,7 +210,7 @@ def _flip(held: ThreadValueMap) -> ThreadValueMap:
 
 
 def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMap:
-    """The map of a larger tile: steps along rows, then along columns, add to a thread's values."""
+    """The map repeated over a larger tile: a thread's values are those of all steps, along rows first."""
     if tile is None:
         return held
     if tile[0] % held.shape[0] or tile[1] % held.shape[1]:
@@ -224,10 +224,10 @@ def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMa
 def _panel(
     held: ThreadValueMap, name: str, axes: tuple[str, str], crop: tuple[int | None, int | None]
 ) -> Panel:
-    """Cells are runs of consecutive values of one thread, along the axis that gives fewer of them."""
+    """A panel whose cells are runs of consecutive values of one thread, along the axis with fewer runs."""
     owner = np.full(held.shape, -1)
     value = np.full(held.shape, -1)
-    # The lowest thread is named where several hold an element: it is written last.
+    # Reversed, so that the lowest of several threads that hold an element is named.
     for thread in reversed(range(held.row.shape[0])):
         owner[held.row[thread], held.col[thread]] = thread
         value[held.row[thread], held.col[thread]] = np.arange(held.row.shape[1])
@@ -247,7 +247,7 @@ def _panel(
         values = f"v{first}" if length == 1 else f"v{first}-{first + length - 1}"
         separator = "\n" if vertical else " "
         cells.append(Cell(row, col, *extent, _thread_tint(thread), f"T{thread}{separator}{values}"))
-    # An element is as wide in a column of runs as half a run of two is in a row: the operands of an MMA line up.
+    # Equal element widths in both directions of runs, so that the operands of an MMA are aligned.
     unit = (max(0.36 / longest, 0.085), 0.32) if vertical else (0.19, max(0.64 / longest, 0.085))
     size = f"{total[0]} x {total[1]}"
     part = size if (height, width) == total else f"first {height} x {width} of {size}"
@@ -256,7 +256,7 @@ def _panel(
 
 
 def _runs(owner: np.ndarray, value: np.ndarray) -> list[tuple[int, int, int]]:
-    """(line, start, length) of the stretches along a line where one thread's values count up."""
+    """(line, start, length) of runs of consecutive values of one thread."""
     runs = []
     for line in range(owner.shape[0]):
         breaks = (np.diff(owner[line]) != 0) | (np.diff(value[line]) != 1)
@@ -270,7 +270,7 @@ def _thread_tint(thread: int) -> Color:
 
 
 def _warp_strips(panels: Sequence[Panel | None]) -> list[tuple[str, list[Color]]]:
-    """A strip for each warp that the panels show."""
+    """A strip for each warp in the panels."""
     threads = {int(cell.label[1:].split()[0]) for panel in panels if panel for cell in panel.cells}
     return [
         (f"warp {warp}, lanes 0-31", [_thread_tint(_WARP * warp + lane) for lane in range(_WARP)])

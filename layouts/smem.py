@@ -1,8 +1,8 @@
 """Shared-memory layouts. All functions run inside a trace (``cute.jit``, ``cute.kernel``) and return static layouts.
 
-Two conventions of the DSL meet here, and mixing them up reads the wrong bytes:
-- ``smem_layout`` swizzles offsets in elements. Use it whole: ``storage.sQ.get_tensor(layout)``.
-- ``wgmma_smem_layout`` swizzles addresses in bytes, as wgmma and TMA do. Split it:
+Two conventions of the DSL must not be mixed:
+- ``smem_layout`` swizzles offsets in elements: ``storage.sQ.get_tensor(layout)``.
+- ``wgmma_smem_layout`` swizzles addresses in bytes, as wgmma and TMA do:
   ``storage.sQ.get_tensor(layout.outer, swizzle=layout.inner)``.
 """
 
@@ -29,10 +29,10 @@ _KINDS = {
 def smem_layout(
     rows: int, cols: int, dtype: Any, *, stages: int | None = None, swizzle_bits: int | None = None
 ) -> cute.ComposedLayout:
-    """Row-major (rows, cols[, stages]) tile for cp.async, ldmatrix and plain accesses.
+    """Row-major (rows, cols[, stages]) tile for cp.async, ldmatrix and ordinary accesses.
 
-    The tile is cut into atoms of 8 rows by up to 128 bytes, atoms run down the rows first. rows: multiple of 8; cols: a
-    multiple of 16 bytes, for conflict-free access of 64; swizzle_bits: None for the widest (0 turns swizzling off).
+    Atoms of 8 rows by up to 128 bytes tile it along rows first. rows: a multiple of 8; cols: a multiple of 16 bytes,
+    for conflict-free access of 64; swizzle_bits: None for the widest, 0 for none.
     Raises ValueError for sizes that do not divide.
     """
     if rows <= 0 or rows % _ATOM_ROWS:
@@ -50,10 +50,11 @@ def smem_layout(
 def wgmma_smem_layout(
     rows: int, cols: int, dtype: Any, *, stages: int | None = None, major: str = "k"
 ) -> cute.ComposedLayout:
-    """(rows, cols[, stages]) operand tile of a wgmma, which TMA can fill: rows are M or N, cols are K.
+    """(rows, cols[, stages]) operand tile for wgmma and TMA: rows are M or N, cols are K.
 
-    major: "k" if cols are contiguous, "mn" if rows are. Takes the widest swizzle (128, 64, 32 bytes or none) whose
-    atom divides the contiguous extent. ``inner`` swizzles bytes: see the module's note.
+    major: "k" if cols are contiguous, "mn" if rows are. The swizzle is the widest (128, 64, 32 bytes or none) whose
+    atom divides the contiguous extent. ``inner`` swizzles bytes, see the module.
+    Raises ValueError for sizes that do not divide.
     """
     if major not in ("k", "mn"):
         raise ValueError(f"major={major!r}: accepted are 'k' (cols contiguous) and 'mn' (rows contiguous)")

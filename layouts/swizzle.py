@@ -1,8 +1,8 @@
-"""Shared-memory swizzles: which one a row needs, and what it does to an offset. Plain Python, no DSL import.
+"""Shared-memory swizzles for rows of a tile. Plain Python, no DSL import.
 
-A shared-memory bank is 4 bytes wide and there are 32, so 128 bytes pass in one wavefront. Eight rows that start at the
-same bank would send the eight 16-byte pieces of an ldmatrix to the same four banks. A swizzle exchanges the 16-byte
-pieces of a row according to the row's index, so that a column of pieces covers all the banks.
+Shared memory has 32 banks of 4 bytes: 128 bytes a wavefront. If eight rows start at the same bank, the eight 16-byte
+vectors of an ldmatrix are in the same four banks. A swizzle permutes the 16-byte vectors of a row by the row's index,
+so that a column of vectors covers all banks.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _ROW_BYTES = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class Swizzle:
-    """CuTe's S<bits,base,shift>: flips ``bits`` bits from ``base`` up with those that are ``shift`` places higher."""
+    """CuTe's S<bits,base,shift>: xors ``bits`` bits from ``base`` up with those ``shift`` places higher."""
 
     bits: int
     base: int
     shift: int
 
     def __call__(self, offset: Any) -> Any:
-        """The swizzled offset of an int, or of an integer array element by element."""
+        """The swizzled offset of an int, or of each element of an integer array."""
         mask = ((1 << self.bits) - 1) << self.base
         return offset ^ ((offset >> self.shift) & mask)
 
@@ -32,7 +32,7 @@ class Swizzle:
 
 
 def atom_cols(cols: int, width: int) -> int:
-    """Columns that are stored together as one row of a swizzle atom: the widest of 128, 64, 32, 16 bytes that divides.
+    """Columns of a swizzle atom: the widest of 128, 64, 32, 16 bytes that divides a row.
 
     cols: row length in elements; width: bits of an element. Raises ValueError if no whole 16 bytes divide a row.
     """
@@ -47,8 +47,8 @@ def atom_cols(cols: int, width: int) -> int:
 def choose_swizzle(cols: int, width: int, bits: int | None = None) -> Swizzle:
     """The swizzle for rows of ``cols`` elements of ``width`` bits, in units of elements.
 
-    bits: None takes the widest one that stays within an atom of 8 rows, which is free of bank conflicts; a smaller
-    number exchanges among fewer pieces, 0 leaves the rows as they are. Raises ValueError if bits is too large.
+    bits: None for the widest within an atom of 8 rows, which is free of bank conflicts; 0 for no
+    swizzle. Raises ValueError if bits is too large.
     """
     widest = (atom_cols(cols, width) * width // (VECTOR_BYTES * 8)).bit_length() - 1
     if bits is None:

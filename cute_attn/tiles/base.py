@@ -1,7 +1,8 @@
 """Base classes of all tiles.
 
 A tile is a frozen value that prints as text and parses back. It computes its shared memory and registers before
-anything is compiled, and gives the reason why it does not fit some traits or target.
+anything is compiled, and gives the reason why it does not fit some traits or target. Tiles change a result by
+the order of its roundings only.
 """
 
 import dataclasses

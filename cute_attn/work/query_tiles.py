@@ -1,4 +1,4 @@
-"""Work tiles of a forward kernel: a block of queries of one head, or of the heads that share its keys."""
+"""Work tiles of a forward: a query block of one head, or of several heads of one kv head (varlen GQA)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,32 +10,31 @@ from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 
 L2_SECTION_BYTES = 32 << 20
-"""Bytes of K and V of the heads that are worked on together: what stays in a 50 MB L2."""
+"""K and V of one section of heads, in bytes: what stays in an L2 of 50 MB."""
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """One block of queries."""
+    """One query block."""
 
-    row0: Int32  # the first query; at or beyond seqlen_q if there is nothing to do
-    head: Int32  # the first one, where a tile has several
+    row0: Int32  # the first query; seqlen_q or more if the tile is empty
+    head: Int32  # the first one, in tiles of several heads
     head_kv: Int32
     batch: Int32
     info: SeqlenInfo
 
     @property
     def exists(self) -> Boolean:
-        """Whether there are queries."""
+        """Whether the tile has queries."""
         return self.row0 < self.info.seqlen_q
 
 
 @dataclass(frozen=True)
 class QueryGrid:
-    """A grid with a CTA for each (query block, head, batch), in one dimension: the other two end at 65535.
+    """A grid with a CTA for each (query block, head, batch), in x alone: y and z are limited to 65535.
 
-    Query blocks vary fastest, the last one first: under a causal mask it has the most work. Divisors come with what
-    turns a division into a multiplication: integer arithmetic alone stays in uniform registers, and with it everything
-    that follows from head and batch, such as the pointers.
+    Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
+    in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.
     """
 
     last_m_block: Int32
@@ -45,16 +44,15 @@ class QueryGrid:
 
     @staticmethod
     def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32) -> "QueryGrid":
-        """On the host. An empty grid may have divisors of 0; it is not launched."""
+        """On the host. Divisors of an empty grid, which is not launched, may be 0."""
         divisors = (m_blocks, nheads, nheads // cutlass.max(nheads_kv, 1))
         return QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
 
     @cute.jit
     def tile(self, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
-        """Of the running CTA.
+        """The work tile of the running CTA.
 
-        Each call computes it again: after a main loop that is cheaper than to have kept it in registers, which the
-        compiler would do otherwise, and spill.
+        Rematerialized at each call: otherwise the compiler keeps it in registers through the mainloop, and spills.
         """
         block = optimization_barrier(cute.arch.block_idx()[0])
         plane, from_last = divmod(block, self.m_blocks)
@@ -64,12 +62,12 @@ class QueryGrid:
 
 
 class ForwardSchedule(NamedTuple):
-    """What a persistent forward kernel divides its work by, as arguments.
+    """Schedule arguments of a persistent forward kernel.
 
     Attributes:
-        counters: int32 (4,), all 0 before the first launch: the work tiles claimed beyond each CTA's first one, the
-            CTAs that are done (both 0 again after each launch), the work tiles replayed so far, unused. Launches that
-            may run at the same time need counters of their own.
+        counters: int32 (4,), 0 before the first launch: work tiles claimed beyond each CTA's first one, finished CTAs
+            (both 0 again after each launch), work tiles replayed since the first launch, unused. Concurrent launches
+            need different counters.
         multiprocessors: of the GPU.
     """
 
@@ -81,20 +79,19 @@ class ForwardSchedule(NamedTuple):
 class QueryTileOrder:
     """All work tiles of a persistent kernel, in the order in which CTAs claim them.
 
-    A CTA that is done with one claims the next that is left, so no multiprocessor idles while work is left: list
-    scheduling (Graham 1966), whose makespan is at most the ideal one and a work tile more in any order.
+    A CTA claims the next work tile after each one: list scheduling (Graham 1966), whose makespan in any order is at
+    most the ideal one plus one work tile.
 
-    The order is for L2 and for the end of the list. With ``longest_first`` heads are taken a section at a time, as many
-    as keep their K and V in L2, and a section's query blocks go from the last ones of its heads, which under a causal
-    mask have the most work, to the first ones. Otherwise a head's query blocks follow each other, last one first; of
-    packed sequences, those of all sequences: block row ``first_block(sequence)`` is the first one's, and which sequence
-    a row belongs to is searched.
+    The order is for L2 and for the end of the list. With ``longest_first`` heads come by sections, as many as keep
+    their K and V in L2, and within a section by query blocks, the last ones of all its heads first: under a causal mask
+    they have the most work. Otherwise a head's query blocks follow each other, last one first; if varlen, those of all
+    sequences, padded as in :func:`first_block`, and the sequence of a block is found by binary search.
     """
 
-    m_blocks: cute.FastDivmodDivisorV2  # of a head; of packed sequences, of all of them
-    nheads: cute.FastDivmodDivisorV2  # packs of ``heads`` heads
+    m_blocks: cute.FastDivmodDivisorV2  # of a head; if varlen, of all sequences
+    nheads: cute.FastDivmodDivisorV2  # groups of ``heads`` heads
     qheads_per_kvhead: cute.FastDivmodDivisorV2
-    planes: cute.FastDivmodDivisorV2  # (batch, head) of a section
+    planes: cute.FastDivmodDivisorV2  # (batch, head) pairs of a section
     last_planes: cute.FastDivmodDivisorV2  # of the last section
     section_tiles: cute.FastDivmodDivisorV2
     last_section: Int32
@@ -113,15 +110,15 @@ class QueryTileOrder:
         heads: int,
         longest_first: bool,
     ) -> "QueryTileOrder":
-        """On the host; ``key_bytes``: of one key and its value."""
-        packed = seqlens.cu_seqlens_q is not None
+        """On the host; key_bytes: of one row of K and of V."""
+        varlen = seqlens.cu_seqlens_q is not None
         batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2] // heads, mK.shape[-2]
         divisor, group = cute.FastDivmodDivisorV2, cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1)
-        if packed:
+        if varlen:
             m_blocks, planes = Int32(mQ.shape[0]) // queries + batch, nheads
         else:
             m_blocks, planes = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries), nheads * batch
-        together, sorted_ = planes, longest_first and not packed
+        together, sorted_ = planes, longest_first and not varlen
         if sorted_:
             head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
             kv_heads = cutlass.max(Int32(Int64(L2_SECTION_BYTES) // head_bytes), 1)
@@ -147,7 +144,7 @@ class QueryTileOrder:
 
     @cute.jit
     def tile(self, index: Int32, seqlens: Seqlens) -> QueryTile:
-        """The work tile of that index; there may be no queries in it."""
+        """The work tile ``index`` of the order; it may be empty."""
         plane, from_last = Int32(0), Int32(0)
         if cutlass.const_expr(self.longest_first):
             section, position = divmod(index, self.section_tiles)
@@ -173,19 +170,19 @@ class QueryTileOrder:
         """The work tile that begins at ``row0`` of ``head``."""
         row0, head, batch = (cute.arch.make_warp_uniform(x) for x in (row0, head, batch))
         info = SeqlenInfo.read(seqlens, batch)
-        row0 = row0 if row0 >= 0 else info.seqlen_q  # a row between two sequences' blocks
+        row0 = row0 if row0 >= 0 else info.seqlen_q  # a block between two sequences
         return QueryTile(row0, head, head // self.heads // self.qheads_per_kvhead, batch, info)
 
 
 @dataclass(frozen=True)
 class WorkClaims:
-    """How a CTA's producer warp comes by its next work tile: a counter in global memory."""
+    """Claims of work tiles by CTAs' producer warps: a counter in global memory."""
 
     counters: cute.Tensor  # see ``ForwardSchedule``
 
     @cute.jit
     def claim(self) -> Int32:
-        """Claim one. The result is on its way; see :meth:`index`."""
+        """Claim a work tile; :meth:`index` waits for the result of the atomic."""
         taken = Int32(0)
         if cute.arch.lane_idx() == 0:
             taken = cute.arch.atomic_add(self.counters.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -193,12 +190,12 @@ class WorkClaims:
 
     @cute.jit
     def index(self, claimed: Int32) -> Int32:
-        """What was claimed: each CTA has had the one of its own number."""
+        """The index of a claimed work tile; the first ones, one a CTA, are not claimed."""
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(claimed, 0)
 
     @cute.jit
     def leave(self) -> None:
-        """Once, when nothing is left: the last CTA sets the counters back for the next launch."""
+        """Once, at the end: the last CTA resets the counters for the next launch."""
         if cute.arch.lane_idx() == 0:
             done = self.counters.iterator + 1
             before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
@@ -208,6 +205,6 @@ class WorkClaims:
 
     @cute.jit
     def count_replay(self) -> None:
-        """One work tile is computed again."""
+        """Count a replayed work tile."""
         if cute.arch.lane_idx() == 0:
             cute.arch.atomic_add(self.counters.iterator + 2, Int32(1), sem="relaxed", scope="gpu")

@@ -1,4 +1,4 @@
-"""Speculation's safety net: work tiles whose frozen row maxima turned out too small are computed again, exactly."""
+"""Replay: work tiles whose speculation failed are computed again with exact online softmax."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,15 @@ BARRIER = 15
 
 @dataclass(frozen=True)
 class Replay:
-    """Which of a CTA's last work tiles failed, known to all its threads after a barrier.
+    """The failed work tiles of a CTA's current section.
 
-    A CTA takes its work tiles by sections of at most ``SECTION - 1``. After each, all threads meet, and whatever failed
-    is computed again with exact online softmax, which cannot fail.
+    A work tile fails if a frozen row maximum was too small. A section has at most ``SECTION - 1`` work tiles; after it
+    all threads synchronize, and its failed work tiles are replayed with exact online softmax, which cannot fail.
     """
 
-    slots: (
-        cute.Tensor
-    )  # SECTION + 1 words in shared memory: index of a failed work tile + 1, or 0; the last: any
-    threads: Constexpr  # of the CTA that meet
+    # In shared memory, SECTION + 1 words: index of a failed work tile + 1, or 0; the last one: whether any failed.
+    slots: cute.Tensor
+    threads: Constexpr  # threads of the CTA that synchronize
 
     SECTION = 127
     BYTES = 4 * (SECTION + 1)
@@ -32,36 +31,36 @@ class Replay:
 
     @cute.jit
     def clear(self, lane: Int32) -> None:
-        """By one warp, before any thread marks."""
+        """By one warp, before any :meth:`mark`."""
         for i in cutlass.range_constexpr(0, Replay.SECTION + 1, 32):
             self.slots[i + lane] = Int32(0)
 
     @cute.jit
     def mark(self, n: Int32, index: Int32) -> None:
-        """By any thread: the CTA's n-th work tile, of that index in the order, failed."""
+        """By any thread: the CTA's n-th work tile, ``index`` in the order, failed."""
         self.slots[n % Replay.SECTION] = index + 1
         self.slots[Replay.SECTION] = Int32(1)
 
     @cute.jit
     def meet(self) -> None:
-        """Wait for all, at the end of a section."""
+        """Synchronize all threads, at the end of a section."""
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.threads)
 
     def any(self) -> Boolean:
-        """After a meeting: whether a work tile failed."""
+        """After :meth:`meet`: whether any work tile failed."""
         return Boolean(self.slots[Replay.SECTION] != 0)
 
     def failed(self, slot: Int32) -> Boolean:
-        """After a meeting: whether the one in that slot did."""
+        """After :meth:`meet`: whether the work tile in ``slot`` failed."""
         return Boolean(self.slots[slot] != 0)
 
     def index(self, slot: Int32) -> Int32:
-        """Its index in the order."""
+        """The index in the order of the failed work tile in ``slot``."""
         return cute.arch.make_warp_uniform(self.slots[slot]) - 1
 
     @cute.jit
     def reset(self, lane: Int32, clears: Constexpr) -> None:
-        """By all, once everything has been computed again; one warp ``clears``."""
+        """By all threads, after the replay; one warp has ``clears``."""
         self.meet()
         if cutlass.const_expr(clears):
             self.clear(lane)
