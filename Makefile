@@ -1,12 +1,12 @@
-# make demo       what the project does, on this machine (about 3 minutes with its installs; on a GPU, against torch)
+# make demo       what the project does (about 3 minutes with its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed)
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
-# make bench-shapes     random shapes, both ways, in search of cliffs; ARGS="--seed 1" for others
+# make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 #
-# BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 already has torch with CUDA, the
-# DSL and pytest, test-gpu, the benchmarks and the demo use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest
+# BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
+# pytest, the demo, test-gpu and the benchmarks use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest
 # or the script. JOBS=... processes run the CPU tests, 2 by default; each takes about 2 GB.
 
 BASE_PYTHON ?= python3
@@ -60,7 +60,7 @@ bench-backward: $(installed_dev)
 bench-shapes: $(installed_dev)
 	$(run) -m bench.shapes $(ARGS)
 
-# Without byte code of everything that is installed, most of which is never loaded: half the time.
+# No byte code: most of what is installed is never loaded, and compiling it doubles the time.
 install := $(VENV)/bin/python -m pip install -q --no-compile -c constraints.txt -e
 
 $(VENV)/bin/python:

@@ -1,12 +1,11 @@
-"""How fast is the backward, against everyone else's, in one run?
+"""How fast is the backward against its peers, in one run?
 
     python -m bench.backward                      every row; writes bench/results/DATE-GPU-backward.json
     python -m bench.backward '*d128*causal*'      the rows whose name matches
     python -m bench.backward --list               their names
 
-Needs a GPU. What is timed is one call of autograd, which has q's, k's and v's gradients at its end, and the bias's in
-the rows that say so. Five products count. Prints a row as it comes, and last a table with this package's speed over
-each peer's.
+Needs a GPU. One call of autograd is timed, for the gradients of q, k and v, and of the bias in the rows named so. Five
+products count. Prints each row, and last a table with this package's speed over each peer's.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where this package's speed falls off: each workload's ratio to its fastest peer, as a table and as a picture."""
+"""Each workload's speed over its fastest peer's, worst first, as a table and as a picture."""
 
 import math
 import statistics
@@ -21,9 +21,9 @@ class Comparison:
         workload: its name.
         ms: our time, 0 where our call failed.
         error: why it failed, or "".
-        peer: the fastest peer's name, "" where none computed it.
+        peer: the fastest peer's name, or "".
         peer_ms: its time, 0 for none.
-        flops: useful floating-point operations, 0 where nobody's time is known.
+        flops: useful floating-point operations, 0 without any time.
     """
 
     workload: str
@@ -68,7 +68,7 @@ def _comparison(workload: str, rows: dict[str, dict[str, Any]]) -> Comparison:
 
 
 def newest(impls: Iterable[str]) -> str:
-    """The newest generation's of this package's kernels among them, such as "cute_attn/forward-sm90": what a call gets.
+    """This package's newest kernel among them, such as "cute_attn/forward-sm90": a call's default.
 
     Raises:
         ValueError: there is none.
@@ -82,12 +82,12 @@ def _is_own(impl: str) -> bool:
 
 def worst_first(result: dict[str, Any]) -> dict[str, Any]:
     """The result with its rows in the order of :func:`compare`."""
-    places = {comparison.workload: i for i, comparison in enumerate(compare(result))}
-    return result | {"rows": sorted(result["rows"], key=lambda row: places[row["workload"]])}
+    ranks = {comparison.workload: i for i, comparison in enumerate(compare(result))}
+    return result | {"rows": sorted(result["rows"], key=lambda row: ranks[row["workload"]])}
 
 
 def table(result: dict[str, Any]) -> str:
-    """A line a workload, worst first: the ratio, the work, everyone's speed, and why ours failed where it did."""
+    """A line a workload, worst first: the ratio, the work, all speeds, and our error."""
     comparisons = compare(result)
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
     own = list(dict.fromkeys(name.rpartition("-")[2] for name in names if _is_own(name)))

@@ -1,10 +1,10 @@
-"""How fast is the forward, against everyone else's, in one run?
+"""How fast is the forward against its peers, in one run?
 
     python -m bench.forward                       every row; writes bench/results/DATE-GPU-forward.json
     python -m bench.forward '*d128*causal*'       the rows whose name matches
     python -m bench.forward --list                their names
 
-Needs a GPU. Prints a row as it comes, and last a table with this package's speed over each peer's.
+Needs a GPU. Prints each row, and last a table with this package's speed over each peer's.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
     python -m bench.host_time                     every row
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
-Needs a GPU. The problems are so small that the host is what one waits for. Prints microseconds a call, the median and
+Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and
 the least of some repetitions: of the forward alone, and of a forward and a backward of q, k and v.
 """
 

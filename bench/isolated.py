@@ -1,7 +1,7 @@
-"""Time workloads in a process of their own: a rival that ends it, hangs or loses the GPU costs its own rows alone.
+"""Time workloads in another process: an implementation that ends it, hangs or loses the GPU costs its own rows alone.
 
-The process sends what it is about to run before it runs it. When nothing more comes, that gets an error for its row,
-and a new process goes on without it.
+The process sends the names of each step before it runs. When no message follows, their rows get an error, and a new
+process continues without them.
 """
 
 import functools
@@ -94,7 +94,7 @@ def run_tasks(
 
 
 def _all_rows(task: Task, rows: Rows, lost: Mapping[str, str]) -> Rows:
-    """A row for every implementation of a task, those that were lost among them."""
+    """A row for every implementation of a task, lost ones included."""
     given = {row["impl"]: row for row in rows}
     return [
         given.get(name) or {"workload": task.workload.name, "impl": name, "error": lost[name]}
@@ -103,7 +103,7 @@ def _all_rows(task: Task, rows: Rows, lost: Mapping[str, str]) -> Rows:
 
 
 def _messages(work: Work, tasks: Sequence[Task], patience: float, context: str) -> Iterator[Message]:
-    """What a new process sends, until it is done or, with ``("lost", why)`` as the last, lost."""
+    """A new process's messages until it is done, or lost: then ``("lost", why)`` is the last."""
     start = multiprocessing.get_context(context)
     receiver, sender = start.Pipe(duplex=False)
     process: BaseProcess = start.Process(target=_main, args=(work, tasks, sender), daemon=True)  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def _until_lost(receiver: Connection, process: BaseProcess, patience: float) -> 
 def _main(work: Work, tasks: Sequence[Task], sender: Connection) -> None:
     try:
         work(tasks, sender.send)
-    except Exception as error:  # the parent gives it to the rows of the step that raised it
+    except Exception as error:  # the error of the step's rows
         sender.send(("lost", first_line(error)))
     else:
         sender.send(("done", None))

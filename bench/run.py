@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: choosing workloads and rivals, building kernels, printing rows and a table."""
+"""Shared by the benchmarks: choosing workloads and implementations, building kernels, printing rows and a table."""
 
 import argparse
 import fnmatch
@@ -18,11 +18,9 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
     parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
-    parser.add_argument("--impl", nargs="*", default=["*"], help="which rivals, by shell patterns")
+    parser.add_argument("--impl", nargs="*", default=["*"], help="which implementations, by shell patterns")
     parser.add_argument("--output", type=Path, help="the file to write")
-    parser.add_argument(
-        "--milliseconds", type=float, default=100, help="how long each rival is timed a workload"
-    )
+    parser.add_argument("--milliseconds", type=float, default=100, help="how long each is timed a workload")
     options = parser.parse_args()
     chosen = [w for w in workloads if matches(w.name, options.patterns)]
     if options.list:
@@ -53,7 +51,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
-    """This package's kernels, many at a time; what cannot be built says so when its row comes."""
+    """Build this package's kernels in parallel; one that cannot be built is an error in its row."""
     from cute_attn import registry
     from cute_attn.backward import kernels_of
     from cute_attn.compiler import default_target, prebuild
@@ -79,13 +77,13 @@ def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A line of its own as soon as it is known."""
+    """One line."""
     numbers = row["error"] if "error" in row else f"{row['ms']:9.3f} ms {row['value']:7.1f} {row['unit']}"
     print(f"{row['workload']:44} {row['impl']:24} {numbers}", flush=True)
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A line a workload: each kernel's speed, and how many times each peer's that is."""
+    """A line a workload: each kernel's speed, and the best one's ratio to each peer's."""
     names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
     own = [name for name in names if name.startswith("cute_attn/")]
     peers = [name for name in names if name not in own]

@@ -1,14 +1,14 @@
-"""Where are the cliffs? A seeded sweep of random shapes, against everyone else's, in one run.
+"""Where are the cliffs? A seeded sweep of random shapes against the peers, in one run.
 
     python -m bench.shapes                    80 shapes, both ways; writes bench/results/DATE-GPU-shapes.json
     python -m bench.shapes '*-varlen*'        the shapes whose name matches
     python -m bench.shapes --seed 3 --count 200 --op backward --impl '*sm90' fa4
     python -m bench.shapes --list             their names
-    python -m bench.shapes --result FILE      table and picture of a result that is there already; needs no GPU
+    python -m bench.shapes --result FILE      table and picture of an existing result; needs no GPU
 
-Needs a GPU. Prints a row as it comes, and last the ratios of our speed to the fastest peer's, worst first; draws them
-beside the result. A forward and a backward are timed of the same shapes. Everyone's output is compared with that of the
-first peer that computes the shape. A rival that hangs or ends the process costs its row: see :mod:`bench.isolated`.
+Needs a GPU. Prints each row, and last the ratios of our speed to the fastest peer's, worst first; draws them beside
+the result. Forward and backward are timed on the same shapes. Outputs are compared with those of the first peer that
+computes the shape. A peer that hangs or ends the process costs its row: see :mod:`bench.isolated`.
 
 FlashAttention-4 compiles a kernel for each configuration of head dims, query heads a key head, mask and features, some
 seconds each, so the shapes of a run share a few configurations; another seed has others.
@@ -29,20 +29,20 @@ from bench.isolated import Task, run_tasks, timing
 from cute_attn.benchmark.workload import Workload
 
 PEERS = ("fa2", "fa3", "fa4", "cudnn")
-"""What is run unless ``--impl`` says otherwise, beside our newest kernel."""
+"""The default of ``--impl``, beside our newest kernel."""
 
 MILLISECONDS = (0.02, 5.0)
-"""What a call may take, forward or backward, by :func:`estimate`."""
+"""Bounds of a call's :func:`estimate`, forward or backward."""
 MAX_BYTES = 4 * 2**30
 """Of q, k, v and out."""
 MAX_SEQLEN_Q, MAX_SEQLEN_K = 2**15, 2**17
 MIN_SEQLEN_K = 16
-"""Of the longest sequence. A query that sees one key has gradients of zero but for rounding: nothing to compare."""
+"""Of the longest sequence. A query that sees one key has gradients of zero up to rounding: nothing to compare."""
 MAX_BATCH, MAX_NHEADS, MAX_SEQUENCES = 512, 128, 64
 HEAD_DIMS = range(32, 257, 8)
 
 _FLOPS_PER_MS, _BYTES_PER_MS = 500e9, 4e9
-_MOST_CALLS = 50  # of a rival in a round: a flush of the L2 goes with each
+_MOST_CALLS = 50  # of an implementation in a round; each flushes the L2
 _CLOCK_EVERY = 10
 
 
@@ -65,7 +65,7 @@ class Configuration:
     varlen: bool = False
 
 
-# mask, softcap, varlen, and whether head dims are common ones, any, or unequal.
+# mask, softcap, varlen, and head dims: common ones, any, or unequal.
 _KINDS = (
     ("causal", False, False, "common"),
     ("", False, False, "common"),
@@ -80,11 +80,11 @@ _KINDS = (
 )
 MASKS = ("", "causal", "window", "causal_window")
 RELATIONS = ("equal", "independent", "shifted", "round")
-"""How keys and queries are many. "shifted": more keys, by 63 or 127 modulo 128; "round": both multiples of 128."""
+"""How seqlen_k relates to seqlen_q. "shifted": more keys, by 63 or 127 modulo 128; "round": both multiples of 128."""
 
 
 def configurations(rng: random.Random, count: int) -> list[Configuration]:
-    """So many: one of each kind first, then any."""
+    """``count`` configurations: one of each kind first, then any."""
     common = _cycle(rng, (64, 128, 256))
     groups = _cycle(rng, (1, 1, 1, 1, 2, 4, 8, 16, rng.randint(3, 15), rng.randint(2, 16)))
     found = []
@@ -100,7 +100,7 @@ def configurations(rng: random.Random, count: int) -> list[Configuration]:
 
 
 def _cycle(rng: random.Random, values: Sequence[int]) -> Iterator[int]:
-    """All of them over and over, in an order that is drawn once."""
+    """All of them, repeated in one random order."""
     order = rng.sample(values, len(values))
     while True:
         yield from order
@@ -119,10 +119,7 @@ def _unequal(rng: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def sweep(count: int, seed: int, num_configurations: int = len(_KINDS)) -> list[Workload]:
-    """Forwards of ``count`` different shapes, the same for a seed.
-
-    Every configuration meets every relation of lengths in turn.
-    """
+    """Forwards of ``count`` different shapes, the same for a seed; configurations meet all length relations."""
     rng = random.Random(seed)
     palette = configurations(rng, num_configurations)
     found: dict[str, Workload] = {}
@@ -143,7 +140,7 @@ def _bounded(workload: Workload) -> bool:
 
 
 def estimate(workload: Workload) -> float:
-    """About the least milliseconds a call takes on a Hopper GPU: at 500 TFLOP/s, or at 4 TB/s if that is more."""
+    """Roughly the least milliseconds of a call on a Hopper GPU: the longer of 500 TFLOP/s and 4 TB/s."""
     return max(workload.flops / _FLOPS_PER_MS, nbytes(workload) / _BYTES_PER_MS)
 
 
@@ -155,7 +152,7 @@ def nbytes(workload: Workload) -> int:
 
 
 def _shape(rng: random.Random, configuration: Configuration, relation: str) -> Workload:
-    """A shape of that configuration, with batch and heads for a time that is drawn; it may miss the bounds."""
+    """A shape of that configuration, with batch and heads for a random time; it may miss the bounds."""
     unit = _unit(rng, configuration, relation)
     wanted = math.exp(rng.uniform(*map(math.log, MILLISECONDS)))
     units = max(1, round(wanted / estimate(unit)))
@@ -169,7 +166,7 @@ def _shape(rng: random.Random, configuration: Configuration, relation: str) -> W
 
 
 def _unit(rng: random.Random, configuration: Configuration, relation: str) -> Workload:
-    """One batch and key head of a shape, or its packed sequences with one key head."""
+    """One batch and key head of a shape, or its varlen sequences with one key head."""
     seqlen_q, seqlen_k = _seqlens(rng, relation)
     if configuration.mask and seqlen_k < seqlen_q and rng.random() < 0.8:
         seqlen_q, seqlen_k = seqlen_k, seqlen_q  # queries that see no key are rare in use
@@ -220,7 +217,7 @@ def _window_side(rng: random.Random) -> int:
 
 
 def _ragged(rng: random.Random, count: int, longest: int) -> tuple[int, ...]:
-    """So many lengths down to a sixteenth of the longest."""
+    """``count`` lengths down to a sixteenth of the longest."""
     lengths = [longest, *(_log_uniform(rng, max(1, longest // 16), longest) for _ in range(count - 1))]
     rng.shuffle(lengths)
     return tuple(lengths)
@@ -265,20 +262,20 @@ def _parser() -> argparse.ArgumentParser:
         "--configurations",
         type=int,
         default=len(_KINDS),
-        help="how many configurations they share; each takes FA4 some seconds to compile for",
+        help="how many configurations they share; FA4 compiles some seconds for each",
     )
     parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
     parser.add_argument("--list", action="store_true", help="print the shapes' names and stop")
     parser.add_argument(
         "--impl",
         nargs="*",
-        help=f"which rivals, by shell patterns; default: our newest kernel, {', '.join(PEERS)}",
+        help=f"which implementations, by shell patterns; default: our newest kernel, {', '.join(PEERS)}",
     )
     parser.add_argument(
-        "--milliseconds", type=float, default=20, help="how long each rival is timed a shape, at the most"
+        "--milliseconds", type=float, default=20, help="how long each is timed a shape, at the most"
     )
     parser.add_argument(
-        "--patience", type=float, default=90, help="after how many seconds a rival counts as hung"
+        "--patience", type=float, default=90, help="after how many seconds an implementation counts as hung"
     )
     parser.add_argument("--output", type=Path, help="the file to write")
     parser.add_argument("--picture", type=Path, help="the picture to write; default: beside the file")
@@ -287,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(chosen: list[Workload], options: argparse.Namespace) -> None:
-    """Time what was chosen, and write the result after every workload, so that little is lost where a run is cut."""
+    """Time the workloads; the result is written after each, in case the run is cut."""
     from cute_attn.benchmark.results import default_path, machine, median_clock, write
 
     names = {op: rivals(op, options.impl) for op in {w.op for w in chosen}}
@@ -316,7 +313,7 @@ def _show(result: dict[str, Any], picture: Path) -> None:
 
 
 def rivals(op: str, patterns: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of what runs an operation: peers first, so that the first of them says what is correct."""
+    """Implementations of an operation: peers first, as the first one's output is the expected one."""
     from cute_attn.benchmark import peers
 
     own = peers.own_kernels(op)

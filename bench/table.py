@@ -3,8 +3,7 @@
     python -m bench.table bench/results/FILE.json ...           print all of it
     python -m bench.table --write bench/results/FILE.json ...   put the README's rows into the README, draw its picture
 
-The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward, whichever of them
-was written.
+The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward.
 """
 
 import argparse
@@ -22,7 +21,7 @@ PICTURE = Path("docs/speed.png")
 END = {"forward": "<!-- end of speed table -->", "backward": "<!-- end of backward speed table -->"}
 PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
 README_ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
-"""What the README has room for."""
+"""The rows of the README."""
 
 
 def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
@@ -58,7 +57,7 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
 
 
 def _by_workload(result: dict[str, Any], key: str) -> dict[str, dict[str, float]]:
-    """A number of each implementation that has it, for every workload."""
+    """A number of each implementation, for every workload."""
     found: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
         numbers = found.setdefault(row["workload"], {})
@@ -77,7 +76,7 @@ def operation(result: dict[str, Any]) -> str:
 
 
 def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*",)) -> str:
-    """The table with where it comes from."""
+    """The table with its source."""
     machine = f"{result['gpu']}, {result['clock_mhz']} MHz under load, driver {result['driver']}"
     peers = {name: PEERS[name] for name in ("fa3", "fa4") if name in result["peers"]}
     versions = ", ".join(
@@ -95,7 +94,7 @@ def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: 
     """Draw our best kernel's time against the fastest peer's, a dot a row that both computed.
 
     Args:
-        forward, backward: results; None for those that there are none of.
+        forward, backward: results, or None.
         path: the picture to write.
     """
     from matplotlib.figure import Figure
@@ -149,7 +148,7 @@ def _plain_ticks(axes: Any) -> None:
 
 
 def named_results(readme: str) -> Mapping[str, Path]:
-    """The result that each of the README's tables names and that is there, by operation."""
+    """The existing result that each of the README's tables names, by operation."""
     found = {}
     for op in BEGIN:
         table = readme.partition(BEGIN[op])[2].partition(END[op])[0]
@@ -160,7 +159,7 @@ def named_results(readme: str) -> Mapping[str, Path]:
 
 
 def write(paths: list[Path]) -> None:
-    """Put the results' tables into the README, and draw the picture of all that it then names."""
+    """Put the results' tables into the README, and redraw its picture."""
     readme = README.read_text()
     for path in paths:
         result = json.loads(path.read_text())

@@ -1,7 +1,7 @@
-"""Compiled kernels on disk: one folder a kernel, written whole or not at all, and a miss when anything is amiss.
+"""Compiled kernels on disk: one folder a kernel, written whole or not at all; a corrupt entry is a miss.
 
-What is found is loaded as native code. So the cache is for its user alone (mode 0700), and what somebody else owns, or
-may write, is not taken.
+Entries are loaded as native code. So the cache is for its user alone (mode 0700), and what another user owns or may
+write is not loaded.
 """
 
 import json
@@ -31,9 +31,9 @@ class Entry:
     """A kernel on disk.
 
     Attributes:
-        folder: where its files lie.
-        meta: what was recorded with it: name, target, tile, resources, warnings, seconds, ...
-        size: the bytes its files take.
+        folder: of its files.
+        meta: name, target, tile, resources, warnings, seconds, ...
+        size: bytes of its files.
         last_used: seconds since the epoch.
     """
 
@@ -53,9 +53,9 @@ class Entry:
 class DiskCache:
     """Entries below one folder, shared by any number of processes.
 
-    An entry is made beside its place and renamed into it, so a reader sees all of it or none. A digest over all of its
-    files is part of it. One that does not match counts as absent, and the next :meth:`put` replaces it; so does one
-    that is not the user's own, with a warning.
+    An entry is renamed into place once complete, so a reader sees all of it or none. It holds a digest over its files.
+    One that does not match counts as absent, and the next :meth:`put` replaces it; so does one that is not the user's
+    own, with a warning.
     """
 
     def __init__(self, root: Path) -> None:
@@ -63,7 +63,7 @@ class DiskCache:
         self._kernels, self._locks = (root / name for name in _NAMES)
 
     def prepare(self) -> bool:
-        """Make the cache's folders, for this user alone; whether what lies in them can be trusted.
+        """Make the cache's folders, for this user alone; returns whether their contents can be trusted.
 
         A folder that holds more than the cache, such as ``/tmp``, is left as it is.
         """
@@ -71,7 +71,7 @@ class DiskCache:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
             if status.st_uid == os.geteuid() and status.st_mode & 0o077 and self._holds_nothing_else():
-                with suppress(OSError):  # a cache that may only be read serves as well
+                with suppress(OSError):  # a read-only cache works as well
                     folder.chmod(0o700)
             if not self._is_own(folder):
                 return False
@@ -84,12 +84,12 @@ class DiskCache:
         """The entry of that key, checked, or None. Its time of last use becomes now."""
         entry = self._read(self._kernels / key)
         if entry is not None:
-            with suppress(OSError):  # a cache that may only be read serves as well
+            with suppress(OSError):  # a read-only cache works as well
                 os.utime(entry.folder / META)
         return entry
 
     def put(self, key: str, meta: dict[str, Any], files: dict[str, bytes]) -> Entry:
-        """Store a kernel's ``OBJECT``, ``CUBIN`` and ``PTX`` with what is to be known about them."""
+        """Store a kernel's ``OBJECT``, ``CUBIN`` and ``PTX`` with their metadata."""
         self.prepare()
         scratch = Path(tempfile.mkdtemp(dir=self.root, prefix="new-"))
         try:
@@ -101,22 +101,22 @@ class DiskCache:
                 "meta": meta,
             }
             _write(scratch / META, json.dumps(record, indent=1).encode())
-            place = self._kernels / key
-            if place.exists():  # it was corrupt, or another process was as fast
-                os.rename(place, scratch / "old")
-            os.rename(scratch, place)
+            target = self._kernels / key
+            if target.exists():  # corrupt, or written by another process meanwhile
+                os.rename(target, scratch / "old")
+            os.rename(scratch, target)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        shutil.rmtree(place / "old", ignore_errors=True)
-        entry = self._read(place)
+        shutil.rmtree(target / "old", ignore_errors=True)
+        entry = self._read(target)
         if entry is None:
-            raise OSError(f"what was just written to {place} does not read back")
+            raise OSError(f"what was just written to {target} does not read back")
         return entry
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Held by the one process that builds a kernel; others wait, and find it built."""
+        """Held by the process that builds a kernel; others wait and then find it built."""
         from filelock import FileLock
 
         self._locks.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,10 +130,10 @@ class DiskCache:
         return sorted(entries, key=lambda entry: -entry.last_used)
 
     def prune(self, older_than: float | None = None) -> tuple[int, int]:
-        """Remove what was not used for ``older_than`` seconds (None: everything), and what is broken.
+        """Remove entries not used for ``older_than`` seconds (None: all), and broken ones.
 
         Returns:
-            how many entries went, and how many bytes.
+            the number of removed entries, and their bytes.
         """
         now = time.time()
         count = size = 0
@@ -145,13 +145,13 @@ class DiskCache:
             count += 1
             shutil.rmtree(folder, ignore_errors=True)
             (self._locks / f"{folder.name}.lock").unlink(missing_ok=True)
-        for leftover in self.root.glob("new-*"):  # of a process that was killed while it wrote
+        for leftover in self.root.glob("new-*"):  # of a process killed while writing
             if now - leftover.stat().st_mtime > 3600:
                 shutil.rmtree(leftover, ignore_errors=True)
         return count, size
 
     def _is_own(self, *paths: Path) -> bool:
-        """Whether this user owns these and nobody else may write them; a warning once where not."""
+        """Whether this user alone owns and may write these; warns once where not."""
         for path in paths:
             status, user = path.stat(), os.geteuid()
             if status.st_uid == user and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

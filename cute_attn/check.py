@@ -1,4 +1,4 @@
-"""Whether a kernel computes what the reference defines, on the GPU that is present."""
+"""A kernel compared with the reference on the current GPU."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ SEQLENS = (1, 127, 128, 513)
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far an output is from the exact one.
+    """An output's error.
 
     Attributes:
         error: the largest absolute difference from the reference in float64.
-        plain: the same of plain torch in the kernel's own precision.
-        allowed: twice that, for a gradient three times, and one rounding of the largest element.
+        plain: that of plain torch at the kernel's precision.
+        allowed: twice ``plain``, for a gradient three times, plus one rounding of the largest element.
     """
 
     error: float
@@ -35,7 +35,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, out: Tensor, exact: Tensor, plain: Tensor, factor: float = 2.0) -> "Accuracy":
-        """Compare ``out`` with the exact result, and with what plain torch makes of it."""
+        """Compare ``out`` with the exact result and with plain torch's."""
         if out.numel() == 0:
             return cls(0.0, 0.0, 0.0)
         error = float((out.double() - exact).abs().max())
@@ -45,13 +45,13 @@ class Accuracy:
 
 
 def small_workloads(traits: Traits) -> list[Workload]:
-    """A few sizes around a tile's, with two query heads a key head, that a kernel of those traits computes.
+    """A few sizes around a tile's, with two query heads a key head, for a kernel of those traits.
 
     Raises:
-        ValueError: the traits have something that no workload has.
+        ValueError: no workload has such traits.
     """
     workloads = []
-    # A query that sees a single key has gradients of zero but for the rounding of its output: nothing to compare with.
+    # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
     for seqlen in SEQLENS[traits.op == "backward" :]:
         lengths = (seqlen, 1, 64) if traits.varlen else ()
         workload = of_traits(traits, seqlen)
@@ -64,10 +64,10 @@ def check_workloads(
 ) -> Iterator[tuple[Workload, Accuracy]]:
     """Run the kernel of those traits on each workload, and compare with the reference.
 
-    A backward's accuracy is that of the gradient which is the least accurate, as a part of what it may be.
+    A backward's accuracy is that of the gradient with the largest error relative to what is allowed.
 
     Raises:
-        Unsupported: no kernel serves them.
+        Unsupported: no kernel supports them.
     """
     kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
     which = "tile" if traits.op == "forward" else "backward_tile"

@@ -32,7 +32,7 @@ Target = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-# What a reader looks for first in a kernel's instructions.
+# The instructions that a cost table lists.
 _NOTABLE = {
     "tensor cores": ("HMMA", "HGMMA", "IMMA", "QGMMA"),
     "async copies": ("LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP"),
@@ -46,7 +46,7 @@ _NOTABLE = {
 
 
 def main() -> None:
-    """Run the command; errors that a caller can mend become one sentence."""
+    """Run the command; errors in arguments or files become one sentence."""
     try:
         app()
     except (ValueError, KeyError, NotImplementedError, OSError) as error:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _console() -> Console:
-    """Where the output is no terminal, as wide as source is."""
+    """120 columns where the output is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
 
@@ -90,9 +90,9 @@ def list_kernels(
     target: Target = None,
     as_json: AsJson = False,
 ) -> None:
-    """Kernels with their default tiles, or the reason why there is none; for NAMEs, or for a choice of traits.
+    """Kernels with their default tiles, or why there is none; for NAMEs, or for a choice of traits.
 
-    Below a default tile, those that take its place for some calls, and for which.
+    Below a default tile, the tiles that replace it for some calls, and for which.
     """
     from cute_attn import registry
     from cute_attn.tiles import TARGETS
@@ -124,7 +124,7 @@ def list_kernels(
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """Rows that differ in nothing but the target, put together, with their targets."""
+    """Rows that differ in the target alone, merged, with their targets."""
     groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for row in rows:
         key = str([row["name"], row["tile"], row["reason"]])
@@ -164,7 +164,7 @@ def compile_kernel(
         Path | None, typer.Option("-o", "--output", help="Write PTX, cubin and SASS into this folder.")
     ] = None,
 ) -> None:
-    """Build a kernel, with or without a GPU, and say what it costs."""
+    """Build a kernel, with or without a GPU, and print what it costs."""
     from cute_attn.compiler import compile
 
     compiled = compile(name, tile or None, target)
@@ -223,13 +223,13 @@ def _costs(compiled: Any) -> dict[str, str]:
 
 
 def _spaced(tile: Any) -> str:
-    """A tile's text with spaces, so that it wraps."""
+    """A tile's text with spaces, which lets it wrap."""
     return str(tile).replace(",", ", ")
 
 
 @app.command("check")
 def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None:
-    """Check a tile's fit and a build for spills; where there is a GPU, the kernel against the reference."""
+    """Check a tile's fit, a build for spills and, on a GPU, the kernel against the reference."""
     import torch
 
     from cute_attn import registry
@@ -363,7 +363,7 @@ def cache_prune(
     ] = 30,
     everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
 ) -> None:
-    """Remove kernels that are not used any more, and broken ones."""
+    """Remove kernels that are no longer used, and broken ones."""
     cache = _cache()
     count, size = cache.prune(None if everything else older_than * 86400)
     print(f"removed {count} kernels, {size / 1e6:.1f} MB from {cache.root}")

@@ -3,7 +3,7 @@
     compiled = compile("forward-sm80-bf16-d128-causal", target="sm90")
     compiled.resources.registers, compiled.instructions["HMMA"], compiled.ptx
 
-Nothing here needs a GPU or a driver before a kernel is launched.
+Only launching a kernel needs a GPU or a driver.
 """
 
 import concurrent.futures
@@ -34,7 +34,7 @@ __all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild
 # The compiler's names of the targets.
 _GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
 
-# Everything but the architecture and the folder. Options in brackets (cute.compile[...]) would be dropped beside these.
+# All but the architecture and the folder. Options in brackets (cute.compile[...]) are dropped beside these.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
 
 _requests: dict[tuple[Any, Any, Any], "CompiledKernel"] = {}
@@ -42,7 +42,7 @@ _kernels: dict[str, "CompiledKernel"] = {}
 # The compiler's remarks come through the process's stderr, so a process builds one kernel at a time; see prebuild.
 _building = threading.Lock()
 in_prebuild_worker = False
-"""Whether this process is one of :func:`prebuild`'s, which users' modules that call it would have without end."""
+"""Whether this process is one of :func:`prebuild`'s, where users' modules must not call it again."""
 
 
 class CompiledKernel:
@@ -51,10 +51,10 @@ class CompiledKernel:
     Attributes:
         traits, tile, target: what was built.
         resources: registers, shared memory, spills and local memory.
-        warnings: what ptxas gave up on: serialised wgmma (C7510 to C7518) or setmaxnreg (C7508).
+        warnings: ptxas's: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
         key: the key it is cached under.
-        seconds: what building it took, then.
-        from_cache: whether this process found it on disk instead of building it.
+        seconds: what building it took.
+        from_cache: whether this process found it on disk.
     """
 
     def __init__(self, kernel: Any, target: str, entry: Entry, from_cache: bool) -> None:
@@ -75,7 +75,7 @@ class CompiledKernel:
 
     @functools.cached_property
     def function(self) -> Callable[..., None]:
-        """The launching function itself, loaded on first use; what a hot path should hold on to."""
+        """The launching function, loaded on first use; a hot path keeps it."""
         from cutlass.cute.runtime import load_module
 
         path = self._entry.folder / OBJECT
@@ -101,7 +101,7 @@ class CompiledKernel:
 
     @property
     def instructions(self) -> dict[str, int]:
-        """How often each machine instruction stands in the code, by mnemonic, most frequent first."""
+        """Machine instructions in the code, by mnemonic, most frequent first."""
         return _cubin.count_instructions(self.sass)
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class CompiledKernel:
 
 
 def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -> CompiledKernel:
-    """Build a kernel, or find it built.
+    """Build a kernel, or load it from the cache.
 
     Args:
         traits: what to compute, or its name.
@@ -118,8 +118,8 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
             the kernel's own generation.
 
     Raises:
-        ValueError: the name, the tile's text or the target is none.
-        Unsupported: no kernel serves the traits, or the tile does not fit them or the target.
+        ValueError: the name, the tile's text or the target is not one.
+        Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
     """
     if isinstance(traits, str):
         traits = Traits.parse(traits)
@@ -136,7 +136,7 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
 
 
 def build(kernel: Any, target: str) -> CompiledKernel:
-    """As :func:`compile`, of a kernel that ``registry.lookup`` gave for that target."""
+    """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
     options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}"
     key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), kernel.traits))
     compiled = _kernels.get(key)
@@ -146,7 +146,7 @@ def build(kernel: Any, target: str) -> CompiledKernel:
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
-    """The classes whose source is a kernel's source: its own, and the users' epilogues its traits name."""
+    """The classes whose sources shape a kernel: its own, and its traits' users' epilogues."""
     if not (traits.variant or traits.epilogues):
         return (kernel_class,)
     from cute_attn import registry
@@ -157,10 +157,10 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
 
 
 def default_target(arch: str) -> str:
-    """The target of torch's current GPU, or where there is none, ``arch``: a kernel's own generation.
+    """The target of torch's current GPU, or without one ``arch``, a kernel's generation.
 
     Raises:
-        ValueError: the GPU is of a generation that nothing is built for.
+        ValueError: no kernel is built for the GPU's generation.
     """
     import torch
 
@@ -201,7 +201,7 @@ def _find_or_build(kernel: Any, target: str, key: str, options: str) -> Compiled
 
 @functools.cache
 def _process_cache() -> DiskCache:
-    """Where kernels lie while the disk cache is off, or not the user's own; it goes when the process ends."""
+    """A temporary cache while the disk cache is off or not the user's own; deleted when the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="cute_attn-", ignore_cleanup_errors=True)
     cache = DiskCache(Path(folder.name))
     cache.owner = folder  # type: ignore[attr-defined]
@@ -213,7 +213,7 @@ def _build_into(cache: DiskCache, kernel: Any, target: str, key: str, options: s
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
-    function = f"cute_attn_{key[:16]}"  # distinct, so that no two loaded kernels share a symbol
+    function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder, _building:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -245,12 +245,12 @@ def _build_into(cache: DiskCache, kernel: Any, target: str, key: str, options: s
 
 @dataclass(frozen=True)
 class Prebuilt:
-    """What became of one request to :func:`prebuild`.
+    """The result of one request to :func:`prebuild`.
 
     Attributes:
         traits, tile, target: the request.
-        seconds: what building it took, 0 where it lay on disk already.
-        error: what went wrong, or None.
+        seconds: what building it took, 0 where it was on disk.
+        error: or None.
     """
 
     traits: Traits
@@ -265,18 +265,17 @@ Request = tuple[Traits, Any, str | None]
 
 
 def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterator[Prebuilt]:
-    """Build many kernels into the disk cache in parallel processes; yields each as it is done.
+    """Build many kernels into the disk cache in parallel processes; yields each when built.
 
-    The processes load the files in which the requests' variants and epilogues were registered, but not the script that
-    runs: kernels with a class of the script's own are built by this process, one after the other.
+    The processes load the files that register the requests' variants and epilogues, but not the running script: kernels
+    with a class of the script are built by this process.
 
     Args:
         requests: (traits, tile or None, target or None) each.
         workers: processes; by default one a core.
 
     Raises:
-        ValueError: the disk cache is switched off, or not the user's own; or a file that is loaded for building calls
-            this.
+        ValueError: the disk cache is off or not the user's own, or a loaded file calls this.
     """
     if in_prebuild_worker:
         raise ValueError(
@@ -296,20 +295,20 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
         try:
             compiled = compile(*request)
             seconds = 0.0 if compiled.from_cache else compiled.seconds
-        except Exception as failure:  # one kernel's failure is that kernel's result
+        except Exception as failure:  # the result of that request
             error = f"{type(failure).__name__}: {failure}"
         yield Prebuilt(*request, seconds, error)
 
 
 def _user_modules(request: Request) -> dict[str, str]:
-    """Names and files of the modules that a request's tile, variant and epilogues come from."""
+    """Names and files of the modules that define a request's tile, variant and epilogues."""
     from cute_attn import registry
 
     traits, tile, _ = request
     classes: tuple[type, ...] = () if tile is None else (type(tile),)
     base = registry.KERNELS.get((traits.op, traits.arch, traits.variant))
     if base is not None and (traits.variant or traits.epilogues):
-        with contextlib.suppress(KeyError):  # what is not registered will be said where it is built
+        with contextlib.suppress(KeyError):  # building it reports what is not registered
             classes += kernel_classes(base, traits)
     ours = (__package__, "builtins")
     names = dict.fromkeys(cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ours)
@@ -338,7 +337,7 @@ def _build_in_processes(
         futures = {pool.submit(build, request): request for request in requests}
         for future in concurrent.futures.as_completed(futures):
             yield Prebuilt(*futures[future], *future.result())
-    finally:  # also where the caller has seen enough
+    finally:  # also where the caller stops early
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in processes:
             worker.stop()
@@ -365,7 +364,7 @@ class _Worker:
         return process
 
     def build(self, request: Request, modules: dict[str, str]) -> tuple[float, str | None]:
-        """Seconds and what went wrong, as :class:`Prebuilt` has them."""
+        """Seconds and error, as in :class:`Prebuilt`."""
         traits, tile, target = request
         text = None if tile is None else str(tile)
         _send(self._process, {"traits": traits.name, "tile": text, "target": target, "modules": modules})
@@ -380,14 +379,14 @@ class _Worker:
         return 0.0, f"the process that built it ended with status {status}"
 
     def stop(self) -> None:
-        """Now, whatever it is doing: what is in the cache is whole."""
+        """At once: cache entries are written whole or not at all."""
         self._stopped = True
         self._process.terminate()
         self._process.wait()
 
 
 def _send(process: "subprocess.Popen[str]", message: Any) -> None:
-    """One line; a process that has ended is found out when its answer is missing."""
+    """One line; the missing answer shows that a process has ended."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(message) + "\n")

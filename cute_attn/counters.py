@@ -1,7 +1,7 @@
-"""The counters in GPU memory by which persistent forward kernels divide their work; see ``ForwardSchedule``.
+"""The counters in GPU memory by which persistent forward kernels claim work tiles; see ``ForwardSchedule``.
 
-A kernel leaves them as it found them, so launches that follow each other share them: there are some for each stream. A
-CUDA graph may be replayed beside anything else, so each launch that is captured has its own.
+A kernel resets them at its end, so the launches of a stream share them. A CUDA graph may be replayed beside other
+launches, so each captured launch has its own.
 """
 
 import functools
@@ -32,14 +32,14 @@ def work_counters(device: int) -> Tensor:
 
 
 def replayed_tiles() -> int:
-    """Work tiles that forward kernels have computed again, on all streams (but for graphs), since the process began.
+    """Work tiles that forward kernels have replayed since the process began, on all streams, CUDA graphs excluded.
 
-    Speculation (frozen row maxima) fails only on scores that rise by 2^40 after the masked blocks. Waits for the GPU.
+    A tile is replayed where a row's sum exceeds 2^40 under its frozen maximum. Waits for the GPU.
     """
     return sum(int(counters[_REPLAYS]) for counters in _of_streams.values())
 
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """Of a GPU."""
+    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

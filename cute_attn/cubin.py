@@ -1,7 +1,7 @@
-"""What a compiled kernel costs, read from what the compiler leaves behind.
+"""What a compiled kernel costs, read from the compiler's outputs.
 
 Registers, stack and static shared memory come from the cubin's ELF, dynamic shared memory from the launch in the
-lowered host code, spills and dropped optimisations from what ptxas said, and instructions from nvdisasm.
+lowered host code, spills and dropped optimisations from ptxas's remarks, and instructions from nvdisasm.
 """
 
 import importlib.metadata
@@ -31,18 +31,18 @@ _FUNCTION = re.compile(r"^  llvm\.func ", re.MULTILINE)
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# C7508: setmaxnreg was ignored. C7510 to C7518: wgmma was serialised, or waits were put in.
+# C7508: setmaxnreg was ignored. C7510 to C7518: wgmma was serialised, or waits were added.
 _PTXAS_WARNING = re.compile(r"\(C(?:7508|751[0-8])\).*?(?= in (?:the )?function\b| ptxas\b|$)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread, or one block, of a compiled kernel takes.
+    """Resources of one thread, or one CTA, of a compiled kernel.
 
     Attributes:
         registers: 32-bit registers a thread.
-        shared_memory_bytes: static and dynamic shared memory a block, without what the system reserves.
+        shared_memory_bytes: static and dynamic shared memory a CTA, without the system's.
         spill_store_bytes, spill_load_bytes: registers written to and read from local memory, as ptxas counts them.
         local_bytes: stack and local memory a thread.
     """
@@ -55,7 +55,7 @@ class Resources:
 
 
 def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
-    """Sum up a compilation: the largest kernel's registers and memory, and all kernels' spills.
+    """The largest kernel's registers and memory, and all kernels' spills.
 
     Args:
         cubin: the ELF image.
@@ -63,7 +63,7 @@ def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
         module: the lowered module with its host code, as text.
 
     Raises:
-        ValueError: one of them is not what this version of the compiler is known to leave.
+        ValueError: one of them has an unknown form.
     """
     text = _plain(remarks)
     spills = [(int(stores), int(loads)) for stores, loads in _SPILLS.findall(text)]
@@ -80,7 +80,7 @@ def read_resources(cubin: bytes, remarks: str, module: str) -> Resources:
 
 
 def read_warnings(remarks: str) -> tuple[str, ...]:
-    """The compiler's complaints that cost speed: serialised wgmma (C7510 to C7518), dropped setmaxnreg (C7508)."""
+    """The compiler's warnings that cost speed: serialised wgmma (C7510 to C7518), dropped setmaxnreg (C7508)."""
     return tuple(dict.fromkeys(_PTXAS_WARNING.findall(_plain(remarks))))
 
 
@@ -103,7 +103,7 @@ def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _elf_resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack bytes and static shared memory of the kernel that takes most of each."""
+    """The most registers, stack bytes and static shared memory of any kernel."""
     registers = frame = shared = reserved = 0
     for name, offset, size in _sections(cubin):
         if name == ".nv.info":
@@ -113,7 +113,7 @@ def _elf_resources(cubin: bytes) -> tuple[int, int, int]:
                 elif attribute == _FRAME_SIZE:
                     frame = max(frame, value)
         elif name.startswith(".nv.shared.reserved"):
-            reserved = 1024  # from sm90 on a kernel's section starts with what the system keeps for itself
+            reserved = 1024  # from sm90 on a kernel's section starts with the system's reserved bytes
         elif name.startswith(".nv.shared."):
             shared = max(shared, size)
     if registers == 0:
@@ -134,7 +134,7 @@ def _info_values(info: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _dynamic_shared_memory(module: str) -> int:
-    """The largest constant that a launch in the host code states as its shared memory."""
+    """The largest dynamic shared memory of a launch in the host code."""
     sizes = []
     for function in _FUNCTION.split(module)[1:]:
         for field in _LAUNCH_SMEM.findall(function):
@@ -154,7 +154,7 @@ def cuda_tool(name: str) -> str:
     """Path of a CUDA binary utility: from its Python package, from PATH or CUDA_HOME, or from Triton.
 
     Raises:
-        FileNotFoundError: it is nowhere.
+        FileNotFoundError: it is not installed.
     """
     try:
         for file in importlib.metadata.files(f"nvidia-cuda-{name}") or ():
@@ -190,5 +190,5 @@ def disassemble(cubin: bytes) -> str:
 
 
 def count_instructions(sass: str) -> dict[str, int]:
-    """How often each instruction stands in the SASS, by its mnemonic without modifiers, most frequent first."""
+    """Instructions in the SASS, by mnemonic without modifiers, most frequent first."""
     return dict(Counter(_INSTRUCTION.findall(sass)).most_common())

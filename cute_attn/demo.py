@@ -1,8 +1,8 @@
-"""``make demo``: what this project does, on this machine, in a few minutes; all but the last part without a GPU.
+"""``make demo``: what this project does, in a few minutes; all but the last part without a GPU.
 
-The kernels, and what the Ampere and the Hopper one cost; the score tiles of both and their epilogues, run on the CPU
-for every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both kernels against
-torch at Llama-3-8B's shapes.
+The kernels and the cost of an Ampere and a Hopper one; the score tiles and epilogues of both, run on the CPU for every
+thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both against torch at
+Llama-3-8B's shapes.
 """
 
 import sys
@@ -100,7 +100,7 @@ def attention_on_the_cpu() -> str:
 
 
 def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
-    """Print the largest difference; a sentence if it is more than rounding, or if other elements are hidden."""
+    """Print the largest difference; returns a sentence if it exceeds rounding, or if other elements are masked."""
     finite = expected.isfinite()
     difference = float((ours - expected)[finite].abs().max())
     rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())

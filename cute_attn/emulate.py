@@ -8,8 +8,8 @@ The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are
 all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
 online softmax's arithmetic, and in a backward P from the LSE and dS from P; of the softmax kernel also its stores.
 
-The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads, in place of
-schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
+The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in
+place of schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
 both matrix products, P in fp16; a row's maximum and sum across threads, which proceed in lock-step, phase by phase; and
 exact functions instead of approximate instructions. ``tests/gpu`` compares whole kernels.
 """

@@ -1,4 +1,4 @@
-"""Pictures of a kernel's layouts, drawn from the kernel's own methods, so a variant's pictures show its changes."""
+"""Pictures of a kernel's layouts, copies and MMAs, drawn from its methods: a variant's show its changes."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from cute_attn.tiles import padded
 
 Things = dict[str, Callable[[], Any]]
-"""What to draw: under its name what builds the layout, the copy or the MMA in a trace. TMA's copies have no threads."""
+"""What to draw: by name the function that builds the layout, copy or MMA in a trace. TMA copies have no threads."""
 
 
 def pictures(kernel: Any, folder: Path, suffix: str = ".png") -> Iterator[Path]:
-    """Draw the shared-memory layouts, the copies and the MMAs of a kernel; yields each file as it is done.
+    """Draw the shared-memory layouts, copies and MMAs of a kernel; yields each file when written.
 
     Args:
         kernel: a kernel object, from ``registry.lookup``.
@@ -19,7 +19,7 @@ def pictures(kernel: Any, folder: Path, suffix: str = ".png") -> Iterator[Path]:
         suffix: ".png" or ".svg".
 
     Raises:
-        ValueError: the kernel has nothing of the kind.
+        ValueError: the kernel has none.
     """
     from layouts.show import show
 

@@ -1,11 +1,11 @@
 """A process that builds kernels for :func:`cute_attn.compiler.prebuild`: lines of JSON in, lines of JSON out.
 
-    [DIRECTORY, ...]                                                                    first: where modules are found
+    [DIRECTORY, ...]                                                                    first: the module path
     {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel a line
-    {"seconds": ..., "error": TEXT or null}                                             and for each, how it went
+    {"seconds": ..., "error": TEXT or null}                                             the result of each
 
-``modules`` are those that register what the kernel is made of. It is not a spawned copy of the calling process, which
-would run the caller's script again.
+``modules`` register the kernel's variant and epilogues. Not a spawned copy of the calling process, which would run the
+caller's script again.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Until the input ends. What users' modules print goes to the standard error, not among the results."""
+    """Build until the input ends. What users' modules print goes to stderr."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:] = json.loads(sys.stdin.readline())
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def build(traits: str, tile: str | None, target: str | None, modules: dict[str, str]) -> dict[str, Any]:
-    """One kernel's failure, and that of what it is made of, is that kernel's result."""
+    """Build one kernel; an error is its result."""
     from cute_attn import compiler
 
     compiler.in_prebuild_worker = True
@@ -43,7 +43,7 @@ def build(traits: str, tile: str | None, target: str | None, modules: dict[str, 
 
 
 def load(name: str, file: str) -> None:
-    """Import a module from the file where the caller has it from; the path may find another of that name."""
+    """Import a module from the caller's file; the path may find another of that name."""
     if name in sys.modules:
         return
     try:

@@ -1,8 +1,8 @@
 """Seeds and offsets of dropout masks, from torch's generators.
 
-A launch for two numbers costs as much time on the host as half a call. So one launch draws the states of all the next
-offsets of a generator, and a call takes the one that belongs to the generator's own seed and offset, which it moves on,
-as torch's dropouts do: the same state of a generator gives the same mask, whoever restores it, and no other one does.
+A launch for two numbers costs half a call's host time. So one launch draws the states for many offsets of a
+generator, and a call takes the one of the generator's current seed and offset, which it advances as torch's dropouts
+do: equal generator states give equal masks, and different ones different masks.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from torch import Tensor
 from cute_attn.launcher import as_strided
 
 STEP = 4
-"""What a draw adds to a generator's offset, which counts in fours."""
+"""What a draw adds to a generator's offset, a multiple of four."""
 
 DRAWN = 4096
-"""States that are drawn by one launch: 64 KB."""
+"""States of one launch: 64 KB."""
 
 _UNIT = 4
-"""What offsets are multiples of, as torch's are, and seeds with them: the mem-efficient mask costs less from there."""
+"""Offsets, as torch's, and seeds are multiples of it: the mem-efficient mask costs less then."""
 _END = 2**63 // _UNIT
-_SALT = 0x5851F42D4C957F2D  # so that states are not the numbers that torch.randint gives for the same seed
+_SALT = 0x5851F42D4C957F2D  # so that states differ from torch.randint's numbers of the same seed
 
 
 @dataclass(slots=True)
 class States:
-    """States for the offsets of a generator's seed that follow each other, drawn on one stream.
+    """States for consecutive offsets of a generator's seed, drawn on one stream.
 
     Attributes:
         generator: torch's.
-        which: seed, and which DRAWN offsets of it ``drawn`` is for.
+        which: seed and group of DRAWN offsets that ``drawn`` is for.
         drawn: int64 (DRAWN, 2).
     """
 
@@ -40,14 +40,14 @@ class States:
     drawn: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The state that belongs to the generator's seed and offset, which is moved on."""
+        """The state of the generator's seed and offset; advances the offset."""
         generator = self.generator
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.set_offset(offset + STEP)
-        group, place = divmod(offset // STEP, DRAWN)
+        group, index = divmod(offset // STEP, DRAWN)
         if self.which != (seed, group) or self.drawn is None:
             self.drawn, self.which = _draw_group(generator.device, seed, group), (seed, group)
-        return as_strided(self.drawn, (2,), (1,), 2 * place)
+        return as_strided(self.drawn, (2,), (1,), 2 * index)
 
 
 def _draw_one(device: torch.device) -> Tensor:
@@ -55,7 +55,7 @@ def _draw_one(device: torch.device) -> Tensor:
 
 
 def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
-    """By a generator of its own, so that torch's is left alone."""
+    """From a generator of its own, so that torch's does not advance."""
     generator = torch.Generator(device).manual_seed(seed ^ _SALT)
     generator.set_offset(64 * group)  # one launch takes less
     return _UNIT * torch.randint(0, _END, (DRAWN, 2), dtype=torch.int64, device=device, generator=generator)
@@ -63,7 +63,7 @@ def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
 
 _states: dict[
     tuple[int, int], States
-] = {}  # of each device and stream: what one draws is not there for another
+] = {}  # by device and stream: another stream would have to wait for the draw
 
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -71,18 +71,18 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.i
 
 
 def draw(device: torch.device, traced: bool | None = None) -> Tensor:
-    """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that is not to be written to.
+    """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that must not be written.
 
-    Compilers, tracers and captures of CUDA graphs see the launches that draw two numbers, and so repeat those. traced:
-    whether one of the first two looks on, if that is known.
+    Under compilers, tracers and CUDA graph capture each call draws its own two numbers, so that a replay draws again.
+    traced: whether a compiler or tracer is active, if known.
     """
     if device.type != "cuda" or (_is_traced() if traced is None else traced) or _is_capturing():
         return _draw_one(device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    place = (index, _current_stream(index))
-    states = _states.get(place)
+    key = (index, _current_stream(index))
+    states = _states.get(key)
     if states is None:
-        states = _states[place] = States(torch.cuda.default_generators[index])
+        states = _states[key] = States(torch.cuda.default_generators[index])
     return states.take()
 
 
@@ -90,10 +90,10 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 
 
 def _is_traced() -> bool:
-    """Whether what runs now is something that will be run, rather than the thing itself.
+    """Whether a compiler or tracer records what runs now.
 
-    Modes that only watch are none of these: they may be on in a forward and off where a checkpoint repeats it, which
-    has to draw the same mask.
+    Modes that only observe do not count: they may be on in a forward and off where a checkpoint recomputes it, which
+    draws the same mask.
     """
     return (
         torch.compiler.is_compiling()

@@ -12,10 +12,10 @@ For one batch, one head, query ``i`` of ``seqlen_q`` and key ``j`` of ``seqlen_k
     out[i]  = sum_j keep[i, j] * P[i, j] / (1 - dropout_p) * v[j]
 
 ``shift`` is ``seqlen_k - seqlen_q`` (the last query sees the last key: bottom right) or 0 (top left). A row that
-sees no key gives out 0 and lse -inf. Memory that a sequence does not own is never read.
+sees no key gives out 0 and lse -inf. Rows of no sequence are never read.
 
 The functions of a score (:func:`softcap_scores`, :func:`alibi_scores`, :func:`visible`, the ``*_keep`` masks) are
-what the kernels' epilogues are compared with, each formula in one place.
+what the kernels' epilogues are compared with.
 """
 
 import itertools
@@ -36,15 +36,15 @@ _CHUNK_SCORES = 2**23
 
 @dataclass(frozen=True)
 class ScoreCoords:
-    """Where a block of scores sits. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
+    """Where a block of scores lies. Every index tensor broadcasts against (batch, nheads, seqlen_q, seqlen_k).
 
     Attributes:
         batch, head, query, key: int64 indices of the batch, the query head, the query and the key, the latter two
             counted from the start of their sequence.
-        nheads: query heads of the whole problem.
-        seqlen_q, seqlen_k: this block's own sequence lengths.
-        max_seqlen_q, max_seqlen_k: the longest of the whole problem.
-        top_left: whether position 0 of the queries meets position 0 of the keys, rather than last meets last.
+        nheads: query heads.
+        seqlen_q, seqlen_k: this sequence's lengths.
+        max_seqlen_q, max_seqlen_k: the longest of all sequences.
+        top_left: whether the first query aligns with the first key, rather than the last with the last.
     """
 
     batch: Tensor
@@ -60,7 +60,7 @@ class ScoreCoords:
 
     @property
     def diagonal(self) -> Tensor:
-        """The key position that each query stands at."""
+        """Each query's aligned key position."""
         return self.query + (0 if self.top_left else self.seqlen_k - self.seqlen_q)
 
 
@@ -68,7 +68,7 @@ class ScoreCoords:
 
 
 def softcap_scores(scores: Tensor, softcap: float) -> Tensor:
-    """Squash scores smoothly into (-softcap, softcap)."""
+    """Scores in (-softcap, softcap): softcap * tanh(scores / softcap)."""
     return torch.tanh(scores / softcap) * softcap
 
 
@@ -89,7 +89,7 @@ def bias_scores(scores: Tensor, coords: ScoreCoords, bias: Tensor) -> Tensor:
 
 
 def visible(coords: ScoreCoords, mask: str, window_left: int, window_right: int) -> Tensor | None:
-    """Which keys a query sees, or None where it sees all. The windows count only where the mask is a window."""
+    """Which keys a query sees, or None for all. The bounds count only for a window mask."""
     if not mask:
         return None
     distance = coords.key - coords.diagonal
@@ -196,12 +196,12 @@ DROPOUT_KEEP: dict[str, Callable[[ScoreCoords, float, Tensor], Tensor]] = {
 
 
 Epilogue = Callable[[Tensor, ScoreCoords, ScoreInputs], Tensor]
-"""A user's own function of scores: the ``reference`` of a registered epilogue."""
+"""A user's function of scores: the ``reference`` of a registered epilogue."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Which of the steps between the two products happen. The defaults do nothing; the numbers come as ScoreInputs.
+    """Which steps happen between the two products, by default none; their numbers are in ScoreInputs.
 
     Attributes:
         mask: ``""``, ``"causal"``, ``"causal_top_left"``, ``"window"`` or ``"window_top_left"``.
@@ -215,7 +215,7 @@ class Features:
 
 
 def modify_scores(scores: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs) -> Tensor:
-    """Everything that happens to scores, up to and including the mask."""
+    """Softcap, ALiBi, bias, users' epilogues and the mask."""
     if inputs.softcap:
         scores = softcap_scores(scores, inputs.softcap)
     if inputs.alibi_slopes is not None:
@@ -233,9 +233,9 @@ class Lengths:
     """Where each batch's queries and keys lie. All None: batches by stride, each of full length.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starts of the packed sequences.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starts of the varlen sequences.
         seqused_q, seqused_k: int32 (batch,), how many of a batch's queries and keys count.
-        max_seqlen_q, max_seqlen_k: the longest sequences; needed where they are packed.
+        max_seqlen_q, max_seqlen_k: the longest sequences; needed for varlen.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -276,13 +276,13 @@ def attention(
         q: (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim).
         k: (batch, seqlen_k, nheads_kv, head_dim), or packed; nheads is a multiple of nheads_kv.
         v: as k, with head_dim_v.
-        softmax_scale: what the products of q and k are multiplied with.
+        softmax_scale: factor of the products of q and k.
         features: masks, dropout, users' epilogues.
-        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias, which count where they are not 0 or None.
+        inputs: their numbers and tensors, and softcap, ALiBi slopes and bias, none where 0 or None.
         lengths: sequence lengths where they are not the tensors' own.
         return_softmax: also return P.
-        compute_dtype: what to compute in; by default float64 for float64 inputs and float32 for all others. With
-            the inputs' own 16-bit dtype every step rounds to it, as unfused torch code would.
+        compute_dtype: by default float64 for float64 inputs and float32 for all others. With the inputs' own 16-bit
+            dtype every step rounds to it, as in unfused torch code.
 
     Returns:
         out, like q with head_dim_v, in q's dtype. Rows that no sequence owns are 0.
@@ -293,19 +293,19 @@ def attention(
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
-    packed = lengths.cu_seqlens_q is not None
-    q4, k4, v4 = (x.unsqueeze(0) if packed else x for x in (q, k, v))
+    varlen = lengths.cu_seqlens_q is not None
+    q4, k4, v4 = (x.unsqueeze(0) if varlen else x for x in (q, k, v))
     nheads, nheads_kv = q4.shape[2], k4.shape[2]
-    max_seqlen_q = lengths.max_seqlen_q if packed else q4.shape[1]
-    max_seqlen_k = lengths.max_seqlen_k if packed else k4.shape[1]
+    max_seqlen_q = lengths.max_seqlen_q if varlen else q4.shape[1]
+    max_seqlen_k = lengths.max_seqlen_k if varlen else k4.shape[1]
     batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
     out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
     softmax = q4.new_zeros((batch, nheads, max_seqlen_q, max_seqlen_k)) if return_softmax else None
 
     for group in _sequences(q4, k4, lengths):
-        # A packed tensor's only "batch" holds every sequence.
-        where = slice(0, 1) if packed else group.batch
+        # A varlen tensor's only batch holds every sequence.
+        where = slice(0, 1) if varlen else group.batch
         seqlen_q, seqlen_k = group.rows_q.stop - group.rows_q.start, group.rows_k.stop - group.rows_k.start
         for heads in _chunks(nheads, max(1, _CHUNK_SCORES // max(1, seqlen_q * seqlen_k))):
             head = torch.arange(heads.start, heads.stop, device=q.device)
@@ -335,7 +335,7 @@ def attention(
             lse[where, heads, group.rows_q] = piece_lse.to(lse_dtype)
             if softmax is not None:
                 softmax[group.batch, heads, :seqlen_q, :seqlen_k] = p.to(softmax.dtype)
-    return (out[0], lse[0], softmax) if packed else (out, lse, softmax)
+    return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
 
 
 def _attend(
@@ -350,7 +350,7 @@ def _attend(
     """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with its dropout signs."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = modify_scores((q * softmax_scale) @ k.transpose(-1, -2), coords, features, inputs)
-    # The maximum only guards exp against overflow: any constant gives the same P, so no gradient flows through it.
+    # The maximum only prevents overflow: P does not depend on it, so it needs no gradient.
     row_max = (
         scores.detach().amax(-1, keepdim=True) if coords.seqlen_k else scores.new_zeros((*q.shape[:3], 1))
     )
@@ -369,7 +369,7 @@ def _attend(
 
 
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
-    """Every batch once; those known to be equally long together, as many as fit a chunk of scores."""
+    """Every batch once; equally long ones together, as many as fit a chunk of scores."""
     if all(
         x is None for x in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_q, lengths.seqused_k)
     ):
@@ -377,9 +377,9 @@ def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
         for batch in _chunks(q.shape[0], max(1, _CHUNK_SCORES // size)):
             yield _Sequences(batch, slice(0, q.shape[1]), slice(0, k.shape[1]))
         return
-    packed = lengths.cu_seqlens_q is not None
-    starts_q, rows_q = _row_ranges(q, packed, lengths.cu_seqlens_q, lengths.seqused_q)
-    starts_k, rows_k = _row_ranges(k, packed, lengths.cu_seqlens_k, lengths.seqused_k)
+    varlen = lengths.cu_seqlens_q is not None
+    starts_q, rows_q = _row_ranges(q, varlen, lengths.cu_seqlens_q, lengths.seqused_q)
+    starts_k, rows_k = _row_ranges(k, varlen, lengths.cu_seqlens_k, lengths.seqused_k)
     for b in range(len(rows_q)):
         yield _Sequences(
             slice(b, b + 1),
@@ -389,9 +389,9 @@ def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
 
 
 def _row_ranges(
-    x: Tensor, packed: bool, cu_seqlens: Tensor | None, seqused: Tensor | None
+    x: Tensor, varlen: bool, cu_seqlens: Tensor | None, seqused: Tensor | None
 ) -> tuple[list[int], list[int]]:
-    if packed:
+    if varlen:
         assert cu_seqlens is not None
         bounds = cu_seqlens.tolist()
         starts, rows = bounds[:-1], [end - start for start, end in itertools.pairwise(bounds)]

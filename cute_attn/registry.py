@@ -1,15 +1,15 @@
 """Registry: which kernel computes some traits, with which tile.
 
-``KERNELS`` is a plain dict. A kernel of your own goes in with :func:`register`; a lookup either returns a kernel or
-says, kernel by kernel, why each declined. Nothing falls back silently.
+``KERNELS`` is a plain dict; :func:`register` adds a kernel of yours. A lookup returns a kernel, or raises with each
+kernel's reason.
 
-The default tile follows from traits and target. A call that names no tile may get another one of the same kernel, by
-what its traits do not say; which one, and why, goes to the logger ``cute_attn`` at level DEBUG:
+The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel,
+which the logger ``cute_attn`` reports at level DEBUG:
 
-* the forward's for the lengths of the sequences and the heads of a group: the kernel's ``for_lengths``;
-* where the default tile has TMA bring a bias (or take its gradient) and the bias has a single row, or strides or an
-  address that are not for TMA, the one whose threads read it: :func:`other_tiles`, which ``cute-attn list`` shows. A
-  call that names such a tile is refused instead, with what is wrong with the bias.
+* in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
+* where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
+  address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
+  names a TMA tile raises instead, with the reason.
 """
 
 import dataclasses
@@ -39,68 +39,68 @@ KERNELS: dict[tuple[str, str, str], Any] = {
 """(op, arch, variant) -> kernel class."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
-"""The targets that a kernel's generation can be built for."""
+"""The targets of a kernel's generation."""
 
 
 class Unsupported(ValueError):
-    """No kernel computes these traits with this tile on this target; the message says why each declined."""
+    """No kernel computes these traits with this tile on this target; the message has each kernel's reason."""
 
 
 def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm80") -> Any:
-    """Make a kernel class known under a variant's name: traits with that ``variant`` find it.
+    """Register a kernel class for traits with that ``variant``.
 
     Raises:
-        ValueError: the place is taken by another class, or the variant has no name.
+        ValueError: the name is taken by another class, or empty.
     """
     if not variant:
         raise ValueError("variant is ''; accepted: a name for the changed kernel, such as 'padded'")
-    place = (op, arch, variant)
-    known = KERNELS.get(place)
+    key = (op, arch, variant)
+    known = KERNELS.get(key)
     if known is not None and known.__qualname__ != kernel.__qualname__:
         raise ValueError(
             f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}"
         )
-    KERNELS[place] = kernel
+    KERNELS[key] = kernel
     return kernel
 
 
-def label(place: tuple[str, str, str]) -> str:
-    """How messages call a registered kernel: ``"forward-sm80"``, or ``"forward-sm80:variant"``."""
-    op, arch, variant = place
+def label(key: tuple[str, str, str]) -> str:
+    """A registered kernel's name in messages: ``"forward-sm80"``, or ``"forward-sm80:variant"``."""
+    op, arch, variant = key
     return f"{op}-{arch}" + (f":{variant}" if variant else "")
 
 
 def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
     """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
 
-    Without a target, for the kernel's own generation.
+    The default target is the kernel's generation.
 
     Raises:
         Unsupported: with the reason of every registered kernel.
-        ValueError: a target or a tile text that does not exist.
+        ValueError: the target or the tile's text is not one.
     """
     target = target or traits.arch
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
-    place = (traits.op, traits.arch, traits.variant)
-    kernel = KERNELS.get(place)
+    key = (traits.op, traits.arch, traits.variant)
+    kernel = KERNELS.get(key)
     if kernel is None:
         others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
-        raise Unsupported(f"no kernel computes {traits}: none is registered as {label(place)}; {others}")
+        raise Unsupported(f"no kernel computes {traits}: none is registered as {label(key)}; {others}")
     if target not in RUNS_ON[traits.arch]:
-        raise Unsupported(f"{label(place)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
+        raise Unsupported(f"{label(key)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
     reason = kernel.supports(traits)
     if reason is None:
         chosen = _tile(kernel, traits, tile, target)
         reason = chosen.reject(traits, target)
         if reason is None:
             return kernel(traits, chosen)
-    raise Unsupported(f"{label(place)} declined {traits}: {reason}")
+    raise Unsupported(f"{label(key)} declined {traits}: {reason}")
 
 
-def _difference(place: tuple[str, str, str], traits: Traits) -> str:
-    """In what a registered kernel is not the one that traits ask for."""
-    op, arch, variant = place
+def _difference(key: tuple[str, str, str], traits: Traits) -> str:
+    """How a registered kernel differs from the traits."""
+    op, arch, variant = key
     if op != traits.op:
         return f"computes {op}"
     if arch != traits.arch:
@@ -109,7 +109,7 @@ def _difference(place: tuple[str, str, str], traits: Traits) -> str:
 
 
 def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
-    """For which calls a kernel with its default tile takes another one because of a tensor's layout, and which."""
+    """(condition, tile): for which calls a tensor's layout makes a kernel take another than its default tile."""
     if not getattr(kernel.tile, "bias_stages", 0):
         return []
     which = "cannot read or whose gradient it cannot store" if kernel.traits.bias_grad else "cannot read"
@@ -124,7 +124,7 @@ def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> 
 
 
 def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
-    """The kernel's own choice; a part of the backward goes by the main kernel's."""
+    """The kernel's own; a part of the backward follows the main kernel's."""
     if traits.op not in PARTS:
         return kernel.default_tile(traits, target)
     main = dataclasses.replace(traits, op="backward", lse_grad=False)
@@ -132,11 +132,11 @@ def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
 
 
 def defaults() -> list[tuple[Traits, str]]:
-    """(traits, target) pairs that stand for all that a user gets without naming a tile; tests build a cover of them.
+    """(traits, target) pairs that represent the default tiles; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; and on the targets with the least shared memory what has the most to keep in it. A few of the softmax kernel,
-    which has one tile for all, and of the backward's small parts, which know of no scores.
+    dims; on the targets with the least shared memory what needs the most. A few of the softmax kernel, which has one
+    tile, and of the backward's preprocess and convert.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
@@ -178,7 +178,7 @@ def _features(op: str) -> list[dict[str, Any]]:
 
 
 def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
-    """A part of the backward at the head dims whose rows are cut in different ways, and packed."""
+    """A part of the backward at head dims whose rows divide differently, and varlen."""
     targets = RUNS_ON[arch]
     pairs = [(Traits(op, arch, "bf16", dim), targets[-1]) for dim in (40, 64, 128, 256)]
     pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))

@@ -8,7 +8,7 @@ A :class:`Traits` is a frozen, hashable value with one short name that parses ba
     >>> Traits.parse(t.name) == t
     True
 
-How it is computed (block sizes, warps, stages, ...) is a tile's business: see :mod:`cute_attn.tiles`.
+How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_attn.tiles`.
 """
 
 import re
@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 256
 
 _WORD = re.compile(r"[a-z_][a-z0-9_]*")
 _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
-# What an optional part of a name stands for. A word that is not here names a user's own epilogue.
+# The optional words of a name. A word that is not here names a user's epilogue.
 _TOKENS: dict[str, tuple[str, object]] = {
     **{mask: ("mask", mask) for mask in MASKS},
     "softcap": ("softcap", True),
@@ -43,7 +43,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "bias_grad": ("bias_grad", True),
     "lse_grad": ("lse_grad", True),
 }
-# Features that a single op knows.
+# Features of a single op.
 _ONLY_IN = {"bias_grad": "backward", "lse_grad": "backward_preprocess"}
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -63,13 +63,13 @@ class Traits:
         softcap: scores pass through ``cap * tanh(score / cap)``.
         alibi: ``slope * |query - key|`` is subtracted, a slope per head or per batch and head.
         bias: dtype of a tensor added to the scores, or ``""``.
-        epilogues: names of users' own registered epilogues, applied in this order after the built-in ones.
-        dropout: ``""``, or which of PyTorch's two dropout masks is drawn.
-        varlen: q and k are packed along the sequence, with cumulative lengths.
-        seqused_q, seqused_k: each batch uses only so many of its queries or keys.
-        bias_grad: the gradient of the bias is written too. Backward, with a bias.
-        lse_grad: the log-sum-exps have a gradient that flows on into q and k. Backward's preprocess.
-        variant: name under which a changed kernel class was registered, ``""`` for the package's own.
+        epilogues: names of users' registered epilogues, applied in this order after the built-in ones.
+        dropout: ``""``, or which of PyTorch's two dropout masks.
+        varlen: sequences are packed one after the other, with cumulative lengths.
+        seqused_q, seqused_k: lengths that limit each batch's queries or keys.
+        bias_grad: the bias's gradient is computed too. Backward, with a bias.
+        lse_grad: LSE has a gradient, which flows into q and k. Backward's preprocess.
+        variant: name of a registered kernel class, ``""`` for the package's own.
 
     Raises:
         ValueError: a field outside what is listed; the message names the field, its value and what is accepted.
@@ -184,10 +184,9 @@ class Traits:
         )
 
     def part(self, op: str, *, lse_grad: bool = False) -> "Traits":
-        """What the backward's ``"backward_preprocess"`` or ``"backward_convert"`` depends on of these traits.
+        """Traits of the backward's ``"backward_preprocess"`` or ``"backward_convert"``: dtype, dims and varlen alone.
 
-        That is little, so that one compiled kernel serves many main kernels: dtype, dims and how queries are packed.
-        lse_grad: the preprocess is given a gradient of the log-sum-exps.
+        So one compiled kernel serves many main kernels. lse_grad: the preprocess reads a gradient of LSE.
 
         Raises:
             ValueError: another op, or lse_grad for the convert.
@@ -198,7 +197,7 @@ class Traits:
         return Traits(op, lse_grad=lse_grad, **kept)
 
     def softmax(self) -> "Traits":
-        """What the kernel computes that writes the probabilities of such a forward, whichever kernel that is."""
+        """Traits of the softmax kernel of such a forward."""
         return replace(self, op="softmax", arch="sm80", head_dim_v=self.head_dim, variant="")
 
     @property
@@ -208,7 +207,7 @@ class Traits:
 
     @property
     def windowed(self) -> bool:
-        """Whether the band of visible keys has bounds given at run time."""
+        """Whether the band of visible keys has run-time bounds."""
         return self.mask.startswith("window")
 
     @property

@@ -1,4 +1,4 @@
-"""Timing attention against its peers: what is computed, who computes it, how it is timed, what is kept.
+"""Timing attention against its peers: workloads, implementations, timing, results.
 
-``cute-attn bench`` and the scripts under ``bench/`` are made of these.
+Used by ``cute-attn bench`` and the scripts under ``bench/``.
 """

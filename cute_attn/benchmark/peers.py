@@ -1,8 +1,8 @@
-"""Who computes a workload: this package's kernels, and the peers they are compared with.
+"""The implementations of a workload: this package's kernels and their peers.
 
-Each is a function from a workload and its inputs to a call without arguments that returns the output, or for a
-backward the gradients: from one call of autograd to its end, after a forward that is not timed. One that cannot compute
-the workload raises :class:`Declined`, which says why. Under dropout each draws the mask it has.
+Each is a function from a workload and its inputs to a function without arguments that returns the output, or of a
+backward the gradients, by one call of autograd after a forward that is not timed. One that cannot compute the workload
+raises :class:`Declined` with the reason. Under dropout each draws its own mask.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ Implementation = Callable[[Workload, Inputs], Run]
 
 
 class Declined(Exception):
-    """A peer does not offer what the workload needs."""
+    """A peer does not support the workload."""
 
 
 def _needs(peer: str, workload: Workload, *absent: str) -> None:
@@ -43,7 +43,7 @@ def _needs(peer: str, workload: Workload, *absent: str) -> None:
 
 
 def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> Run:
-    """What is timed, by a function of the inputs that gives the output."""
+    """The function to time; ``forward`` computes the output from the inputs."""
     if workload.op == "forward":
         return lambda: forward(x)
     leaves = x.leaves(workload)
@@ -54,7 +54,7 @@ def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> 
 
 
 def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
-    """The operator's keyword arguments that a workload's features are."""
+    """A workload's features as the operator's keyword arguments."""
     return {
         "causal": workload.causal,
         "window": (workload.band[0], None) if workload.causal else workload.band,
@@ -67,7 +67,7 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
 
 
 def ours(kernel: str, tile: str | None = None) -> Implementation:
-    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; the tile is of what is timed."""
+    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; tile: of the timed op."""
 
     def implementation(workload: Workload, x: Inputs) -> Run:
         from cute_attn import interface
@@ -95,7 +95,7 @@ def fa2(workload: Workload, x: Inputs) -> Run:
     left, right = workload.band if workload.windowed else (None, None)
     options = {"window_size_left": left, "window_size_right": right, "alibi_slopes": x.alibi_slopes}
     dropout_p = DROPOUT_P if workload.dropout else 0.0
-    # A window says by itself what causal would; FA2 takes one or the other.
+    # A window includes causal; FA2 takes one or the other.
     arguments = (*lengths, dropout_p, workload.causal and not workload.windowed, False)
     op = torch.ops.aten._flash_attention_forward.default
     return _run(workload, x, lambda x: op(x.q, x.k, x.v, *arguments, **options)[0])
@@ -156,7 +156,7 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
 
 
 def fa4(workload: Workload, x: Inputs) -> Run:
-    """FlashAttention-4, the DSL's other user."""
+    """FlashAttention-4, in the CuTe DSL."""
     _needs("FA4", workload, "bias", "alibi", "dropout")
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
@@ -169,13 +169,13 @@ def fa4(workload: Workload, x: Inputs) -> Run:
     }
     function = flash_attn_func
     if x.cu_seqlens is not None:
-        options |= _packed(workload, x)
+        options |= _varlen(workload, x)
         function = flash_attn_varlen_func
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
 
 
-def _packed(workload: Workload, x: Inputs) -> dict[str, Any]:
-    """What FlashAttention's functions for packed sequences take beside the tensors."""
+def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
+    """Arguments of FlashAttention's varlen functions beside the tensors."""
     return {
         "cu_seqlens_q": x.cu_seqlens,
         "cu_seqlens_k": x.cu_seqlens_k,
@@ -185,7 +185,7 @@ def _packed(workload: Workload, x: Inputs) -> dict[str, Any]:
 
 
 def fa3(workload: Workload, x: Inputs) -> Run:
-    """FlashAttention-3, in C++ for Hopper, with the kernels that the build at hand has."""
+    """FlashAttention-3, in C++ for Hopper, with the kernels of the installed build."""
     _needs("FA3", workload, "bias", "alibi", "dropout")
     if workload.op == "backward" and workload.lengths:
         raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
@@ -210,16 +210,16 @@ def fa3(workload: Workload, x: Inputs) -> Run:
     }
     function = flash_attn_func
     if x.cu_seqlens is not None:
-        options |= _packed(workload, x)
+        options |= _varlen(workload, x)
         function = flash_attn_varlen_func
     return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
 
 
 def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
-    """What a workload needs of FA3 that a build switched off, or None.
+    """What the workload needs and the FA3 build lacks, or None.
 
-    A head dim has the kernel of the next of 64, 96, 128, 192 and 256. A build without that kernel takes a larger one,
-    which is not FA3's speed.
+    A head dim uses the kernel of the next of 64, 96, 128, 192 and 256. A build without it would use a larger one, which
+    is not FA3's speed.
     """
     widest = max(workload.head_dim, workload.head_dim_v)
     kernel = next((dim for dim in (64, 96, 128, 192, 256) if widest <= dim), widest)
@@ -287,7 +287,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _fa3_commit() -> str | None:
-    """The commit that FA3 was built from, in a file COMMIT beside its interface where it lies in a folder."""
+    """The commit that FA3 was built from, of a file COMMIT beside its interface."""
     found = importlib.util.find_spec("flash_attn_interface")
     if found is None or found.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one file that says on what, with what and when, and has a row for every rival."""
+"""The result of a run: one file with the machine, versions and date, and a row for every implementation."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from cute_attn.benchmark.timing import Clock, clock_under_load, query_gpu
 from cute_attn.benchmark.workload import Workload
 from cute_attn.compiler import toolchain
 
-# Relative to the largest output; two rivals that differ by more do not compute the same thing.
+# Relative to the largest output; a row that differs by more is an error.
 _TOLERANCE = 0.05
 
 
@@ -30,14 +30,14 @@ def time_workloads(
 ) -> dict[str, Any]:
     """Time every workload with every implementation, and describe the machine.
 
-    A row that failed has ``"error"`` in place of the numbers; an output, or a gradient, that differs from the first
-    rival's is one.
+    A row that failed has ``"error"`` in place of numbers, also where an output or a gradient differs from the first
+    implementation's.
 
     Args:
-        report: is called with every row as it comes.
+        report: is called with every row when it is complete.
 
     Raises:
-        RuntimeError: a rival left the GPU in a state in which nothing more can run.
+        RuntimeError: the GPU's context is lost.
     """
     clock, clocks = Clock(), []
     rows: list[dict[str, Any]] = []
@@ -60,12 +60,12 @@ def time_workload(
     read_clock: bool = True,
     stage: Callable[[tuple[str, ...]], None] = lambda names: None,
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Time one workload: a row for every implementation, and the SM clock in MHz under load if it is to be read.
+    """Time one workload: a row for every implementation, and the SM clock in MHz under load or None.
 
     Args:
         milliseconds, most: as of :meth:`Clock.medians`.
         read_clock: whether to load the GPU for half a second and read its clock.
-        stage: is called before each step that may fail, with the names of the implementations it runs.
+        stage: is called before each step that may fail, with the names of its implementations.
 
     Raises:
         RuntimeError: as :func:`time_workloads`.
@@ -93,13 +93,13 @@ def time_workload(
 
 
 def median_clock(clocks: Iterable[int | None]) -> int | None:
-    """Of the clocks in MHz that could be read."""
+    """Of the clocks in MHz that are not None."""
     known = [mhz for mhz in clocks if mhz is not None]
     return round(statistics.median(known)) if known else None
 
 
 def _rounded(value: float) -> float:
-    """To a tenth, or to four digits where that is less: one query a sequence is a few TFLOP/s."""
+    """To a tenth, below 100 to four digits: decode has a few TFLOP/s."""
     return round(value, 1) if value >= 100 else float(f"{value:.4g}")
 
 
@@ -108,7 +108,7 @@ def _ready(
     implementations: Mapping[str, Implementation],
     stage: Callable[[tuple[str, ...]], None],
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """Calls that work and agree, and for the others why they do not."""
+    """Functions that run and agree, and the errors of the others."""
     stage(tuple(implementations))
     inputs = workload.inputs()
     runs: dict[str, Run] = {}
@@ -123,7 +123,7 @@ def _ready(
         except Declined as reason:
             errors[name] = str(reason)
             continue
-        except Exception as error:  # a rival that breaks is a row of the table
+        except Exception as error:  # a row of the table
             errors[name] = first_line(error)
             torch.cuda.synchronize()  # raises again if the GPU's context is lost
             continue
@@ -141,7 +141,7 @@ def _ready(
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, for a row of a table."""
+    """An error's type and first line, for a row of a table."""
     return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
 
 
@@ -153,7 +153,7 @@ def _difference(out: Tensor, expected: Tensor) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """The GPU and the versions that a result is of."""
+    """The GPU and the versions of a result."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": query_gpu("driver_version"),

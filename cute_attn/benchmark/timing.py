@@ -1,4 +1,4 @@
-"""Timing on the GPU: medians of single calls, each on a cold L2, in rounds that alternate between the rivals."""
+"""Timing on the GPU: medians of single calls, each on a cold L2, in rounds over all implementations."""
 
 import statistics
 import subprocess
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-FLUSH_BYTES = 256 * 2**20  # several times the L2 of any GPU that is built for
+FLUSH_BYTES = 256 * 2**20  # several times the L2 of any target
 _WARM_UP = 3
 
 
 class Clock:
     """Times calls on the current GPU.
 
-    Before each call the L2 is overwritten. That also keeps the GPU busy while the host prepares the launch, so that a
-    slow host does not count as a slow kernel.
+    The L2 is overwritten before each call. The GPU is busy meanwhile, so that the host's time to
+    launch does not count.
     """
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Clock:
         """The median time of each call, in milliseconds.
 
         Args:
-            runs: what to time, by name; each is called a few times beforehand.
-            milliseconds: how long each is timed for, over all rounds.
-            rounds: how often all of them take turns, so that a drifting clock hits all alike.
-            most: calls of each in a round; a short one costs more in flushing the L2 than in its own time.
+            runs: functions to time, by name; each is called a few times beforehand.
+            milliseconds: how long each is timed, over all rounds.
+            rounds: a drifting clock affects all functions alike.
+            most: calls of each in a round; flushing the L2 costs more than a short call.
         """
         counts: dict[str, int] = {}
         times: dict[str, list[float]] = {name: [] for name in runs}
@@ -59,7 +59,7 @@ class Clock:
 
 
 def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
-    """The SM clock in MHz while ``run``, which takes so many milliseconds, is called over and over."""
+    """The SM clock in MHz while ``run``, of so many milliseconds, is called repeatedly."""
     for _ in range(max(1, min(2000, round(500 / max(milliseconds, 1e-3))))):
         run()
     clock = query_gpu("clocks.sm")
@@ -68,7 +68,7 @@ def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
 
 
 def query_gpu(field: str) -> str | None:
-    """One field that nvidia-smi knows of the current GPU, without its unit, or None where it cannot say."""
+    """One field of nvidia-smi for the current GPU, without its unit, or None."""
     uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:

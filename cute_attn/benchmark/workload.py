@@ -1,4 +1,4 @@
-"""What is timed: a shape and its features, under one name."""
+"""Workloads: a shape and its features, under one name."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ class Workload:
         window: how many keys before its own a query sees, 0 for all of them.
         bias: dtype of a full (batch, nheads, seqlen, seqlen_k) bias, or "".
         alibi, softcap: whether scores pass through them.
-        dropout: which of PyTorch's masks is drawn, or "".
-        lengths: of packed sequences' queries, in place of batch and seqlen.
+        dropout: which of PyTorch's masks, or "".
+        lengths: varlen sequences' queries, in place of batch and seqlen.
         op: "forward", or "backward" for the gradients of q, k and v alone.
-        bias_grad: whether a backward gives the bias's gradient too.
+        bias_grad: whether a backward computes the bias's gradient too.
         seqlen_k: how many keys, 0 for as many as queries.
-        lengths_k: of packed sequences' keys, empty for those of the queries.
+        lengths_k: varlen sequences' keys, empty for those of the queries.
         window_right: how many keys after its own a query sees if there is a window; with 0 for ``window``, all keys
             before it.
 
@@ -99,7 +99,7 @@ class Workload:
 
     @property
     def windowed(self) -> bool:
-        """Whether a query's keys have bounds beside causal's."""
+        """Whether a query's keys have window bounds."""
         return bool(self.window or self.window_right)
 
     @property
@@ -133,7 +133,7 @@ class Workload:
         return "-".join([op, self.dtype, dims, *sizes, heads, *filter(None, features)])
 
     def traits(self, arch: str, op: str = "") -> Traits:
-        """What a kernel of ``arch`` has to compute for it, or for the forward before it if that is the ``op``."""
+        """Traits of a kernel of ``arch`` for it, or with ``op`` for the forward before it."""
         op = op or self.op
         return Traits(
             op,
@@ -168,7 +168,7 @@ class Workload:
         return 2 * self.nheads * pairs * dims[self.op]
 
     def inputs(self, device: str = "cuda") -> "Inputs":
-        """Random tensors of these sizes, rematerialize for each call."""
+        """New random tensors of these sizes."""
         dtype = TORCH_DTYPES[self.dtype]
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seqlen)
         keys = (sum(self.lengths_k or self.lengths),) if self.lengths else (self.batch, self.longest_k)
@@ -196,7 +196,7 @@ class Workload:
 class Inputs:
     """Tensors of one workload: q, k and v as (batch, seqlen, nheads, dim) or packed (tokens, nheads, dim).
 
-    ``cu_seqlens`` is where packed sequences' queries start, ``cu_seqlens_k`` where their keys do.
+    ``cu_seqlens`` is where varlen sequences' queries start, ``cu_seqlens_k`` where their keys do.
     """
 
     q: Tensor
@@ -208,7 +208,7 @@ class Inputs:
     cu_seqlens_k: Tensor | None = None
 
     def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
-        """What a backward gives gradients of; from now on autograd records what is done with it."""
+        """The tensors that a backward computes gradients of; marks them as requiring gradients."""
         tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
         for x in tensors:
             x.requires_grad_()
@@ -243,10 +243,10 @@ def standard(head_dim: int, seqlen: int, **features: Any) -> Workload:
 
 
 def of_traits(traits: Traits, seqlen: int) -> Workload:
-    """A workload that a kernel of those traits computes.
+    """A workload for a kernel of those traits.
 
     Raises:
-        ValueError: the traits have something that no workload has.
+        ValueError: no workload has such traits.
     """
     if traits.op not in ("forward", "backward"):
         raise ValueError(
@@ -276,7 +276,7 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
 
 
 def mixed_lengths(tokens: int, longest: int) -> tuple[int, ...]:
-    """Lengths that halve from the longest one down to 128, over and over, until the tokens are used up."""
+    """Lengths that halve from the longest down to 128, repeated until they sum to the tokens."""
     lengths: list[int] = []
     length = longest
     while tokens > 0:
