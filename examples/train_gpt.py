@@ -70,13 +70,13 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, width: int, seqlen: int, dropout: float, attend: Attend) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(seqlen, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(seqlen, width)
         self.blocks = nn.Sequential(*(Block(width, width // 64, dropout, attend) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
         """text: (batch, seqlen) of bytes."""
-        x = self.bytes(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         return self.head(self.norm(self.blocks(x)))
 
 

@@ -38,8 +38,8 @@ def run_on_host(
 
 def offset_table(make: Callable[[], Any], *shape: int) -> np.ndarray:
     """table[i, j(, s)] = layout((i, j(, s))) for the layout that ``make()`` builds."""
-    staged = shape if len(shape) == 3 else (*shape, 1)
-    return run_on_host(lambda out: _write_offsets(make(), len(shape) == 3, out), *staged).reshape(shape)
+    padded = shape if len(shape) == 3 else (*shape, 1)
+    return run_on_host(lambda out: _write_offsets(make(), len(shape) == 3, out), *padded).reshape(shape)
 
 
 def coordinate_table(make: Callable[[Any], Any], threads: int) -> np.ndarray:
@@ -52,11 +52,11 @@ def coordinate_table(make: Callable[[Any], Any], threads: int) -> np.ndarray:
 
 
 @cute.jit
-def _write_offsets(layout: cutlass.Constexpr, staged: cutlass.Constexpr, out: cute.Tensor):
+def _write_offsets(layout: cutlass.Constexpr, has_stages: cutlass.Constexpr, out: cute.Tensor):
     for i in cutlass.range(cute.size(out.shape[0])):
         for j in cutlass.range(cute.size(out.shape[1])):
             for s in cutlass.range(cute.size(out.shape[2])):
-                if cutlass.const_expr(staged):
+                if cutlass.const_expr(has_stages):
                     out[i, j, s] = layout((i, j, s))
                 else:
                     out[i, j, s] = layout((i, j))

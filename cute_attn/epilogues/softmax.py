@@ -86,9 +86,9 @@ class OnlineSoftmax:
         max_scaled = new_max * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
             # A fully masked row. The scaled maximum also finds a bias of -3e38, which scaling makes -inf.
-            nothing = max_scaled == -Float32.inf
-            finite_max = Float32(0.0) if nothing else finite_max
-            max_scaled = Float32(0.0) if nothing else max_scaled
+            fully_masked = max_scaled == -Float32.inf
+            finite_max = Float32(0.0) if fully_masked else finite_max
+            max_scaled = Float32(0.0) if fully_masked else max_scaled
         # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
         factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
