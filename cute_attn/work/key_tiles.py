@@ -61,8 +61,8 @@ class Sections:
 class KeyTileOrder:
     """All (first key block, kv head, batch) in the order in which CTAs take them.
 
-    A table: a column is a (batch, kv head), heads fastest, with a row for each first key block. For varlen a column is a
-    kv head, and rows are all sequences' first key blocks, one sequence after the other.
+    A table: a column is a (batch, kv head), heads fastest, with a row for each first key block. For varlen a column is
+    a kv head, and rows are all sequences' first key blocks, one sequence after the other.
 
     Without ``longest_first`` a column's rows follow each other: CTAs that run together read the same queries and add to
     the same dQ. With it, a section of columns is taken row by row: under a causal mask a sequence's first key blocks
