@@ -43,12 +43,12 @@ def tma_bias_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
         return []
     tile = BackwardSm90Tile(64, 128, bias_stages=2)
     if d <= 64:
-        convert_to_16_bits = dataclasses.replace(tile, dq_bulk=True)
+        narrow = dataclasses.replace(tile, dq_bulk=True)
         from_registers = traits.bias_grad and traits.bias != traits.dtype
         if any(others) or from_registers:
-            return [convert_to_16_bits]
+            return [narrow]
         full = not (traits.causal or traits.windowed)
-        return [dataclasses.replace(tile, tile_m=128, staggered=full), convert_to_16_bits]
+        return [dataclasses.replace(tile, tile_m=128, staggered=full), narrow]
     if d == 128 and (traits.epilogues or traits.softcap or traits.dropout):
         return [dataclasses.replace(tile, tile_m=48, dq_transposed=True)]
     return [tile]
