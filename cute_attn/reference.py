@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_attn.epilogues import numbering
 from cute_attn.epilogues.inputs import ScoreInputs
 
 _WORD = 0xFFFFFFFF
@@ -43,8 +44,9 @@ class ScoreCoords:
             counted from the start of their sequence.
         nheads: query heads.
         seqlen_q, seqlen_k: this sequence's lengths.
-        max_seqlen_q, max_seqlen_k: the longest of all sequences.
+        max_seqlen_q, max_seqlen_k: the maxima of the call, perhaps longer than every sequence.
         top_left: whether the first query aligns with the first key, rather than the last with the last.
+        varlen: whether sequences are packed, by cumulative lengths.
     """
 
     batch: Tensor
@@ -57,6 +59,7 @@ class ScoreCoords:
     max_seqlen_q: int
     max_seqlen_k: int
     top_left: bool
+    varlen: bool = False
 
     @property
     def diagonal(self) -> Tensor:
@@ -152,17 +155,25 @@ def flash_keep_threshold(dropout_p: float) -> int:
 def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
     """The memory-efficient attention's dropout mask as PyTorch draws it: True where an element is kept.
 
-    One 32-bit word of cuRAND's Philox (10 rounds, subsequence 0) an element.
+    One 32-bit word of cuRAND's Philox (10 rounds, subsequence 0) an element, numbered as
+    :mod:`cute_attn.epilogues.numbering` says.
     """
     seed, offset = rng_state[0], rng_state[1]
-    row_of_all = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q + coords.query
-    index = offset + row_of_all * coords.max_seqlen_k + coords.key
-    counter = (index >> 2) & (2**62 - 1)
+    scores = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q * coords.max_seqlen_k
+    # int64 wraps like uint64.
+    start = offset + (scores & _signed(numbering.plane_mask(coords.varlen)))
+    word = (start & 3) + coords.query * coords.seqlen_k + coords.key
+    counter = ((start >> 2) & (2**62 - 1)) + (word >> 2)
     zero = torch.zeros_like(counter[:1, :1, :1, :1])
     words = philox4x32(
         (counter & _WORD, counter >> 32, zero, zero), (seed & _WORD, (seed >> 32) & _WORD), rounds=10
     )
-    return _select_word(words, index & 3) >= mem_efficient_keep_threshold(dropout_p)
+    return _select_word(words, word & 3) >= mem_efficient_keep_threshold(dropout_p)
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same 64 bits."""
+    return word - 2**64 if word >> 63 else word
 
 
 def mem_efficient_keep_threshold(dropout_p: float) -> int:
@@ -289,7 +300,8 @@ def attention(
         lse, (batch, nheads, seqlen_q) or packed (nheads, total_q), natural log, in the compute dtype but at least
             float32. -inf on rows that see no key and on rows that no sequence owns.
         softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
-            bit set where dropout drops it (0 becomes -0.0), 0 outside a batch's own lengths.
+            bit set where dropout drops it (0 becomes -0.0); 0 where the mask hides a key and outside a batch's own
+            lengths.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
@@ -321,6 +333,7 @@ def attention(
                 max_seqlen_q=max_seqlen_q,
                 max_seqlen_k=max_seqlen_k,
                 top_left=features.mask.endswith("top_left"),
+                varlen=varlen,
             )
             piece, piece_lse, p = _attend(
                 q4[where, group.rows_q, heads].to(dtype),
@@ -365,7 +378,9 @@ def _attend(
         return (p @ v).transpose(1, 2), lse, p
     keep = DROPOUT_KEEP[features.dropout](coords, inputs.dropout_p, inputs.rng_state)
     out = (p * keep) @ v * (1.0 / (1.0 - inputs.dropout_p))
-    return out.transpose(1, 2), lse, torch.where(keep, p, -p)
+    seen = visible(coords, features.mask, inputs.window_left, inputs.window_right)
+    marked = ~keep if seen is None else ~keep & seen
+    return out.transpose(1, 2), lse, torch.where(marked, -p, p)
 
 
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:

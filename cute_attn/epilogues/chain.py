@@ -59,7 +59,7 @@ class EpilogueChain:
         if traits.bias:
             modifiers.append(Bias(traits.bias, traits.bias_grad))
         modifiers += [user_epilogue(name)() for name in traits.epilogues]
-        dropout = Dropout(traits.dropout) if traits.dropout else None
+        dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         return EpilogueChain(
             Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left, backward
         )
@@ -197,9 +197,12 @@ class EpilogueChain:
         return self.dropout.dropped_pair(mask, pair)
 
     def mark_dropped(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
-        """Set the sign bit of the dropped elements of p."""
+        """Set the sign bit of the dropped elements of p that the mask lets their query see. Overwrites ``tile.acc``."""
         if self.dropout and state.dropout:
             self.dropout.signs(state.dropout, tile, p)
+            tile.registers().fill(0.0)
+            self.mask.forward(state.band, tile)
+            self.dropout.clear_signs(tile.acc, p)
 
     def rescale(self, state: ScoreState) -> Any:
         """The factor of the output: 1 / (1 - p), or 1."""

@@ -4,8 +4,8 @@
 lane of an mma.sync or wgmma accumulator holds exactly those 16 elements. An element is kept iff its byte <=
 floor(255 (1 - p)). In a transposed accumulator a lane holds 4 of the elements of each of 4 calls.
 
-**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered row-major over all scores; kept iff
-the word as a uniform in (0, 1] is > p.
+**mem_efficient** (xformers, curand): Philox4x32-10, one word an element, numbered as
+:mod:`cute_attn.epilogues.numbering` says; kept iff the word as a uniform in (0, 1] is > p.
 
 Both masks are applied to P after its conversion to 16 bits, two elements a register: the row sum has been taken from
 the undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
@@ -24,12 +24,15 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.lanes import COLUMN_LANES, every_other_byte, lanes_or, share_two
 from cute_attn.device.math import byte_permute, mul_wide, quad_or, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile, registers
+from cute_attn.epilogues import numbering
 from cute_attn.epilogues.inputs import ScoreInputs
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
 FLASH_ROUNDS = 7
+_TOP = 1 << 63  # the top bit of a number
+_SIGNS = 0x80008000  # of two elements of 16 bits
 PAIRS = 16  # in a word of a mask that is drawn early: of the first elements in its low half, the second in its high
 
 
@@ -87,7 +90,7 @@ class DropoutState:
 
     key: tuple  # two Uint32
     base: Uint64  # flash: offset + (batch * nheads + head) * 32; mem_efficient: number of the head's first score
-    row_stride: Int64  # mem_efficient: scores in a row
+    row_stride: Uint32  # mem_efficient: scores in a row
     threshold: Int32
     unaligned: Boolean  # mem_efficient: rows do not start at the first word of a Philox call
     rescale: Float32
@@ -98,27 +101,31 @@ class Dropout:
     """Applied to P rather than to scores, so it is not a score epilogue; its arguments travel with theirs."""
 
     kind: str  # "flash" or "mem_efficient"
+    varlen: bool = False  # whether sequences are packed, by cumulative lengths
 
     def fake_args(self) -> tuple:
-        return (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
+        """Seed and offset, the threshold, 1 / (1 - p), and of mem_efficient the mask of a plane's first number."""
+        shared = (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
+        return shared if self.kind == "flash" else (*shared, Int64(0))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         p = inputs.dropout_p
         if self.kind == "flash":
             return (inputs.rng_state, flash_threshold(p), rescale(p))
-        threshold = mem_efficient_threshold(p)
-        # As a signed word, for the kernel's 32-bit argument.
-        return (inputs.rng_state, threshold - (1 << 32) if threshold >> 31 else threshold, rescale(p))
+        # As signed words, for the kernel's arguments.
+        threshold, mask = mem_efficient_threshold(p), numbering.plane_mask(self.varlen)
+        return (inputs.rng_state, _as_signed(threshold, 32), rescale(p), _as_signed(mask, 64))
 
     def begin(self, args: tuple, context: ScoreContext) -> DropoutState:
-        rng_state, threshold, scale = args
+        rng_state, threshold, scale = args[:3]
         seed, offset = Uint64(rng_state[0]), Uint64(rng_state[1])
-        plane = Uint64(context.batch * context.nheads + context.head)
+        plane = Uint64(Uint32(context.batch * context.nheads + context.head))
         if self.kind == "flash":
-            base, row_stride = offset + plane * Uint64(32), Int64(0)
+            base, row_stride = offset + plane * Uint64(32), Uint32(0)
         else:
-            row_stride = Int64(context.max_seqlen_k)
-            base = offset + plane * Uint64(context.max_seqlen_q) * Uint64(context.max_seqlen_k)
+            row_stride = Uint32(context.seqlen_k)
+            rows = plane * Uint64(Uint32(context.max_seqlen_q))
+            base = offset + (rows * Uint64(Uint32(context.max_seqlen_k)) & Uint64(args[3]))
         unaligned = (base | Uint64(row_stride)) & Uint64(3) != Uint64(0)
         return DropoutState(
             tuple(uniform(word) for word in words(seed)), base, row_stride, threshold, unaligned, scale
@@ -130,7 +137,15 @@ class Dropout:
 
     def signs(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""
-        self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & Int32(0x80008000 - (1 << 32))))
+        self._apply(state, tile, p, lambda pair, dropped: pair | (dropped & _signed(_SIGNS)))
+
+    @staticmethod
+    def clear_signs(where: cute.Tensor, p: cute.Tensor) -> None:
+        """Clear the sign bit of those elements of p for which ``where``, fp32 and laid out alike, has one."""
+        pairs, signs = _as_words(p), _as_words(where)
+        for i in range(cute.size(pairs)):
+            both = byte_permute(signs[2 * i], signs[2 * i + 1], 0xFFBB)
+            pairs[i] = pairs[i] & ~(both & _signed(_SIGNS))
 
     def draw(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
         """The tile's mask, a bit an element in words of 16 pairs, for when there is what to drop.
@@ -186,8 +201,13 @@ class Dropout:
         return args[2]
 
 
+def _as_signed(word: int, bits: int) -> int:
+    """The signed number of the same bits."""
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
 def _signed(word: int) -> Int32:
-    return Int32(word - (1 << 32) if word >> 31 else word)
+    return Int32(_as_signed(word, 32))
 
 
 def _as_words(view: cute.Tensor) -> cute.Tensor:
@@ -288,21 +308,21 @@ def _flash_words(
 def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
     """Four neighbouring scores of a row share a Philox call and lie in two lanes of a quad.
 
-    So a quad divides the calls of its columns among its lanes, which exchange what comes out: a bit a score, 32 columns
-    a word.
+    So the lanes of a quad divide the calls of its columns and exchange a bit a score, 32 columns a word.
     """
     lane = (tile.col0 & 7) >> 1
     groups: dict[int, int] = {}  # of 8 columns, in each word
     for column in tile.cols:
         groups[column // 32] = column % 32 // 8 + 1
-    # Anew, or each row's first number would wait in registers for the next tile.
-    corner = state.base + Uint64(
-        Int64(rematerialize(tile.row0)) * state.row_stride + Int64(tile.col0 - 2 * lane)
-    )
+    # Rematerialized, or the number would occupy registers until the next tile.
+    row0 = rematerialize(tile.row0)
+    number = _rows_below(state, state.base & Uint64(_TOP - 1), row0) + Uint64(Uint32(tile.col0 - 2 * lane))
+    # Where a lane's bits begin among those of the quad's calls; all its rows are multiples of 4 apart.
+    skip = Uint64(Uint32(number) & Uint32(3)) + Uint64(lane * 2)
+    # Without the base's top bit no number overflows; the calls get that bit back.
+    call = (number >> Uint64(2)) + ((state.base & Uint64(_TOP)) >> Uint64(2))
     for r, row in enumerate(tile.rows):
-        first = corner + Uint64(Int64(row) * state.row_stride)
-        # A lane's first score is so many after the first of the quad's first call.
-        skip = (first & Uint64(3)) + Uint64(lane * 2)
+        first = _calls_below(state, call, row)
         bits = {word: _curand_bits(state, first, 8 * word, 2 * n, lane) for word, n in groups.items()}
         for word, n in groups.items():
             both = Uint64(Uint32(bits[word]))
@@ -322,19 +342,18 @@ def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
 def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
     """16 neighbouring keys lie in 8 lanes, which have the same two neighbouring queries.
 
-    These divide the 4 calls of either query among them and exchange what comes out: a bit a score, 16 a query.
+    The lanes divide the 4 calls of either query and exchange a bit a score, 16 a query.
     """
     lane = tile.col0 & 7
-    corner = state.base + Uint64(Int64(rematerialize(tile.row0)) * state.row_stride + Int64(tile.col0 - lane))
+    number = _rows_below(state, state.base, rematerialize(tile.row0)) + Uint64(Uint32(tile.col0 - lane))
+    skips = [(Uint32(_rows_below(state, number, query)) & Uint32(3)) + Uint32(lane) for query in range(2)]
     for r in range(0, len(tile.rows), 2):
-        row = corner + Uint64(Int64(tile.rows[r]) * state.row_stride)
         for c in range(0, len(tile.cols), 2):
-            first = row + Uint64(tile.cols[c])
-            bits = Uint32(_curand_bits_of_two(state, first, lane))
-            tails = Uint32(_curand_tails_of_two(state, first, lane))
+            offset = (tile.rows[r], tile.cols[c])
+            bits = Uint32(_curand_bits_of_two(state, number, offset, lane))
+            tails = Uint32(_curand_tails_of_two(state, number, offset, lane))
             own = []
-            for query in range(2):
-                skip = Uint32(_second(state, first, Int32(query)) & Uint64(3)) + Uint32(lane)
+            for query, skip in enumerate(skips):
                 both = (bits >> Uint32(16 * query)) & Uint32(0xFFFF)
                 both = both | (((tails >> Uint32(4 * query)) & Uint32(0xF)) << Uint32(16))
                 own.append(Int32(both >> skip) << Int32(7))
@@ -369,8 +388,28 @@ def bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
     return (total & word) | ((total | word) & either)
 
 
+def _rows_below(state: DropoutState, number: Uint64, rows: Int32 | int) -> Uint64:
+    """The number, mod 2^64, of the score so many rows below."""
+    return number + Uint64(Uint32(rows)) * Uint64(state.row_stride)
+
+
+def _call_of(state: DropoutState, number: Uint64) -> Uint64:
+    """The Philox call of a score: (2^64, if its number has wrapped since the head's first, + number) / 4.
+
+    Upright tiles have their own way, which takes fewer instructions there and more in transposed tiles.
+    """
+    wrapped = words(state.base)[1] & ~words(number)[1] & Uint32(1 << 31)
+    return (number >> Uint64(2)) + (Uint64(wrapped >> Uint32(1)) << Uint64(32))
+
+
+def _calls_below(state: DropoutState, call: Uint64, rows: int) -> Uint64:
+    """The call of the score so many rows below, a multiple of 4: it is the same word of its call."""
+    assert rows % 4 == 0
+    return call + Uint64(rows // 4) * Uint64(state.row_stride)
+
+
 def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane: Int32) -> Int32:
-    """A bit for each word of ``calls`` calls from ``first`` / 4 + call on: whether it drops.
+    """A bit for each word of ``calls`` calls from ``first`` + ``call`` on: whether it drops.
 
     At most 8 calls, rounded up to 4; each lane of the quad does every fourth.
     """
@@ -378,8 +417,8 @@ def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane
     def compute(lane: Int32) -> Int32:
         bits = Int32(0)
         for i in range(0, calls, 4):
-            number = (first >> Uint64(2)) + Uint64(Uint32(lane + (call + i)))
-            bits = bits | (_curand_call(state, number) << Int32(4 * i))
+            counter = first + Uint64(Uint32(lane + (call + i)))
+            bits = bits | (_curand_call(state, counter) << Int32(4 * i))
         return bits << (lane * 4)
 
     return quad_or(compute, lane)
@@ -390,49 +429,51 @@ def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
     """The bits of one call more, by each lane for itself, where numbers are not aligned to calls."""
     bits = Int32(0)
     if state.unaligned:
-        bits = _curand_call(state, (first >> Uint64(2)) + Uint64(call))
+        bits = _curand_call(state, first + Uint64(call))
     return bits
 
 
-def _curand_bits_of_two(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
-    """A bit for each of 16 keys from number ``first`` / 4 * 4 on, and above them of the next query's: whether it drops.
+def _curand_bits_of_two(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: Int32) -> Int32:
+    """A bit for each word of 4 calls, and above them of the next query's: whether it drops.
 
-    Each of the 8 lanes does one of the 4 calls of one query.
+    Each of the 8 lanes does one call. The first is that of the score ``offset`` (rows, keys) from ``number``.
     """
 
     def compute(lane: Int32) -> Int32:
-        number = (_second(state, first, lane >> 2) >> Uint64(2)) + Uint64(Uint32(lane & 3))
-        return _curand_call(state, number) << (lane * 4)
+        first = _call_of(state, _rows_below(state, number, lane >> 2)) + Uint64(Uint32(lane & 3))
+        return _curand_call(state, _call_at(state, first, offset)) << (lane * 4)
 
     return lanes_or(compute, lane, COLUMN_LANES)
 
 
 @cute.jit
-def _curand_tails_of_two(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
+def _curand_tails_of_two(state: DropoutState, number: Uint64, offset: Constexpr, lane: Int32) -> Int32:
     """The bits of one call more of either query, 4 and 4, where numbers are not aligned to calls."""
     bits = Int32(0)
     if state.unaligned:
-        bits = _tails(state, first, lane)
+        bits = _tails(state, number, offset, lane)
     return bits
 
 
-def _tails(state: DropoutState, first: Uint64, lane: Int32) -> Int32:
+def _tails(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: Int32) -> Int32:
     def compute(lane: Int32) -> Int32:
         query = lane >> 2  # four lanes do the same
-        number = (_second(state, first, query) >> Uint64(2)) + Uint64(4)
-        return _curand_call(state, number) << (query * 4)
+        first = _call_of(state, _rows_below(state, number, query)) + Uint64(4)
+        return _curand_call(state, _call_at(state, first, offset)) << (query * 4)
 
     return lanes_or(compute, lane, COLUMN_LANES)
 
 
-def _second(state: DropoutState, first: Uint64, query: Int32) -> Uint64:
-    """The number of a score, or with ``query`` 1 of the next query's score with the same key."""
-    return first + Uint64(Int64(query) * state.row_stride)
+def _call_at(state: DropoutState, call: Uint64, offset: tuple[int, int]) -> Uint64:
+    """The call of the score (rows, keys) further on, multiples of 4."""
+    rows, keys = offset
+    assert keys % 4 == 0
+    return _calls_below(state, call, rows) + Uint64(keys // 4)
 
 
-def _curand_call(state: DropoutState, number: Uint64) -> Int32:
+def _curand_call(state: DropoutState, counter: Uint64) -> Int32:
     """Four bits, one for each word of a Philox call: whether it drops."""
-    low, high = words(number)
+    low, high = words(counter)
     bits = Int32(0)
     for i, word in enumerate(philox((low, high, Uint32(0), Uint32(0)), state.key, 10)):
         bits = bits | cutlass.select_(word < Uint32(state.threshold), Int32(1 << i), Int32(0))

@@ -5,6 +5,7 @@ runs on the GPU, but for approximate instructions and for lanes exchanging numbe
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 from dataclasses import replace
@@ -19,7 +20,8 @@ from cute_attn import reference
 from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
-from tests.tilings import SMALL, TILINGS, Scores
+from tests import curand
+from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
@@ -88,6 +90,15 @@ def keep_mask(tiling, problem):
     return mask(problem.coords(tiling.traits), problem.inputs.dropout_p, problem.inputs.rng_state)
 
 
+def signs(tiling, problem):
+    """Where P has a sign by definition."""
+    tensors = (x.double() for x in (problem.q, problem.k, problem.v))
+    features = problem.features(tiling.traits)
+    return reference.attention(
+        *tensors, problem.scale, features, problem.inputs, problem.lengths, return_softmax=True
+    )[2].signbit()
+
+
 # ---- everything together, on every tiling ----
 
 
@@ -118,8 +129,9 @@ def test_the_whole_chain(name, dropout):
             extra={"skewed": (torch.randn(2, 8),)},
         )
         got = compare(tiling, problem)
-        visited = ~got.scores.isnan()
-        assert visited.any() and (got.dropped[visited] == ~keep_mask(tiling, problem)[visited]).all()
+        assert torch.equal(got.dropped, signs(tiling, problem))
+        seen = got.scores > -torch.inf  # what was not visited is NaN
+        assert torch.equal(got.dropped[seen], ~keep_mask(tiling, problem)[seen]) and got.dropped.any()
 
 
 # ---- masks ----
@@ -338,6 +350,55 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
     for threshold in words[0, 0, 5, [7, 20, 33, 62]].tolist():
         monkeypatch.setattr("cute_attn.epilogues.dropout.mem_efficient_threshold", lambda p, t=threshold: t)
         assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
+
+
+@pytest.mark.parametrize("version", [(2, 13), (2, 14)])
+@pytest.mark.parametrize(
+    "name", [SMALL, "wgmma2-128x176", "warps2x1-32x32-transposed", "wgmma1-80x64-transposed"]
+)
+@pytest.mark.parametrize("used_k", [(), (90, 131, 8, 0, 63)], ids=["all", "seqused_k"])
+def test_mem_efficient_dropout_of_varlen_sequences(monkeypatch, used_k, name, version):
+    """A sequence's rows are as long as it has keys, and the maxima, which are longer than all of them, count."""
+    monkeypatch.setattr("cute_attn.epilogues.numbering.torch_version", lambda: version)
+    lengths_q, lengths_k, longest = (70, 1, 0, 33, 64), (97, 131, 40, 64, 64), (75, 150)
+    seed, offset, dropout_p, nheads = 2**40 + 12345, 2**33 + 6, 0.4, 2
+    problem = Scores.random(
+        *(5, nheads, *longest), dropout_p=dropout_p, rng_state=torch.tensor([seed, offset])
+    )
+    starts = [as_int32([0, *itertools.accumulate(lengths)]) for lengths in (lengths_q, lengths_k)]
+    lengths = reference.Lengths(*starts, seqused_k=as_int32(used_k) if used_k else None)
+    # No P is so small that it is 0 in fp16.
+    problem = replace(problem, lengths=lengths, scale=0.05)
+    features = "dropout_mem_efficient-varlen" + ("-seqused_k" if used_k else "")
+    if "transposed" in name:
+        tiling = (TRANSPOSED | TINY)[name].of(features, op="backward")
+        zeros = torch.zeros(5, nheads, longest[0])
+        dropped = problem.differentiate(tiling, torch.zeros_like(problem.q), zeros, zeros).p == 0
+    else:
+        dropped = problem.emulate(TILINGS[name].of(features)).dropped
+    for b, (n_q, n_k) in enumerate(zip(lengths_q, used_k or lengths_k, strict=True)):
+        for h in range(nheads):
+            first = curand.first_number(version, True, b, h, nheads, *longest)
+            keep = curand.keep_mask(seed, offset, first, range(n_q), range(n_k), n_k, dropout_p)
+            assert torch.equal(dropped[b, h, :n_q, :n_k], ~keep), f"sequence {b}, head {h}"
+
+
+@pytest.mark.parametrize("dropout", ["dropout", "dropout_mem_efficient"])
+@pytest.mark.parametrize("mask", ["", "causal", "causal_top_left", "window"])
+def test_only_what_a_query_sees_is_marked_as_dropped(mask, dropout):
+    """Whichever blocks are visited: -0.0 where P is 0 but seen, 0 where the mask hides a key."""
+    for name, seqlen_q, seqlen_k in [(SMALL, 130, 150), ("warps4x1-128x32", 150, 130)]:
+        tiling = TILINGS[name].of("-".join(filter(None, (mask, "alibi", dropout))))
+        # Slopes so steep that most of P is 0.
+        problem = Scores.random(
+            *(1, 2, seqlen_q, seqlen_k),
+            alibi_slopes=torch.full((1, 2), 40.0),
+            window_left=37,
+            window_right=5,
+            dropout_p=0.3,
+            rng_state=torch.tensor([5, 13]),
+        )
+        assert torch.equal(problem.emulate(tiling).dropped, signs(tiling, problem))
 
 
 # ---- softmax ----

@@ -1,7 +1,6 @@
 """The reference against torch's attention, naive loops, and published random numbers."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreCoords
+from tests.curand import keep_mask, philox
 
 F64 = torch.float64
 
@@ -298,10 +298,27 @@ def test_softmax_is_what_multiplies_v(dropout):
     out, _, p = attend(q, k, v, 1.0, **args, return_softmax=True)
     assert p is not None
     torch.testing.assert_close(p.abs().sum(-1), torch.ones(2, 2, 33, dtype=F64))
-    assert p.signbit().any() == bool(dropout)
-    assert bool(p[:, :, 0, 1:].signbit().any()) == bool(dropout), "a dropped 0 is -0.0"
+    hidden = torch.ones(33, 33, dtype=torch.bool).triu(1)
+    assert not p.signbit()[..., hidden].any() and not p[..., hidden].any()
+    if dropout:
+        keep = reference.DROPOUT_KEEP[dropout](coords(2, 2, 33, 33), 0.4, args["rng_state"])
+        assert torch.equal(p.signbit(), ~keep & ~hidden)
+    else:
+        assert not p.signbit().any()
     kept = p.masked_fill(p.signbit(), 0.0) / (0.6 if dropout else 1.0)
     torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", kept, v), out)
+
+
+@pytest.mark.parametrize("dropout", ["flash", "mem_efficient"])
+def test_a_dropped_element_too_small_for_its_dtype_is_minus_zero(dropout):
+    """Only what the mask hides has no sign."""
+    q, k = torch.full((1, 1, 1, 8), 30.0, dtype=F64), torch.full((1, 16, 1, 8), -30.0, dtype=F64)
+    k[:, 0] = 30.0
+    args = {"dropout": dropout, "dropout_p": 0.5, "rng_state": torch.tensor([7, 8]), "return_softmax": True}
+    p = attend(q, k, k, 1.0, **args)[2]
+    assert p is not None and not p[..., 1:].any()
+    keep = reference.DROPOUT_KEEP[dropout](coords(1, 1, 1, 16), 0.5, args["rng_state"])
+    assert torch.equal(p.signbit(), ~keep) and p[..., 1:].signbit().any()
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -332,17 +349,6 @@ def test_gradients(varlen):
 # ---- random numbers ----
 
 
-def philox_one(counter, key, rounds):
-    """Philox of one counter in Python integers, after the paper's figure."""
-    (x0, x1, x2, x3), (k0, k1) = counter, key
-    for r in range(rounds):
-        round_key_0, round_key_1 = (k0 + r * 0x9E3779B9) % 2**32, (k1 + r * 0xBB67AE85) % 2**32
-        high_0, low_0 = divmod(0xD2511F53 * x0, 2**32)
-        high_2, low_2 = divmod(0xCD9E8D57 * x2, 2**32)
-        x0, x1, x2, x3 = high_2 ^ x1 ^ round_key_0, low_2, high_0 ^ x3 ^ round_key_1, low_0
-    return x0, x1, x2, x3
-
-
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 # Random123's published known answers (kat_vectors): the digits of pi are counter and key of the third.
@@ -359,7 +365,7 @@ KNOWN_ANSWERS = [
 @pytest.mark.parametrize(("counter", "key", "rounds", "answer"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, rounds, answer):
     words = [int(word, 16) for word in answer.split()]
-    assert list(philox_one(counter, key, rounds)) == words
+    assert list(philox(counter, key, rounds)) == words
     tensors = [[torch.tensor([x]) for x in values] for values in (counter, key)]
     assert [int(x) for x in reference.philox4x32(*tensors, rounds)] == words
 
@@ -376,7 +382,7 @@ def test_flash_mask_is_its_definition(dropout_p, state):
     for b, h, q, k in zip(*(rng.integers(0, n, 200) for n in keep.shape), strict=True):
         lane = 4 * (q % 8) + (k % 8) // 2
         low = int(offset + (b * nheads + h) * 32 + lane) % 2**64
-        words = philox_one(
+        words = philox(
             (low % 2**32, low >> 32, int(q) // 16, int(k) // 32), (seed % 2**32, (seed >> 32) % 2**32), 7
         )
         data = np.array(words, dtype="<u4").tobytes()
@@ -387,27 +393,14 @@ def test_flash_mask_is_its_definition(dropout_p, state):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.2, 0.5, 0.999])
 @pytest.mark.parametrize("state", [(0, 0), (42, 1235), (-5, 2**34 - 17), (2**63 - 1, 2**40 + 3)])
 def test_mem_efficient_mask_is_its_definition(dropout_p, state):
+    """Where every PyTorch numbers alike; ``test_numbering.py`` has the rest."""
     batch, nheads, seqlen_q, seqlen_k = 2, 3, 9, 21
     keep = reference.mem_efficient_keep(
         coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state)
     )
-    seed, offset = state
-    for flat, kept in enumerate(keep.flatten().tolist()):
-        n = offset + flat
-        counter = (n >> 2) % 2**64
-        word = philox_one((counter % 2**32, counter >> 32, 0, 0), (seed % 2**32, (seed >> 32) % 2**32), 10)[
-            n & 3
-        ]
-        uniform = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
-        assert kept == (uniform > np.float32(dropout_p))
-
-
-def test_mem_efficient_mask_of_varlen_sequences_uses_max_seqlen():
-    whole = coords(2, 2, 8, 12)
-    part = replace(coords(2, 2, 5, 7), max_seqlen_q=8, max_seqlen_k=12)
-    state = torch.tensor([4, 6])
-    keep = reference.mem_efficient_keep(whole, 0.5, state)
-    assert torch.equal(reference.mem_efficient_keep(part, 0.5, state), keep[:, :, :5, :7])
+    rows = range(batch * nheads * seqlen_q)
+    right = keep_mask(*state, 0, rows, range(seqlen_k), seqlen_k, dropout_p)
+    assert torch.equal(keep.flatten(0, 2), right)
 
 
 @pytest.mark.parametrize("name", ["flash", "mem_efficient"])

@@ -1,0 +1,169 @@
+"""The numbers of mem_efficient dropout's scores, in the kernels' own code and in the reference, against PyTorch's.
+
+What PyTorch and cuRAND compute is written down in plain integers in ``tests.curand``.
+"""
+
+import functools
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_attn import reference
+from cute_attn.device.score_tile import ScoreContext, ScoreMap
+from cute_attn.epilogues import numbering
+from cute_attn.epilogues.dropout import Dropout
+from cute_attn.epilogues.inputs import ScoreInputs
+from tests import curand
+from tests.tilings import SMALL, TILINGS, TRANSPOSED
+
+VERSIONS = [(2, 11), (2, 13), (2, 14)]
+SEED = 2**63 + 12345
+
+# batch, head, nheads, seqlen_k, max_seqlen_q, max_seqlen_k, offset, and the first query and key that are looked at.
+PLACES = {
+    "aligned": (1, 2, 3, 200, 70, 200, 8, 0, 0),
+    "own-stride": (1, 2, 3, 131, 70, 200, 8, 3, 5),
+    "longer-maxima": (2, 1, 3, 131, 333, 1001, 7, 3, 5),
+    "plane-beyond-2^31": (3, 10, 11, 97, 50_000, 1000, 3, 0, 1),
+    "plane-at-2^32": (16, 0, 16, 4096, 4096, 4096, 4, 100, 64),
+    "plane-beyond-2^32": (7, 30, 31, 4093, 4096, 4095, 5, 4000, 4000),
+    "plane-beyond-2^40": (15, 3, 64, 65_537, 65_537, 65_539, 2**33 + 1, 7, 9),
+    "row-beyond-2^32": (0, 0, 1, 70_001, 70_000, 70_001, 2, 69_900, 69_930),
+    "rows-around-2^32": (0, 0, 1, 2**20, 2**13, 2**20, 1, 4092, 2**20 - 40),
+    "row-beyond-2^50": (0, 1, 2, 2**27 - 1, 2**27, 2**27 - 1, 0, 2**26, 2**26 + 1),
+    "offset-beyond-2^63": (1, 1, 2, 131, 70, 131, 2**63 + 5, 3, 8),
+    "number-around-2^63": (0, 0, 1, 131, 70, 131, 2**63 - 131 * 6 + 1, 3, 8),
+    "number-around-2^64": (0, 0, 1, 131, 70, 131, 2**64 - 131 * 6 - 3, 3, 8),
+    "number-around-2^64-aligned": (0, 0, 1, 128, 70, 128, 2**64 - 128 * 6, 3, 8),
+    "number-at-2^64": (0, 0, 1, 64, 64, 64, 2**64 - 1, 0, 0),
+    "number-beyond-2^64": (0, 0, 1, 131, 1000, 131, 2**64 - 131 * 6 - 3, 500, 8),
+    "plane-beyond-2^64": (1, 0, 1, 131, 70, 131, 2**64 - 1, 3, 8),
+}
+CASES = [
+    (version, varlen, place)
+    for place in PLACES
+    for version in VERSIONS
+    for varlen in (False, True)
+    # Packed or not is the same from 2.14 on; both, once.
+    if version < (2, 14) or not varlen or place == "own-stride"
+]
+DROPOUT_P = 0.4
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets the version of PyTorch that is numbered after."""
+    return lambda version: monkeypatch.setattr(numbering, "torch_version", lambda: version)
+
+
+def expected(version, varlen, place, queries, keys):
+    batch, head, nheads, seqlen_k, max_q, max_k, offset, _, _ = PLACES[place]
+    first = curand.first_number(version, varlen, batch, head, nheads, max_q, max_k)
+    return curand.keep_mask(SEED, offset, first, queries, keys, seqlen_k, DROPOUT_P)
+
+
+def rng_state(place):
+    """Seed and offset as PyTorch has them, in int64."""
+    return torch.tensor([x - 2**64 if x >= 2**63 else x for x in (SEED, PLACES[place][6])])
+
+
+@pytest.mark.parametrize(("version", "varlen", "place"), CASES)
+def test_the_reference_numbers_as_pytorch(installed, version, varlen, place):
+    installed(version)
+    batch, head, nheads, seqlen_k, max_q, max_k, _, row0, col0 = PLACES[place]
+    queries, keys = range(row0, row0 + 11), range(col0, col0 + 50)
+    coords = reference.ScoreCoords(
+        *(torch.tensor(x).view(1, 1, 1, 1) for x in (batch, head)),
+        torch.tensor(queries).view(1, 1, -1, 1),
+        torch.tensor(keys).view(1, 1, 1, -1),
+        nheads=nheads,
+        seqlen_q=max_q,
+        seqlen_k=seqlen_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        top_left=False,
+        varlen=varlen,
+    )
+    keep = reference.mem_efficient_keep(coords, DROPOUT_P, rng_state(place))
+    assert torch.equal(keep[0, 0], expected(version, varlen, place, queries, keys))
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "masks"),
+    [
+        ("2.7.1", (2, 7), (2**32 - 1, 0)),
+        ("2.13.0+cpu", (2, 13), (2**32 - 1, 0)),
+        ("2.14.0a0+gitcf30153", (2, 14), (2**64 - 1, 2**64 - 1)),
+        ("3.0.0.dev20270101", (3, 0), (2**64 - 1, 2**64 - 1)),
+    ],
+)
+def test_what_a_version_numbers_with(monkeypatch, text, version, masks):
+    monkeypatch.setattr(torch, "__version__", text)
+    monkeypatch.setattr(numbering, "torch_version", numbering.torch_version.__wrapped__)
+    assert numbering.torch_version() == version
+    assert (numbering.plane_mask(False), numbering.plane_mask(True)) == masks
+
+
+# ---- the kernels' code ----
+
+
+@cute.jit
+def draw(
+    args: tuple,
+    numbers: cute.Tensor,
+    kept: cute.Tensor,
+    tiling: Constexpr,
+):
+    """kept (tile_m, tile_n): 0 where a thread finds its element dropped, 1 elsewhere."""
+    batch, head, nheads, seqlen_k, max_q, max_k, row0, col0 = (numbers[i] for i in range(8))
+    one, dropout = Float32(1.0), Dropout("mem_efficient")
+    context = ScoreContext(batch, head, nheads, max_q, seqlen_k, max_q, max_k, Int32(0), one, one, one)
+    state = dropout.begin(args, context)
+    size, mma = tiling.tile, tiling.tiled_mma()
+    shape = (size.tile_n, size.tile_m) if tiling.transposed else (size.tile_m, size.tile_n)
+    for thread in cutlass.range(mma.size):
+        score_map = ScoreMap.make(mma, size.tile_m, size.tile_n, thread, tiling.transposed)
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C(shape), Float32)
+        acc.fill(1.0)
+        tile = score_map.tile(acc, row0, col0)
+        dropout.zero_dropped(dropout.draw(state, tile), tile.acc)
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                kept[tile.row0 - row0 + tile.rows[r], tile.col0 - col0 + tile.cols[c]] = tile.acc[r, c]
+
+
+@functools.cache
+def compiled(name):
+    """:func:`draw` for a tiling, and the tiling."""
+    tiling = (TILINGS | TRANSPOSED)[name]
+    args = (from_dlpack(torch.zeros(2, dtype=torch.int64), assumed_align=8), Int32(0), Float32(0), Int64(0))
+    kept = from_dlpack(torch.zeros(tiling.tile.tile_m, tiling.tile.tile_n))
+    numbers = from_dlpack(torch.zeros(8, dtype=torch.int32))
+    return cute.compile[cute.GPUArch("sm_90a")](draw, args, numbers, kept, tiling), tiling
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize(
+    "name",
+    [SMALL, "warps2x4-32x128", "wgmma1-64x80", "warps1x2-64x32-transposed", "wgmma1-80x64-transposed"],
+)
+def test_the_kernels_number_as_pytorch(installed, name):
+    function, tiling = compiled(name)
+    for version, varlen, place in CASES:
+        installed(version)
+        *context, _, row0, col0 = PLACES[place]
+        # Tiles begin anywhere in a sequence, but with whole groups of 8 scores.
+        row0, col0 = row0 // 8 * 8, col0 // 8 * 8
+        state, kept = rng_state(place), torch.full((tiling.tile.tile_m, tiling.tile.tile_n), torch.nan)
+        given = ScoreInputs(dropout_p=DROPOUT_P, rng_state=state)
+        _, threshold, scale, mask = Dropout("mem_efficient", varlen).host_args(given)
+        args = (from_dlpack(state, assumed_align=8), Int32(threshold), Float32(scale), Int64(mask))
+        numbers = torch.tensor([*context, row0, col0], dtype=torch.int32)
+        function(args, from_dlpack(numbers), from_dlpack(kept))
+        assert ((kept == 0) | (kept == 1)).all()
+        queries, keys = (range(first, first + n) for first, n in zip((row0, col0), kept.shape, strict=True))
+        right = expected(version, varlen, place, queries, keys)
+        assert torch.equal(kept == 1, right), f"{place}, {version}, {varlen=}"
