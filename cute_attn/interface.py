@@ -474,7 +474,7 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
-    direct = ops.nobody_watches()
+    direct = ops.no_dispatch_mode()
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
     if direct and not given[_EPILOGUES]:

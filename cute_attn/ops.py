@@ -35,7 +35,7 @@ _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 def forward(params: AttentionParams) -> Outputs:
     """out, lse, and softmax or None; through the dispatcher where something observes operators."""
-    if nobody_watches() and all_plain(params[:NUM_TENSORS]):
+    if no_dispatch_mode() and all_plain(params[:NUM_TENSORS]):
         return (
             run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
             if params.q.is_cuda
@@ -75,7 +75,7 @@ def backward(
     """
     if (
         params.q.is_cuda
-        and nobody_watches()
+        and no_dispatch_mode()
         and all_plain((*params[:NUM_TENSORS], grad_out, grad_lse, out, lse))
     ):
         return gradients(params, grad_out, grad_lse, out, lse, needed, launcher)
@@ -83,7 +83,7 @@ def backward(
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
 
-def nobody_watches() -> bool:
+def no_dispatch_mode() -> bool:
     """Whether, for plain tensors, an implementation called directly equals the operator.
 
     The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:

@@ -10,7 +10,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """Best first; the first one that fits is the default. bench/notes.md has what others did.
 
     What an epilogue holds beside the scores (a bias, a derivative, a mask of dropout) takes registers that more queries
-    would have; how many a user's needs, nobody knows here.
+    would have; how many a user's needs is not known here.
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 128:
