@@ -1,9 +1,20 @@
 """Dropout masks on the card are PyTorch's own, bit for bit: those of its flash and its memory-efficient attention."""
 
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
 import pytest
 import torch
 
-from cute_attn import attention, random_states, reference
+from cute_attn import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    random_states,
+    reference,
+)
+from cute_attn.epilogues import numbering
 from cute_attn.interface import draw_rng_state
 from tests.gpu.archs import runnable_archs
 
@@ -90,6 +101,266 @@ def test_the_mask_is_the_same_for_every_tile_and_head_dim(mask, arch):
         softmax = attention(q, k, v, **options, tile=tile if arch == "sm80" else None, return_softmax=True)[1]
         masks.append(softmax.signbit())
     assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
+
+
+@pytest.mark.parametrize("mask", PEERS)
+@pytest.mark.parametrize(
+    ("hides", "options"),
+    [
+        ("causal", {"causal": True}),
+        ("causal_top_left", {"causal": "top_left"}),
+        ("window", {"window": (37, 20)}),
+    ],
+)
+def test_only_what_a_query_sees_has_a_sign(hides, options, mask):
+    shape = (2, 3, 113, 203)
+    state = torch.tensor([3, 2**40 + 1], device="cuda")
+    options = options | {"dropout_p": 0.3, "dropout_mask": mask, "rng_state": state, "return_softmax": True}
+    softmax = attention(*inputs(*shape), **options)[1]
+    where = replace(coords(*shape), top_left=hides.endswith("top_left"))
+    seen = reference.visible(where, hides, 37, 20)
+    keep = reference.DROPOUT_KEEP[mask](where, 0.3, state)
+    assert torch.equal(softmax.signbit(), ~keep & seen)
+    assert not softmax.masked_fill(seen, 0.0).any()
+
+
+# ---- PyTorch's numbers of varlen sequences, and beyond 2^32 ----
+
+
+def as_tensor(state):
+    """PyTorch's seed and offset as ``rng_state``."""
+    return torch.stack(list(state)).view(torch.int64).flatten().cuda()
+
+
+CHUNK = 64
+"""Keys, or queries, whose dropout one call shows."""
+
+
+def shown(n, start, nheads):
+    """(n, nheads, CHUNK): the rows from ``start`` on are those of the identity, others 0."""
+    rows = torch.zeros(n, nheads, CHUNK, dtype=torch.bfloat16, device="cuda")
+    count = max(0, min(CHUNK, n - start))
+    rows[start : start + count] = torch.eye(CHUNK, dtype=torch.bfloat16, device="cuda")[:count, None]
+    return rows
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Packed sequences of q and k, and the maxima that a call states.
+
+    used_k: how many keys of each count; empty for all.
+    """
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    max_seqlens: tuple[int, int]
+    used_k: tuple[int, ...] = ()
+    nheads: int = 3
+    dropout_p: float = 0.35
+
+    @property
+    def own_k(self):
+        return self.used_k or self.lengths_k
+
+    def cu_seqlens(self, lengths):
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+    def tensors(self):
+        """Random q, k and v, packed."""
+        torch.manual_seed(1)
+        sizes = (sum(self.lengths_q), sum(self.lengths_k), sum(self.lengths_k))
+        return [torch.randn(n, self.nheads, 64, dtype=torch.bfloat16, device="cuda") for n in sizes]
+
+    def pytorch(self, q, k, v, custom_mask_type=0):
+        """PyTorch's memory-efficient forward, always with the same seed and offset: out, lse, (seed, offset)."""
+        torch.cuda.manual_seed(7)
+        torch.rand(1000, device="cuda")  # advances the offset
+        out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
+            *(q[None], k[None], v[None], None),
+            *(self.cu_seqlens(self.lengths_q), self.cu_seqlens(self.lengths_k), *self.max_seqlens),
+            *(self.dropout_p, custom_mask_type, True),
+            scale=0.125,
+            seqlen_k=self._used(),
+        )
+        return out[0], lse, (seed, offset)
+
+    def call(self, function, *tensors, **options):
+        """``attention_varlen`` or its backward."""
+        cu_seqlens = (self.cu_seqlens(self.lengths_q), self.cu_seqlens(self.lengths_k))
+        options |= {"dropout_p": self.dropout_p, "dropout_mask": "mem_efficient", "softmax_scale": 0.125}
+        return function(*tensors, *cu_seqlens, *self.max_seqlens, seqused_k=self._used(), **options)
+
+    def _used(self):
+        return torch.tensor(self.used_k, dtype=torch.int32, device="cuda") if self.used_k else None
+
+    def sequences(self):
+        """(batch, rows of q, rows of k that count) of each."""
+        starts = [[0, *accumulate(lengths)] for lengths in (self.lengths_q, self.lengths_k)]
+        for b, (n_q, n_k) in enumerate(zip(self.lengths_q, self.own_k, strict=True)):
+            yield b, slice(starts[0][b], starts[0][b] + n_q), slice(starts[1][b], starts[1][b] + n_k)
+
+    def kept(self, forward):
+        """Of each sequence which scores ``forward``, a function of v for equal scores, keeps: (nheads, q, k)."""
+        masks = [[] for _ in self.lengths_q]
+        for start in range(0, max(self.own_k), CHUNK):
+            v = torch.cat([shown(n, start, self.nheads) for n in self.lengths_k])
+            out = forward(v)
+            for b, rows, keys in self.sequences():
+                count = max(0, min(CHUNK, keys.stop - keys.start - start))
+                masks[b].append((out[rows] != 0).transpose(0, 1)[..., :count])
+        return [torch.cat(parts, -1) for parts in masks]
+
+    def kept_backward(self, dv):
+        """The same of a backward, ``dv`` a function of the gradient of out."""
+        masks = [[] for _ in self.lengths_q]
+        for start in range(0, max(self.lengths_q), CHUNK):
+            gradient = dv(torch.cat([shown(n, start, self.nheads) for n in self.lengths_q]))
+            for b, rows, keys in self.sequences():
+                count = max(0, min(CHUNK, rows.stop - rows.start - start))
+                masks[b].append((gradient[keys] != 0).permute(1, 2, 0)[:, :count])
+        return [torch.cat(parts, 1) for parts in masks]
+
+    def defined(self, state):
+        """The reference's masks."""
+        for b, rows, keys in self.sequences():
+            here = coords(1, self.nheads, rows.stop - rows.start, keys.stop - keys.start)
+            here = replace(
+                here,
+                batch=here.batch + b,
+                max_seqlen_q=self.max_seqlens[0],
+                max_seqlen_k=self.max_seqlens[1],
+                varlen=True,
+            )
+            yield reference.mem_efficient_keep(here, self.dropout_p, state)[0]
+
+    def equal_scores(self):
+        """q, k and v of 0."""
+        return [torch.zeros_like(x) for x in self.tensors()]
+
+
+LENGTHS = ((70, 1, 0, 33, 129), (97, 131, 40, 64, 203))
+VARLEN = {
+    "longest": Varlen(*LENGTHS, (129, 203)),
+    "longer": Varlen(*LENGTHS, (150, 333)),
+    "seqused_k": Varlen(*LENGTHS, (129, 203), used_k=(90, 131, 8, 5, 201)),
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", VARLEN)
+def test_the_mask_of_varlen_sequences_is_pytorchs(name, arch):
+    case = VARLEN[name]
+    q, k, v = case.equal_scores()
+    out, lse, state = case.pytorch(q, k, v)
+    keep = case.kept(lambda v: case.pytorch(q, k, v)[0])
+    assert all(0.5 < float(x.double().mean()) < 0.8 for x in keep if x.numel() > 1000)
+    rng_state = as_tensor(state)
+    options = {"rng_state": rng_state, "kernel": arch}
+    masks = {
+        "reference": case.defined(rng_state),
+        "forward": case.kept(lambda v: case.call(attention_varlen, q, k, v, **options)),
+        "backward": case.kept_backward(
+            lambda grad_out: case.call(
+                attention_varlen_backward, grad_out, q, k, v, out, lse, **options, wanted=("v",)
+            )[0]
+        ),
+    }
+    for who, mask in masks.items():
+        for b, (theirs, ours) in enumerate(zip(keep, mask, strict=True)):
+            assert torch.equal(ours, theirs), f"{who}, sequence {b}"
+    softmax = case.call(attention_varlen, q, k, v, **options, return_softmax=True)[1]
+    expected = torch.zeros(softmax.shape, dtype=torch.bool, device="cuda")
+    for b, x in enumerate(keep):
+        expected[b, :, : x.shape[1], : x.shape[2]] = ~x
+    assert torch.equal(softmax.signbit(), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", VARLEN)
+def test_varlen_sequences_continue_pytorchs_forward(name, causal, arch):
+    """The mask is PyTorch's forward's, even where PyTorch's own backward draws another."""
+    case = VARLEN[name]
+    q, k, v = case.tensors()
+    if case.used_k and causal:
+        case = replace(
+            case, lengths_q=tuple(min(pair) for pair in zip(case.lengths_q, case.used_k, strict=True))
+        )
+        q = q[: sum(case.lengths_q)]
+    grad_out = torch.randn_like(q)
+    zeros = [torch.zeros_like(x) for x in (q, k)]
+    keep = case.kept(lambda v: case.pytorch(*zeros, v)[0])
+    out, lse, state = case.pytorch(q, k, v, 2 if causal else 0)
+    options = {"causal": causal, "kernel": arch}
+    own = case.call(attention_varlen, q, k, v, **options, rng_state=as_tensor(state))
+    torch.testing.assert_close(own, out, atol=0.02, rtol=0.02)
+    ours = case.call(attention_varlen_backward, grad_out, q, k, v, out, lse, **options, rng_state=state)
+
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    total = 0.0
+    for b, rows, keys in case.sequences():
+        scores = 0.125 * torch.einsum("qhd,khd->hqk", leaves[0][rows], leaves[1][keys])
+        if causal:
+            n_q, n_k = scores.shape[1:]
+            hidden = torch.ones(n_q, n_k, dtype=torch.bool, device="cuda").triu(n_k - n_q + 1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        p = scores.softmax(-1) * keep[b] / (1 - case.dropout_p)
+        right = torch.einsum("hqk,khd->qhd", p, leaves[2][keys])
+        torch.testing.assert_close(own[rows].double(), right, atol=0.02, rtol=0.02)
+        total = total + (right * grad_out[rows]).sum()
+    exact = torch.autograd.grad(total, leaves)
+    for gradient, ours_, right in zip("qkv", ours, exact, strict=True):
+        error = float((ours_.double() - right).norm() / right.norm())
+        assert error < 0.03, f"d{gradient} is {error:.3f} off"  # 0.003 by rounding, about 1 with another mask
+
+
+def equal_scores_forward(nheads, seqlen, v, dropout_p, **ours):
+    """(nheads, seqlen, CHUNK) which keys are kept, seed and offset: PyTorch's, or with ``ours`` this package's."""
+    zeros = torch.zeros(1, seqlen, nheads, 64, dtype=torch.bfloat16, device="cuda")
+    if ours:
+        options = {"dropout_p": dropout_p, "dropout_mask": "mem_efficient", "softmax_scale": 0.125}
+        out, state = attention(zeros, zeros, v, **options, **ours), ours["rng_state"]
+    else:
+        torch.cuda.manual_seed(7)
+        out, _, *state, _, _ = torch.ops.aten._efficient_attention_forward(
+            zeros, zeros, v, None, None, None, None, None, dropout_p, 0, True, scale=0.125
+        )
+    return (out[0] != 0).transpose(0, 1), state
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("nheads", "seqlen"),
+    [
+        (17, 2**14),  # the last head's first number is 2^32
+        pytest.param(
+            *(1, 65_600),  # the last queries' numbers are beyond 2^32
+            marks=pytest.mark.skipif(
+                numbering.torch_version() < (2, 13), reason="PyTorch before 2.13 numbers a head in 32 bits"
+            ),
+        ),
+    ],
+)
+def test_numbers_beyond_2_32_are_pytorchs(nheads, seqlen, arch):
+    dropout_p, first = 0.35, seqlen - CHUNK
+    v = shown(seqlen, first, nheads)[None]
+    keep, state = equal_scores_forward(nheads, seqlen, v, dropout_p)
+    rng_state = as_tensor(state)
+    ours, _ = equal_scores_forward(nheads, seqlen, v, dropout_p, rng_state=rng_state, kernel=arch)
+    assert torch.equal(ours, keep)
+    where = coords(1, nheads, seqlen, seqlen)
+    last_keys = replace(where, key=where.key[..., first:])
+    assert torch.equal(reference.mem_efficient_keep(last_keys, dropout_p, rng_state)[0], keep)
+
+    # The backward's mask of the last queries.
+    zeros = torch.zeros(1, seqlen, nheads, 64, dtype=torch.bfloat16, device="cuda")
+    lse = torch.full((1, nheads, seqlen), float(torch.tensor(float(seqlen)).log()), device="cuda")
+    options = {"dropout_p": dropout_p, "dropout_mask": "mem_efficient", "softmax_scale": 0.125}
+    options |= {"rng_state": rng_state, "kernel": arch, "wanted": ("v",)}
+    (dv,) = attention_backward(v, zeros, zeros, zeros, zeros, lse, **options)
+    last_queries = replace(where, query=where.query[:, :, first:])
+    right = reference.mem_efficient_keep(last_queries, dropout_p, rng_state)[0]
+    assert torch.equal((dv[0] != 0).permute(1, 2, 0), right)
 
 
 def test_seeds_are_drawn_from_torchs_generator():
