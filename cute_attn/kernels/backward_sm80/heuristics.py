@@ -18,7 +18,8 @@ def _pressure(traits: Traits) -> int:
     large = traits.head_dim + traits.head_dim_v > 128
     if traits.dropout:
         many_words = traits.dropout == "mem_efficient"
-        if saves or traits.bias or traits.alibi or (many_words and lengths and large):
+        middle = large and traits.head_dim + traits.head_dim_v <= 256
+        if saves or traits.bias or traits.alibi or (many_words and (middle or (lengths and large))):
             return 5
         return 4 if (lengths if large else many_words) else 3
     if saves:
