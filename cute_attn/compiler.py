@@ -10,10 +10,8 @@ import concurrent.futures
 import contextlib
 import functools
 import io
-import json
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +26,7 @@ from cute_attn.cache import CUBIN, OBJECT, PTX, DiskCache, Entry, default_cache
 from cute_attn.cubin import Resources
 from cute_attn.fingerprint import cache_key, toolchain
 from cute_attn.traits import Traits
+from cute_attn.workers import Worker
 
 __all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
 
@@ -287,7 +286,7 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
     if not cache.prepare():
         raise ValueError(f"the cache {cache.root} is not this user's alone; prebuilding needs one that is")
     wanted = list(dict.fromkeys(requests))
-    modules = {request: _user_modules(request) for request in wanted}
+    modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
     yield from _build_in_processes([request for request in wanted if request not in own], modules, workers)
     for request in own:
@@ -300,7 +299,7 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
         yield Prebuilt(*request, seconds, error)
 
 
-def _user_modules(request: Request) -> dict[str, str]:
+def user_modules(request: Request) -> dict[str, str]:
     """Names and files of the modules that define a request's tile, variant and epilogues."""
     from cute_attn import registry
 
@@ -320,15 +319,16 @@ def _build_in_processes(
 ) -> Iterator[Prebuilt]:
     if not requests:
         return
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    processes = [_Worker() for _ in range(max(1, min(workers or os.cpu_count() or 1, len(requests))))]
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    count = max(1, min(workers or os.cpu_count() or 1, len(requests)))
+    processes = [Worker("cute_attn.prebuild_worker") for _ in range(count)]
     for worker in processes:
         idle.put(worker)
 
-    def build(request: Request) -> tuple[float, str | None]:
+    def build(request: Request) -> dict[str, Any]:
         worker = idle.get()
         try:
-            return worker.build(request, modules[request])
+            return worker.ask(as_message(request, modules[request]))
         finally:
             idle.put(worker)
 
@@ -336,58 +336,16 @@ def _build_in_processes(
     try:
         futures = {pool.submit(build, request): request for request in requests}
         for future in concurrent.futures.as_completed(futures):
-            yield Prebuilt(*futures[future], *future.result())
+            answer = future.result()
+            yield Prebuilt(*futures[future], answer.get("seconds", 0.0), answer["error"])
     finally:  # also where the caller stops early
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in processes:
             worker.stop()
 
 
-class _Worker:
-    """A process that builds one kernel at a time: see :mod:`cute_attn.prebuild_worker`."""
-
-    def __init__(self) -> None:
-        self._stopped = False
-        self._process = self._start()
-
-    def _start(self) -> "subprocess.Popen[str]":
-        root = str(Path(__file__).resolve().parents[1])
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cute_attn.prebuild_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
-        _send(process, [str(path) for path in sys.path])
-        return process
-
-    def build(self, request: Request, modules: dict[str, str]) -> tuple[float, str | None]:
-        """Seconds and error, as in :class:`Prebuilt`."""
-        traits, tile, target = request
-        text = None if tile is None else str(tile)
-        _send(self._process, {"traits": traits.name, "tile": text, "target": target, "modules": modules})
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            result = json.loads(line)
-            return result["seconds"], result["error"]
-        status = self._process.wait()
-        if not self._stopped:
-            self._process = self._start()
-        return 0.0, f"the process that built it ended with status {status}"
-
-    def stop(self) -> None:
-        """At once: cache entries are written whole or not at all."""
-        self._stopped = True
-        self._process.terminate()
-        self._process.wait()
-
-
-def _send(process: "subprocess.Popen[str]", message: Any) -> None:
-    """One line; the missing answer shows that a process has ended."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(message) + "\n")
-        process.stdin.flush()
+def as_message(request: Request, modules: dict[str, str]) -> dict[str, Any]:
+    """A request and its :func:`user_modules` as :mod:`cute_attn.prebuild_worker` reads them."""
+    traits, tile, target = request
+    text = None if tile is None else str(tile)
+    return {"traits": traits.name, "tile": text, "target": target, "modules": modules}

@@ -27,7 +27,7 @@ from cute_attn import _imported_at
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
 # Files of this package that shape no kernel.
-_HOST_ONLY = {"benchmark"} | {
+_HOST_ONLY = {"benchmark", "lab"} | {
     f"{name}.py"
     for name in (
         *(
@@ -42,7 +42,7 @@ _HOST_ONLY = {"benchmark"} | {
             "fingerprint",
             "interface",
         ),
-        *("launcher", "ops", "params", "pictures", "prebuild_worker", "reference"),
+        *("launcher", "ops", "params", "pictures", "prebuild_worker", "reference", "workers"),
     )
 }
 _DISTRIBUTIONS = {

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded
 from cute_attn.traits import Traits
 
 
@@ -32,21 +32,21 @@ class BackwardSm80Tile(WarpTile):
         dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
     """
 
-    tile_m: int = 64
-    tile_n: int = 64
-    num_warps: int = 8
-    sdp_warps_m: int = 4
-    dkv_warps_m: int = 4
-    dq_warps_m: int = 4
-    stages_q: int = 2
-    stages_do: int = 2
+    tile_m: int = choice(64, 16, 32, 64, 96, 128)
+    tile_n: int = choice(64, 32, 64, 96, 128, 192)
+    num_warps: int = choice(8, 4, 8, 12, 16)
+    sdp_warps_m: int = choice(4, 1, 2, 4, 8)
+    dkv_warps_m: int = choice(4, 1, 2, 4, 8)
+    dq_warps_m: int = choice(4, 1, 2, 4, 8)
+    stages_q: int = choice(2, 1, 2)
+    stages_do: int = choice(2, 1, 2)
     v_in_regs: bool = False
     p_in_regs: bool = False
-    queries_at_once: int = 0
-    sdp_unroll: int = 0
-    dkv_unroll: int = 0
-    dq_unroll: int = 0
-    dq_vector: int = 1
+    queries_at_once: int = choice(0, 0, 16, 32, 64)
+    sdp_unroll: int = choice(0, 0, 1, 2, 4)
+    dkv_unroll: int = choice(0, 0, 1, 2, 4)
+    dq_unroll: int = choice(0, 0, 1, 2, 4)
+    dq_vector: int = choice(1, 1, 2, 4)
 
     @property
     def mma_threads(self) -> int:
@@ -199,16 +199,16 @@ class BackwardSm90Tile(Tile):
             head do not add to the same dQ at the same time.
     """
 
-    tile_m: int = 64
-    tile_n: int = 128
+    tile_m: int = choice(64, *range(16, 129, 16))
+    tile_n: int = choice(128, 64, 128, 192)
     p_in_smem: bool = False
-    num_stages_q: int = 2
-    num_stages_do: int = 2
-    num_stages_ds: int = 2
+    num_stages_q: int = choice(2, 1, 2, 3)
+    num_stages_do: int = choice(2, 1, 2, 3)
+    num_stages_ds: int = choice(2, 1, 2)
     dq_transposed: bool = False
     dq_bulk: bool = False
-    bias_stages: int = 0
-    mask_warps: int = 0
+    bias_stages: int = choice(0, 0, 1, 2, 3)
+    mask_warps: int = choice(0, 0, 1, 2, 3)
     staggered: bool = False
 
     BARRIER_BYTES: ClassVar[int] = 1024

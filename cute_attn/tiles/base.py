@@ -25,6 +25,14 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
 
 
+def choice(default: Any, *values: Any) -> Any:
+    """A tile's field with the values that are worth a try: :mod:`cute_attn.lab.space` takes neighbours from them.
+
+    A field without them, such as one that follows from others, keeps its value; a bool needs none.
+    """
+    return dataclasses.field(default=default, metadata={"values": values})
+
+
 class Tile:
     """Base of all tiles: conversion to and from text, and the checks of shared memory and registers."""
 

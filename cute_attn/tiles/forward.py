@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
@@ -32,14 +32,14 @@ class ForwardSm80Tile(WarpTile):
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
     """
 
-    tile_m: int = 128
-    tile_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 1
+    tile_m: int = choice(128, 32, 64, 128, 192, 256)
+    tile_n: int = choice(64, *range(16, 193, 16))
+    num_warps: int = choice(4, 2, 4, 8)
+    num_stages: int = choice(1, 1, 2, 3)
     q_in_regs: bool = False
     share_qk_smem: bool = False
     swizzle_bits: int = -1
-    qk_unroll: int = 0
+    qk_unroll: int = choice(0, 0, 1, 2, 4)
 
     @property
     def stats_in_smem(self) -> bool:
@@ -131,16 +131,16 @@ class ForwardSm90Tile(Tile):
             of a group.
     """
 
-    tile_m: int = 128
-    tile_n: int = 128
-    num_stages: int = 2
+    tile_m: int = choice(128, 64, 128, 192)
+    tile_n: int = choice(128, *range(32, 257, 16))
+    num_stages: int = choice(2, 1, 2, 3, 4)
     q_in_regs: bool = False
-    rescale_threshold: int = 0
+    rescale_threshold: int = choice(0, 0, 8)
     share_qo_smem: bool = False
     speculative: bool = False
-    blocks_per_sm: int = 1
-    bias_stages: int = 0
-    pack_heads: int = 1
+    blocks_per_sm: int = choice(1, 1, 2, 3)
+    bias_stages: int = choice(0, 0, 1, 2, 3)
+    pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
 
     @property
     def queries(self) -> int:

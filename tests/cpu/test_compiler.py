@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import cache, compiler, cubin, fingerprint, registry
+from cute_attn import cache, compiler, cubin, fingerprint, registry, workers
 from cute_attn.compiler import compile
 from cute_attn.traits import Traits
 from tests import processes, toy
@@ -339,8 +339,8 @@ def test_a_crashed_worker_fails_one_kernel(fresh_cache, tmp_path, monkeypatch):
 
 def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
     stopped = []
-    stop = compiler._Worker.stop
-    monkeypatch.setattr(compiler._Worker, "stop", lambda self: (stop(self), stopped.append(self)))
+    stop = workers.Worker.stop
+    monkeypatch.setattr(workers.Worker, "stop", lambda self: (stop(self), stopped.append(self)))
     built = compiler.prebuild([(TRAITS, f"values={n}", "sm80") for n in (1, 2, 3, 4)], 2)
     next(built)
     built.close()
