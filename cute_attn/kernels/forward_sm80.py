@@ -39,6 +39,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
@@ -128,6 +129,16 @@ class ForwardSm80:
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
+
+    def step_content(self) -> StepContent:
+        """A step of the unmasked loop; each of a thread's rows has one exponential more, the factor of O."""
+        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        qk = mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
+        pv = mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
+        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
+        loops = product_loop(qk, d // 16, tile.steps_at_once(d, tile.qk_unroll))
+        exp2 = elements * (1 + self.traits.softcap) + rows
+        return StepContent(qk + pv, exp2, elements, tile.num_warps, () if tile.keeps_q else loops)
 
     # ---- layouts, copies and the MMA: override one of these to experiment ----
 

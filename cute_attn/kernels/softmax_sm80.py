@@ -35,6 +35,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES, softmax_fake_args
+from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.tiles import SoftmaxTile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
@@ -83,6 +84,14 @@ class SoftmaxSm80:
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         return softmax_fake_args(self.traits, self.epilogues.fake_args())
+
+    def step_content(self) -> StepContent:
+        """A step of the loop over key blocks; the product is a loop over head_dim."""
+        tile, d = self.tile, padded(self.traits.head_dim)
+        qk = mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
+        elements = tile.tile_m * tile.tile_n // tile.num_threads
+        loops = product_loop(qk, d // 16, 1)
+        return StepContent(qk, elements * (1 + self.traits.softcap), elements, tile.num_warps, loops)
 
     # ---- layouts, copies and the MMA: override one of these to experiment ----
 

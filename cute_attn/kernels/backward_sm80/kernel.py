@@ -44,6 +44,8 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
+from cute_attn.kernels.backward_sm80.step import step_content
+from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
@@ -167,6 +169,10 @@ class BackwardSm80:
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
+
+    def step_content(self) -> StepContent:
+        """A step that needs no mask."""
+        return step_content(self.traits, self.tile)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 

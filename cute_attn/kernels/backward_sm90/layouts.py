@@ -8,6 +8,7 @@ from cutlass import cute
 import layouts
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.dq_order import mma_dq
 from cute_attn.tiles import BackwardSm90Tile, padded
 from cute_attn.traits import Traits
@@ -19,6 +20,22 @@ class BackwardSm90Layouts:
 
     traits: Traits
     tile: BackwardSm90Tile
+
+    def step_content(self) -> StepContent:
+        """A step of the unmasked loop, with dQ of the step before."""
+        tile, (d, dv), groups = self.tile, self.dims, self.tile.warpgroups
+        m, n = self.scores_shape
+        scores_n = groups // min(groups, m // 64) if tile.p_in_smem else 1
+        dq_m, dq_n = (d, tile.tile_m) if tile.dq_transposed else (tile.tile_m, d)
+        mma = (
+            wgmma_count(m, n, d, groups, scores_n)
+            + wgmma_count(m, n, dv, groups, scores_n)
+            + wgmma_count(tile.tile_n, d, tile.tile_m, groups, tile.dkv_warps_n)
+            + wgmma_count(tile.tile_n, dv, tile.tile_m, groups, tile.dkv_warps_n)
+            + wgmma_count(dq_m, dq_n, tile.tile_n, groups, tile.dq_warps_n)
+        )
+        elements = tile.tile_m * tile.tile_n // tile.mma_threads
+        return StepContent(mma, elements * (1 + self.traits.softcap), elements, 4 * groups)
 
     @property
     def dtype(self) -> Any:
@@ -32,9 +49,9 @@ class BackwardSm90Layouts:
 
     def layout_k(self) -> cute.ComposedLayout:
         """K, (tile_n, head_dim): an operand of S, and transposed of dQ. dK takes it over."""
-        return operand_layout(
-            self.tile.tile_n, self.dims[0], self.dtype, stages=1, parts=self.tile.dq_warps_n
-        )
+        tile = self.tile
+        parts = max(tile.dq_warps_n, tile.dkv_warps_n)
+        return operand_layout(tile.tile_n, self.dims[0], self.dtype, stages=1, parts=parts)
 
     def layout_v(self) -> cute.ComposedLayout:
         """V, (tile_n, head_dim_v). dV takes it over."""

@@ -65,6 +65,7 @@ from cute_attn.kernels.forward_sm90.params import (
     make_storage,
 )
 from cute_attn.kernels.forward_sm90.producer import load_all, load_all_bias, loads_queries
+from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.lse import store_lse
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
@@ -140,6 +141,15 @@ class ForwardSm90:
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
+
+    def step_content(self) -> StepContent:
+        """A step of the unmasked loop, with frozen row maxima if ``speculative``: else two rows' factors beside it."""
+        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        qk = wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
+        pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
+        elements = tile.tile_n // 2
+        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
+        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 

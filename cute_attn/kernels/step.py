@@ -1,0 +1,43 @@
+"""What one step of a kernel's main loop holds by its tile's arithmetic, which is how its machine code is recognised."""
+
+from dataclasses import dataclass
+
+Loops = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StepContent:
+    """Instructions of one warp in a steady step: one query block times one key block that needs no mask.
+
+    Attributes:
+        mma: matrix instructions: mma.sync of 16 x 8 x 16, or wgmma of 64 x n x 16, issued by four warps together.
+        exp2: exponentials (MUFU.EX2) of the softmax and of softcap. Users' epilogues may add theirs.
+        elements: scores that a thread holds.
+        warps: warps of a CTA that take such steps.
+        loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
+            iterations). Of one iteration, the product is no loop.
+    """
+
+    mma: int
+    exp2: int
+    elements: int
+    warps: int
+    loops: Loops = ()
+
+
+def mma_sync_count(m: int, n: int, k: int, warps: int) -> int:
+    """mma.sync instructions of each of ``warps`` warps for an (m, k) by (k, n) product."""
+    return m * n * k // (16 * 8 * 16 * warps)
+
+
+def wgmma_count(m: int, n: int, k: int, warpgroups: int, warpgroups_n: int = 1) -> int:
+    """wgmma instructions of each warpgroup for an (m, k) by (k, n) product; ``warpgroups_n`` of them divide n."""
+    widest = 256
+    rows = 64 * (warpgroups // warpgroups_n)
+    return m // rows * (k // 16) * -(-n // (warpgroups_n * widest))
+
+
+def product_loop(mma: int, steps: int, at_once: int) -> Loops:
+    """The loop of a product of ``mma`` instructions over ``steps`` steps along K, ``at_once`` an iteration."""
+    iterations = steps // at_once
+    return ((mma // iterations, iterations),) if iterations > 1 else ()
