@@ -7,9 +7,10 @@
 As in :mod:`cute_attn.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
-query and head. Deterministic: as many times that as there are splits, at most
-``MAX_SPLITS``, see :func:`key_splits`; and for a bias that is broadcast, its gradient before it is summed, 4 bytes for
-each score. Otherwise such a gradient is added up in fp32 in the bias's size.
+query and head; where few work tiles share many query heads, dK and dV as often as they are divided: see
+:func:`cute_attn.splits.head_splits`. Deterministic: dQ as many times as there are :func:`cute_attn.splits.key_splits`;
+and for a bias that is broadcast, its gradient before it is summed, 4 bytes for each score. Otherwise such a gradient is
+added up in fp32 in the bias's size.
 """
 
 import math
@@ -43,13 +44,11 @@ from cute_attn.params import (
     is_aligned,
     rows_are_regular,
 )
+from cute_attn.splits import head_splits, key_splits
 from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Of q, k, v and bias; None where they are not needed."""
-
-MAX_SPLITS = 16
-"""The most dQ accumulators of the deterministic mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class BackwardLauncher:
             there is nothing to compute.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v and bias are computed.
-        shapes, strides: of those of q, k and v.
+        shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
         varlen: whether rows of those may belong to no sequence.
         copy: which of grad_out and out have strides that no kernel reads.
         views: as of :class:`cute_attn.launcher.Launcher`.
@@ -256,8 +255,13 @@ class BackwardLauncher:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias)
-        needed = self.needed
-        return dq if needed[0] else None, dk if needed[1] else None, dv if needed[2] else None, dbias
+        needed, nheads_kv = self.needed, params.k.shape[-2]
+        return (
+            dq if needed[0] else None,
+            _sum_splits(dk, nheads_kv) if needed[1] else None,
+            _sum_splits(dv, nheads_kv) if needed[2] else None,
+            dbias,
+        )
 
     def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
@@ -280,6 +284,13 @@ def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
 
     lengths, longest = params[3:6], params.longest
     return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+
+
+def _sum_splits(gradient: Tensor, nheads_kv: int) -> Tensor:
+    """dK or dV of each kv head, from (..., nheads_kv * splits, dim)."""
+    if gradient.shape[-2] == nheads_kv:
+        return gradient
+    return gradient.unflatten(-2, (nheads_kv, -1)).sum(-2)
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
@@ -386,16 +397,20 @@ def _make_launcher(
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
         blocks = -(-params.longest[1] // tile.tile_n)
         processors = multiprocessors(params.q.get_device())
-        planes = params.batch * params.k.shape[-2]
+        heads_dkv = params.k.shape[-2] * head_splits(params, tile, processors)
+        planes = params.batch * heads_dkv
         num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
-        check_blocks(params, tile, wanted[1][1].rows, num_splits)
+        check_blocks(params, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(params, query_blocks(params, tile.tile_m), tile, min(processors, planes * num_splits))
         built = [compiler.build(kernel, target), *(compiler.compile(*one, target) for one in wanted[1:])]
         functions = [one.function for one in built]
     workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
         backward_launcher,
+        shapes=shapes,
+        strides=tuple(map(contiguous_strides, shapes)),
         main=functions[0],
         preprocess=functions[1],
         convert=functions[2] if needed[0] else None,
@@ -420,15 +435,16 @@ def query_blocks(params: AttentionParams, tile_m: int) -> int:
     return params.nheads * (params.q.shape[0] // tile_m + params.batch if params.varlen else blocks)
 
 
-def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int) -> None:
+def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int, heads_dkv: int) -> None:
     """Raise where a count of the backward exceeds 32 bits.
 
     Args:
         tile: the main kernel's.
         rows: queries of a CTA of the preprocess.
         num_splits: how many CTAs divide a sequence's key blocks.
+        heads_dkv: heads of dK and dV before they are added up.
     """
-    batch, nheads, nheads_kv = params.batch, params.nheads, params.k.shape[-2]
+    batch, nheads = params.batch, params.nheads
     blocks = -(-params.longest[0] // tile.tile_m) * (tile.tile_m // rows)
     splits, spare = batch * num_splits, 0
     if params.varlen:
@@ -446,8 +462,8 @@ def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int)
     what = f"{params.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
     check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
     # Each CTA claims one more than there are.
-    what = f"{params.stated('k')}{nheads_kv} heads of {splits} splits of their key blocks"
-    check_count(what, splits * nheads_kv, MAX_ROWS)
+    what = f"{params.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
+    check_count(what, splits * heads_dkv, MAX_ROWS)
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
@@ -457,22 +473,3 @@ def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
     tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, main.tile) for part in parts]
     return [(main.traits, main.tile), *zip(parts, tiles, strict=True)]
-
-
-def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
-    """Splits of a (batch, kv head)'s key blocks in the deterministic mode, each with a dQ accumulator.
-
-    The fewest within 5 % of the least time of up to ``MAX_SPLITS``, where time is waves of CTAs times key blocks of
-    each.
-
-    Args:
-        blocks: key blocks of the longest sequence.
-        planes: batch times kv heads.
-        multiprocessors: of the GPU.
-    """
-    times = {
-        splits: -(-splits * planes // multiprocessors) * -(-blocks // splits)
-        for splits in range(1, min(blocks, MAX_SPLITS) + 1)
-    }
-    least = min(times.values())
-    return next(splits for splits, time in times.items() if time <= 1.05 * least)

@@ -69,11 +69,11 @@ class WorkBroadcast:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """A work tile of a backward: one key block of one kv head; ``split``: which accumulator of dQ it adds to."""
+    """A work tile of a backward: one key block, for one head of dK; ``split``: which accumulator of dQ it adds to."""
 
     block: Int32
     split: Int32
-    head_kv: Int32
+    head_dkv: Int32
     batch: Int32
     info: SeqlenInfo
 
@@ -95,11 +95,11 @@ class KeyTileBroadcast:
         return cute.make_tensor(self.items + (n & 1) * INTS, cute.make_layout(INTS))
 
     @cute.jit
-    def write(self, n: Int32, block: Int32, split: Int32, head_kv: Int32, batch: Int32) -> None:
+    def write(self, n: Int32, block: Int32, split: Int32, head_dkv: Int32, batch: Int32) -> None:
         """By the producer warp, before it loads K."""
         with cute.arch.elect_one():
             item = self._item(n)
-            item[0], item[1], item[2], item[3] = block, split, head_kv, batch
+            item[0], item[1], item[2], item[3] = block, split, head_dkv, batch
         cute.arch.sync_warp()
 
     @cute.jit
@@ -119,8 +119,8 @@ class KeyTileBroadcast:
     def read(self, n: Int32, seqlens: Seqlens) -> KeyTile:
         """Item n."""
         item = self._item(n)
-        block, split, head_kv, batch = (cute.arch.make_warp_uniform(item[i]) for i in range(INTS))
-        return KeyTile(block, split, head_kv, batch, SeqlenInfo.read(seqlens, batch))
+        block, split, head_dkv, batch = (cute.arch.make_warp_uniform(item[i]) for i in range(INTS))
+        return KeyTile(block, split, head_dkv, batch, SeqlenInfo.read(seqlens, batch))
 
     @cute.jit
     def take(self, n: Int32, seqlens: Seqlens) -> KeyTile:

@@ -1,4 +1,8 @@
-"""Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them."""
+"""Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them.
+
+The query heads of a kv head may be divided between work tiles, where there are too few: ``head_splits`` of them, each
+with a head of dK and dV of its own. Those are added up afterwards.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,10 +32,10 @@ class BackwardSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """One kv head's key blocks ``first``, ``first + num_splits``, ... of one batch."""
+    """Key blocks ``first``, ``first + num_splits``, ... of one batch, for one head of dK and dV."""
 
     first: Int32
-    head_kv: Int32
+    head_dkv: Int32
     batch: Int32
     info: SeqlenInfo
 
@@ -59,10 +63,10 @@ class Sections:
 
 @dataclass(frozen=True)
 class KeyTileOrder:
-    """All (first key block, kv head, batch) in the order in which CTAs take them.
+    """All (first key block, head of dK and dV, batch) in the order in which CTAs take them.
 
-    A table: a column is a (batch, kv head), heads fastest, with a row for each first key block. For varlen a column is
-    a kv head, and rows are all sequences' first key blocks, one sequence after the other.
+    A table: a column is a (batch, head), heads fastest, with a row for each first key block. For varlen a column is a
+    head, and rows are all sequences' first key blocks, one sequence after the other.
 
     Without ``longest_first`` a column's rows follow each other: CTAs that run together read the same queries and add to
     the same dQ. With it, a section of columns is taken row by row: under a causal mask a sequence's first key blocks
@@ -75,7 +79,7 @@ class KeyTileOrder:
     """
 
     num_splits: cute.FastDivmodDivisorV2
-    nheads_kv: cute.FastDivmodDivisorV2
+    nheads_dkv: cute.FastDivmodDivisorV2
     section_blocks: cute.FastDivmodDivisorV2  # of one column without longest_first
     sections: Sections | None
     blocks: Int32
@@ -85,19 +89,19 @@ class KeyTileOrder:
     @staticmethod
     def make(
         seqlens: Seqlens,
-        mK: cute.Tensor,
+        mDK: cute.Tensor,
         schedule: BackwardSchedule,
         head_bytes: Int64,
         tile_n: int,
         longest_first: bool,
     ) -> "KeyTileOrder":
         """On the host; ``head_bytes``: of one query head's dQ in a sequence."""
-        batch, nheads_kv, num_splits = seqlens.batch(mK), mK.shape[-2], schedule.num_splits
+        batch, nheads_dkv, num_splits = seqlens.batch(mDK), mDK.shape[-2], schedule.num_splits
         packed = Int32(0)
-        rows, columns = Int32(num_splits), nheads_kv * batch
+        rows, columns = Int32(num_splits), nheads_dkv * batch
         if seqlens.cu_seqlens_k is not None:
-            rows, columns = num_splits * batch, nheads_kv
-            fewest = Int32(mK.shape[0]) // tile_n + batch
+            rows, columns = num_splits * batch, nheads_dkv
+            fewest = Int32(mDK.shape[0]) // tile_n + batch
             packed = Int32((Int64(num_splits) * tile_n >= Int64(seqlens.max_seqlen_k)) & (fewest < rows))
             rows = cutlass.select_(packed == 1, fewest, rows)
         divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
@@ -112,7 +116,7 @@ class KeyTileOrder:
             sections = Sections(divisor(together), divisor(last_columns), last)
         return KeyTileOrder(
             num_splits=divisor(cutlass.max(num_splits, 1)),
-            nheads_kv=divisor(cutlass.max(nheads_kv, 1)),
+            nheads_dkv=divisor(cutlass.max(nheads_dkv, 1)),
             section_blocks=divisor(cutlass.max(rows * together, 1)),
             sections=sections,
             blocks=rows * columns,
@@ -122,20 +126,20 @@ class KeyTileOrder:
 
     @cute.jit
     def find(self, block: Int32, cu_seqlens_k: cute.Tensor | None):
-        """(first key block, kv head, batch) of position ``block`` in the order; the key block may not exist."""
+        """(first key block, head of dK, batch) of position ``block`` in the order; the key block may not exist."""
         row, column = self.row_and_column(block)
         if cutlass.const_expr(cu_seqlens_k is None):
             first = row
-            batch, head_kv = divmod(column, self.nheads_kv)
+            batch, head_dkv = divmod(column, self.nheads_dkv)
         else:
-            head_kv = column
+            head_dkv = column
             batch, first = divmod(row, self.num_splits)
             if self.packed != 0:
                 batch = sequence_of_block(cu_seqlens_k, row, self.tile_n)
                 first = row - first_block(cu_seqlens_k, batch, self.tile_n)
                 if first < 0:  # keys before the first sequence's
                     first = self.num_splits.divisor
-        return first, head_kv, batch
+        return first, head_dkv, batch
 
     @cute.jit
     def row_and_column(self, block: Int32):

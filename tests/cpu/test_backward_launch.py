@@ -13,12 +13,10 @@ import torch
 
 from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launcher, ops, reference
 from cute_attn.backward import (
-    MAX_SPLITS,
     BiasGradient,
     Workspace,
     check_blocks,
     gradients,
-    key_splits,
     query_blocks,
 )
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -113,7 +111,7 @@ class Torch:
         ) = args
         num_splits, split_stride, counter, _ = schedule
         assert counter.view(torch.int32)[0] == 0
-        width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
+        width, group, heads = padded(traits.head_dim), q.shape[-2] // k.shape[-2], q.shape[-2] // dk.shape[-2]
         score = list(score)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
         slopes = score.pop(0)[0] if traits.alibi else None
@@ -163,8 +161,8 @@ class Torch:
                             grad[b, h, i, :n_k] = (rescale * ds[i]).to(grad.dtype)
                 (ds,) = torch.autograd.grad(scores, raw, ds[None, None])
                 ds = ds[0, 0]
-                sums_k[:, h // group] += rescale * scale * ds.T @ qh
-                sums_v[:, h // group] += rescale * (p * keep).T @ doh
+                sums_k[:, h // heads] += rescale * scale * ds.T @ qh
+                sums_v[:, h // heads] += rescale * (p * keep).T @ doh
                 for block in range(-(-n_k // tile.tile_n)):
                     part = slice(block * tile.tile_n, (block + 1) * tile.tile_n)
                     accumulator = accumulators.view(-1)[block % num_splits * split_stride :]
@@ -484,7 +482,7 @@ TILE = BackwardSm80Tile(tile_m=64, tile_n=128)
 )
 def test_counts_beyond_32_bits_are_refused(call, rows, splits, message):
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        check_blocks(call, TILE, rows, splits)
+        check_blocks(call, TILE, rows, splits, call.k.shape[-2])
 
 
 def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
@@ -545,13 +543,6 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
 
 
 # ---- numbers ----
-
-
-def test_key_splits():
-    assert key_splits(64, 1000, 132) == 1
-    assert key_splits(64, 32, 132) == 4
-    assert key_splits(3, 1, 132) == 3 and key_splits(1, 1, 132) == 1
-    assert all(1 <= key_splits(1000, n, 132) <= MAX_SPLITS for n in range(1, 300))
 
 
 def test_workspace():

@@ -234,14 +234,15 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         nheads = mQ.shape[-2]
-        group = nheads // cutlass.max(mK.shape[-2], 1)
+        heads = nheads // cutlass.max(mDK.shape[-2], 1)
+        head_splits = cutlass.max(mDK.shape[-2] // cutlass.max(mK.shape[-2], 1), 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
-        order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
+        order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
         outputs = (mDQaccum, mDK, mDV)
-        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, group)
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
@@ -296,11 +297,12 @@ class BackwardSm80:
         traits, tile, chain = self.traits, self.tile, self.epilogues
         _, mK, mV, _, _, _ = inputs
         mDQaccum, _, _ = outputs
-        softmax_scale, scale_log2, split_stride, nheads, group = scalars
+        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits = scalars
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
-        self.load_keys(mK, smem.k, traits.head_dim, key_tile, key0, thread)
-        self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, key0, thread)
+        head_kv = key_tile.head_dkv // head_splits
+        self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
+        self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
@@ -308,8 +310,8 @@ class BackwardSm80:
             operands.v.load_all()
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
-        head0 = key_tile.head_kv * group
-        for head in cutlass.range(head0, head0 + group, unroll=1):
+        head0 = key_tile.head_dkv * heads
+        for head in cutlass.range(head0, head0 + heads, unroll=1):
             context = chain.context(
                 score_args, seqlens, key_tile.info, key_tile.batch, head, nheads, softmax_scale
             )
@@ -350,10 +352,10 @@ class BackwardSm80:
     ) -> None:
         """Store dK and dV times their constant factors, for the keys within the sequence's memory."""
         _, mDK, mDV = outputs
-        softmax_scale, _, _, nheads, _ = scalars
+        softmax_scale, _, _, nheads, _, _ = scalars
         thread, _, _ = cute.arch.thread_idx()
         rescale = self.epilogues.context(
-            score_args, seqlens, key_tile.info, key_tile.batch, key_tile.head_kv, nheads, softmax_scale
+            score_args, seqlens, key_tile.info, key_tile.batch, key_tile.head_dkv, nheads, softmax_scale
         ).gradient_scale
         keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch) - key0
         mma_dkv = self.mma_dkv()
@@ -429,11 +431,18 @@ class BackwardSm80:
 
     @cute.jit
     def load_keys(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, key_tile: KeyTiles, key0: Int32, thread: Int32
+        self,
+        m: cute.Tensor,
+        s: cute.Tensor,
+        head_dim: int,
+        key_tile: KeyTiles,
+        head_kv: Int32,
+        key0: Int32,
+        thread: Int32,
     ) -> None:
         """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
-        g = sequence(m, key_tile.batch, key_tile.head_kv, key_tile.info.offset_k, self.traits.varlen)
+        g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
         row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
         tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
         row_copy.copy(tile, s[None, None, 0], key_tile.info.seqlen_k - key0, False)
@@ -679,7 +688,7 @@ class BackwardSm80:
     ) -> None:
         """dK or dV from shared to global memory, in 16-byte vectors."""
         cols = padded(head_dim)
-        g = sequence(m, key_tile.batch, key_tile.head_kv, key_tile.info.offset_k, self.traits.varlen)
+        g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
         tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
         RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
@@ -691,8 +700,8 @@ def key_tile_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyTiles
     What follows from them, such as pointers, then takes uniform registers.
     """
     found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
-    first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+    first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
     info = SeqlenInfo.read(seqlens, batch)
     lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
     info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
-    return KeyTiles(first, head_kv, batch, info)
+    return KeyTiles(first, head_dkv, batch, info)

@@ -34,7 +34,7 @@ def store_keys(
     thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
     key_tile = shared.work.read(i, params.seqlens)
     block, leaves_k = key_tile.block, kernel.tile.dk_leaves_k(kernel.traits)
-    _, state = kernel.begin(params, key_tile, key_tile.head_kv * params.qheads_per_kvhead)
+    _, state = kernel.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
     rescale = kernel.epilogues.rescale(state)
     d, dv = kernel.dims
     consumer_barrier(kernel.tile.warpgroups)  # no product reads K, V and dS any more
@@ -54,7 +54,7 @@ def store_keys(
         store_rows(kernel, shared.s_v, outputs.mDV, kernel.traits.head_dim_v, key_tile, rows, thread)
         consumer_barrier(kernel.tile.warpgroups)
     elif thread < 32:
-        where = (Int32(0), key_tile.head_kv, key_tile.batch)
+        where = (Int32(0), key_tile.head_dkv, key_tile.batch)
         outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
         outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -116,6 +116,6 @@ def store_rows(
 ) -> None:
     """The first ``rows`` keys of a block to packed ``target``."""
     cols = padded(head_dim)
-    plane = sequence(target, key_tile.batch, key_tile.head_kv, key_tile.info.offset_k, True)
+    plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
     tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (key_tile.block, 0))
     RowCopy(kernel.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)

@@ -153,9 +153,10 @@ class BackwardSm90(BackwardSm90Predicates):
         """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
-        group = nheads // cutlass.max(mK.shape[-2], 1)
+        heads = nheads // cutlass.max(mDK.shape[-2], 1)
+        head_splits = mDK.shape[-2] // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
-        order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, tile.tile_n, traits.causal)
+        order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         d, dv = self.dims
         inputs = BackwardInputs(
@@ -166,6 +167,7 @@ class BackwardSm90(BackwardSm90Predicates):
             bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.loads_bias_by_tma else None,
             TmaVectors.make(mLSElog2, tile.tile_m, traits.varlen),
             TmaVectors.make(mMinusD, tile.tile_m, traits.varlen),
+            cutlass.max(head_splits, 1),
         )
         outputs = BackwardOutputs(
             self.rows(store, mDK, self.layout_k(), tile.tile_n, d),
@@ -178,7 +180,7 @@ class BackwardSm90(BackwardSm90Predicates):
             mDQaccum,
             schedule.split_stride,
         )
-        params = BackwardParams(seqlens, softmax_scale, score_args, order, schedule.counter, nheads, group)
+        params = BackwardParams(seqlens, softmax_scale, score_args, order, schedule.counter, nheads, heads)
         self.kernel(params, inputs, outputs).launch(
             grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
             block=[tile.num_threads, 1, 1],
@@ -247,7 +249,7 @@ class BackwardSm90(BackwardSm90Predicates):
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
         """The query blocks that see a key block, of any of its query heads, and at which one its loop begins."""
         tile = self.tile
-        _, state = self.begin(params, key_tile, key_tile.head_kv * params.qheads_per_kvhead)
+        _, state = self.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
         key0 = key_tile.block * tile.tile_n
         blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m)
         if tile.staggered and not (self.traits.causal or self.traits.windowed):
@@ -260,8 +262,8 @@ class BackwardSm90(BackwardSm90Predicates):
     def compute_all(
         self, params: BackwardParams, outputs: BackwardOutputs, shared: BackwardStorage, thread: Int32
     ) -> None:
-        """All key blocks, with all query blocks of all query heads that see them."""
-        tile, group = self.tile, params.qheads_per_kvhead
+        """All key blocks, with all query blocks of their query heads that see them."""
+        tile, heads = self.tile, params.qheads_per_tile
         if cutlass.const_expr(not self.rematerializes_thread):
             # Otherwise ptxas reads the special register again at each use; see ``rematerialize_each``.
             thread = rematerialize(thread)
@@ -280,8 +282,8 @@ class BackwardSm90(BackwardSm90Predicates):
             zero_keys_out_of_bounds(
                 self, shared, key_tile.info.seqlen_k - key_tile.block * tile.tile_n, thread
             )
-            for h in cutlass.range(group, unroll=1):
-                head = key_tile.head_kv * group + h
+            for h in cutlass.range(heads, unroll=1):
+                head = key_tile.head_dkv * heads + h
                 context, begun = self.begin(params, key_tile, head)
                 ctx = HeadContext(
                     shared,

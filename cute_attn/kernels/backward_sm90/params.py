@@ -14,7 +14,7 @@ from cute_attn.outputs.dq_staging import DqStaging
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.broadcast import KeyTileBroadcast
+from cute_attn.work.broadcast import KeyTile, KeyTileBroadcast
 from cute_attn.work.key_tiles import KeyTileOrder
 
 
@@ -54,12 +54,12 @@ class BackwardParams:
     order: KeyTileOrder
     counter: cute.Tensor
     nheads: Int32
-    qheads_per_kvhead: Int32
+    qheads_per_tile: Int32  # of a kv head's
 
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """Where operands come from."""
+    """Where operands come from; ``head_splits``: work tiles among which the query heads of a kv head are divided."""
 
     k: TmaTiles
     v: TmaTiles
@@ -68,6 +68,11 @@ class BackwardInputs:
     bias: Any  # TmaTiles, or None
     lse: TmaVectors  # LSE * log2(e)
     minus_d: TmaVectors
+    head_splits: Int32
+
+    def keys(self, rows: TmaTiles, key_tile: KeyTile) -> cute.Tensor:
+        """Blocks of K or V in the sequence and for the head of a work tile."""
+        return rows.sequence(key_tile.info.offset_k, key_tile.head_dkv // self.head_splits, key_tile.batch)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def load_all(
     outputs: BackwardOutputs,
     shared: BackwardStorage,
 ) -> None:
-    """Claim key blocks until none is left, and load each with all query blocks of all query heads that see it."""
+    """Claim key blocks until none is left, and load each with all query blocks of its query heads that see it."""
     order, splits = params.order, params.order.num_splits.divisor
     counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
     claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
@@ -32,11 +32,11 @@ def load_all(
     n, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
     while position < order.blocks:
         found = order.find(position, params.seqlens.cu_seqlens_k)
-        first, head_kv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+        first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
         info = SeqlenInfo.read(params.seqlens, batch)
         rows = existing_rows(params.seqlens.cu_seqlens_k, outputs.mDK, batch)
         for block in cutlass.range(first, cute.ceil_div(rows, kernel.tile.tile_n), splits, unroll=1):
-            key_tile = KeyTile(block, first, head_kv, batch, info)
+            key_tile = KeyTile(block, first, head_dkv, batch, info)
             steps += load_block(kernel, params, inputs, shared, key_tile, n, steps)
             n += 1
         position = claims.index(claims.claim())
@@ -54,25 +54,28 @@ def load_block(
     steps: Int32,
 ) -> Int32:
     """One key block; the result is how many query blocks came with it."""
-    group = params.qheads_per_kvhead
+    heads = params.qheads_per_tile
     blocks = kernel.query_blocks(params, key_tile)
-    load_keys(kernel, inputs, shared, key_tile, n)
     count = blocks.end - blocks.begin
-    for h in cutlass.range(group, unroll=1):
-        head = key_tile.head_kv * group + h
+    shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
+    if count > 0:
+        load_keys(kernel, inputs, shared, key_tile, n)
+    else:  # No query sees these keys: dK and dV are zeros, and K and V are not read.
+        for pipeline in (shared.pipeline_k, shared.pipeline_v):
+            pipeline.producer_wait(n)
+            pipeline.producer_commit(n)
+    for h in cutlass.range(heads, unroll=1):
+        head = key_tile.head_dkv * heads + h
         load_queries(kernel, params, inputs, shared, key_tile, head, blocks, steps + h * count, n, steps)
-    if count == 0:
-        load_values(kernel, inputs, shared, key_tile, n)
-    return group * count
+    return heads * count
 
 
 @cute.jit
 def load_keys(
     kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
 ) -> None:
-    """K of a key block, which the other warps are told of."""
-    tiles = inputs.k.sequence(key_tile.info.offset_k, key_tile.head_kv, key_tile.batch)
-    shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_kv, key_tile.batch)
+    """K of a key block."""
+    tiles = inputs.keys(inputs.k, key_tile)
     shared.pipeline_k.producer_acquire(n)
     inputs.k.load(tiles, key_tile.block, shared.s_k, shared.pipeline_k, n)
 
@@ -82,7 +85,7 @@ def load_values(
     kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
 ) -> None:
     """V of a key block."""
-    tiles = inputs.v.sequence(key_tile.info.offset_k, key_tile.head_kv, key_tile.batch)
+    tiles = inputs.keys(inputs.v, key_tile)
     shared.pipeline_v.producer_acquire(n)
     inputs.v.load(tiles, key_tile.block, shared.s_v, shared.pipeline_v, n)
 

@@ -32,13 +32,13 @@ class WarpRole:
     @cute.jit
     def run(self) -> None:
         """All steps of the running CTA, in the order in which they are computed."""
-        work, seqlens, group = self.shared.work, self.params.seqlens, self.params.qheads_per_kvhead
+        work, seqlens, heads = self.shared.work, self.params.seqlens, self.params.qheads_per_tile
         n, i = Int32(0), Int32(0)
         while work.holds(i):
             key_tile = work.take(i, seqlens)
             blocks = self.kernel.query_blocks(self.params, key_tile)
-            for h in cutlass.range(group, unroll=1):
-                of_head = self.begin_head(key_tile, key_tile.head_kv * group + h)
+            for h in cutlass.range(heads, unroll=1):
+                of_head = self.begin_head(key_tile, key_tile.head_dkv * heads + h)
                 for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     self.step(of_head, key_tile, blocks.turned(step), n)
                     n += 1

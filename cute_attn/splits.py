@@ -1,0 +1,115 @@
+"""How a backward divides what one CTA would do alone: the query heads of a kv head, and a sequence's key blocks.
+
+Host code, run once for the metadata of a call. Times are counted in steps: one query block with one key block.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cute_attn.params import AttentionParams
+
+MAX_SPLITS = 16
+"""The most dQ accumulators of the deterministic mode."""
+
+TILE_STEPS = 3
+"""What a work tile costs beside its steps: K and V in, dK and dV out. Steps, measured: bench/notes.md."""
+BYTES_PER_STEP = 8 << 20
+"""Bytes that the GPU moves in the time of a step, 2 us."""
+MOST_TILES = 4096
+"""More keep every multiprocessor busy."""
+_MOST_BLOCKS = 64  # of a sequence whose steps are counted
+
+
+def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
+    """Splits of a (batch, head of dK)'s key blocks in the deterministic mode, each with a dQ accumulator.
+
+    The fewest within 5 % of the least time of up to ``MAX_SPLITS``, where time is waves of CTAs times key blocks of
+    each.
+
+    Args:
+        blocks: key blocks of the longest sequence.
+        planes: batch times heads of dK.
+        multiprocessors: of the GPU.
+    """
+    times = {
+        splits: -(-splits * planes // multiprocessors) * -(-blocks // splits)
+        for splits in range(1, min(blocks, MAX_SPLITS) + 1)
+    }
+    least = min(times.values())
+    return next(splits for splits, time in times.items() if time <= 1.05 * least)
+
+
+def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int:
+    """Work tiles among which the query heads of a kv head are divided, a divisor of their number.
+
+    Each has its own dK and dV, which are added up afterwards: more of them fill the GPU where a call has few key blocks
+    and kv heads, but cost memory and time. The fewest within 5 % of the least simulated time.
+
+    Args:
+        params: the call's.
+        tile: the main kernel's.
+        multiprocessors: of the GPU.
+    """
+    group, nheads_kv = params.group, params.k.shape[-2]
+    sequences = _sequences(params)
+    count = sum(-(-seqlen_k // tile.tile_n) for _, seqlen_k in sequences) * nheads_kv
+    splits = [n for n in range(1, group + 1) if group % n == 0 and count * n <= MOST_TILES]
+    if splits in ([], [1]):
+        return 1
+    steps = [n for lengths in sequences for n in steps_of_keys(params, tile, *lengths)] * nheads_kv
+    gradient_bytes = 2 * (params.k.numel() + params.v.numel())
+
+    def time(n: int) -> float:
+        tiles = [count * (group // n) + TILE_STEPS for count in steps]
+        adding = (n + 1) * gradient_bytes / BYTES_PER_STEP + 1 if n > 1 else 0
+        return makespan(tiles * n, multiprocessors) + adding
+
+    times = {n: time(n) for n in splits}
+    least = min(times.values())
+    return next(n for n, spent in times.items() if spent <= 1.05 * least)
+
+
+def makespan(costs: Sequence[float], machines: int) -> float:
+    """When the last of some jobs ends, each begun in order of decreasing cost by the machine that is free first."""
+    ends = [0.0] * machines
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+def steps_of_keys(params: AttentionParams, tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
+    """Query blocks that see each key block of a sequence; of many key blocks some, repeated."""
+    first, last = _seen_by(params, seqlen_q, seqlen_k)
+    blocks = -(-seqlen_k // tile.tile_n)
+    every = -(-blocks // _MOST_BLOCKS)
+    for block in range(blocks):
+        key = (block // every * every + min(every, blocks - block) // 2) * tile.tile_n
+        begin = max(0, key + first) // tile.tile_m
+        end = -(-min(seqlen_q, key + tile.tile_n + last) // tile.tile_m)
+        yield max(0, end - begin)
+
+
+def _seen_by(params: AttentionParams, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """Key k is seen by queries from k + the first number up to, not including, k + the second."""
+    shift = 0 if "top_left" in params.mask else seqlen_k - seqlen_q
+    beyond = seqlen_q + seqlen_k
+    left = right = beyond
+    if params.mask.startswith("window"):
+        left, right = params.window_left, params.window_right
+    elif params.mask:
+        right = 0
+    return -min(right, beyond) - shift, min(left, beyond) - shift + 1
+
+
+def _sequences(params: AttentionParams) -> list[tuple[int, int]]:
+    """Lengths of queries and keys; of packed sequences the longest, and the mean of the others."""
+    longest, batch = params.longest, params.batch
+    if not params.varlen:
+        return [longest] * batch
+    rows = (params.q.shape[0], params.k.shape[0])
+    others = tuple(
+        max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True)
+    )
+    return [longest, *[others] * (batch - 1)]

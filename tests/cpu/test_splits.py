@@ -1,0 +1,116 @@
+"""How the backward's work is divided among CTAs: among query heads, and among key blocks where it is deterministic."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.params import AttentionParams
+from cute_attn.splits import MAX_SPLITS, MOST_TILES, head_splits, key_splits, makespan, steps_of_keys
+from cute_attn.tiles import BackwardSm90Tile
+
+TILE = BackwardSm90Tile(64, 128)
+
+
+def call(
+    seqlen_q, seqlen_k, nheads=1, nheads_kv=1, batch=1, mask="", window=(UNBOUNDED, UNBOUNDED), packed=()
+):
+    """Parameters without memory; ``packed``: all rows of queries and of keys, of sequences up to those lengths."""
+    rows_q, rows_k = ((n,) for n in packed) if packed else ((batch, seqlen_q), (batch, seqlen_k))
+    q = torch.empty(*rows_q, nheads, 128, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(*rows_k, nheads_kv, 128, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
+    lengths = (ends, ends, None, None)
+    return AttentionParams(
+        q,
+        k,
+        k,
+        *lengths,
+        None,
+        None,
+        None,
+        (),
+        seqlen_q,
+        seqlen_k,
+        1.0,
+        mask,
+        *window,
+        0.0,
+        "",
+        0.0,
+        (),
+        (),
+        False,
+        "",
+        "",
+    )
+
+
+def test_key_splits():
+    assert key_splits(64, 1000, 132) == 1
+    assert key_splits(64, 32, 132) == 4
+    assert key_splits(3, 1, 132) == 3 and key_splits(1, 1, 132) == 1
+    assert all(1 <= key_splits(1000, n, 132) <= MAX_SPLITS for n in range(1, 300))
+
+
+@pytest.mark.parametrize(
+    ("params", "fewest", "most"),
+    [
+        (call(8192, 8192, 16, 16), 1, 1),
+        (call(8192, 8192, 32, 8, mask="causal"), 1, 1),
+        (call(7053, 7053, 16, 1), 4, 16),  # 56 key blocks for 132 multiprocessors
+        (call(7088, 291, 64, 4), 8, 16),  # 12
+        (call(100, 2**22, 64, 1), 1, 1),
+        (
+            call(4448, 4448, 8, 1, 7, "causal", packed=(9000, 9000)),
+            2,
+            8,
+        ),  # one sequence is as long as all others
+        (call(3584, 4352, 14, 1, mask="window", window=(1023, 64)), 2, 14),
+    ],
+    ids=lambda x: f"{x.longest}" if isinstance(x, AttentionParams) else str(x),
+)
+def test_query_heads_are_divided_where_work_tiles_are_few(params, fewest, most):
+    splits = head_splits(params, TILE, 132)
+    assert params.group % splits == 0 and fewest <= splits <= most
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 3), st.integers(1, 24), st.integers(1, 200))
+def test_head_splits_divide_the_group_and_the_work_is_no_longer(
+    seqlen_q, seqlen_k, nheads_kv, group, processors
+):
+    params = call(seqlen_q, seqlen_k, nheads_kv * group, nheads_kv, mask="causal")
+    splits = head_splits(params, TILE, processors)
+    steps = list(steps_of_keys(params, TILE, seqlen_q, seqlen_k)) * nheads_kv
+    assert group % splits == 0 and (splits == 1 or len(steps) * splits <= MOST_TILES)
+    whole, divided = (makespan([n * group // s for n in steps] * s, processors) for s in (1, splits))
+    assert divided <= whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.sampled_from(["", "causal", "causal_top_left", "window", "window_top_left"]),
+    st.tuples(st.integers(0, 300), st.integers(0, 300)),
+)
+def test_steps_of_keys_are_those_that_a_mask_leaves(seqlen_q, seqlen_k, mask, window):
+    params = call(seqlen_q, seqlen_k, mask=mask, window=window)
+    shift = 0 if "top_left" in mask or not mask else seqlen_k - seqlen_q
+    row, col = torch.arange(seqlen_q)[:, None] + shift, torch.arange(seqlen_k)
+    left, right = window if mask.startswith("window") else (math.inf, 0 if mask else math.inf)
+    seen = (col <= row + right) & (col >= row - left)
+    counts = []
+    for block in seen.split(TILE.tile_n, dim=1):
+        queries = block.any(1).nonzero()
+        counts.append(int(queries[-1]) // 64 - int(queries[0]) // 64 + 1 if len(queries) else 0)
+    assert list(steps_of_keys(params, TILE, seqlen_q, seqlen_k)) == counts
+
+
+def test_makespan_is_that_of_a_list_of_jobs():
+    assert makespan([3, 3, 2, 2, 2], 2) == 7  # 3 + 2 + 2 and 3 + 2: not the best, 6, but what a list gives
+    assert makespan([5], 132) == 5 and makespan([1] * 133, 132) == 2
