@@ -1,6 +1,6 @@
 """A kernel compared with the reference on the current GPU."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,48 +59,88 @@ def small_workloads(traits: Traits) -> list[Workload]:
     return workloads
 
 
+@dataclass(frozen=True)
+class Expected:
+    """A workload's inputs, and what its kernels have to compute from them.
+
+    Attributes:
+        workload: sizes and features.
+        x: the inputs.
+        rng_state: seed and offset of dropout's mask.
+        grad: the gradient of the output; None for a forward.
+        exact: the output, or of a backward the gradients, by the reference in float64.
+        plain: those of plain torch at the kernel's precision.
+    """
+
+    workload: Workload
+    x: Inputs
+    rng_state: Tensor
+    grad: Tensor | None
+    exact: tuple[Tensor, ...]
+    plain: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, workload: Workload) -> "Expected":
+        """For random inputs, the same for a workload."""
+        torch.manual_seed(0)
+        x = workload.inputs()
+        rng_state = interface.draw_rng_state(x.q.device)
+        grad = None
+        if workload.op == "backward":
+            grad = torch.randn((*x.q.shape[:-1], workload.head_dim_v), device=x.q.device, dtype=x.q.dtype)
+        return cls.from_inputs(workload, x, rng_state, grad)
+
+    @classmethod
+    def from_inputs(cls, workload: Workload, x: Inputs, rng_state: Tensor, grad: Tensor | None) -> "Expected":
+        """For these inputs; a backward marks them as requiring gradients."""
+        leaves = x.leaves(workload) if workload.op == "backward" else ()
+
+        def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+            out = _by_definition(workload, x, rng_state, dtype)
+            return (out,) if grad is None else torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+        return cls(workload, x, rng_state, grad, computed(torch.float64), computed(x.q.dtype))
+
+    def run(self, kernel: str, tile: str | None = None) -> tuple[Tensor, ...]:
+        """What the operator computes with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``, and a tile.
+
+        Raises:
+            Unsupported: the kernel does not support the workload or the tile.
+        """
+        workload, x = self.workload, self.x
+        which = "tile" if workload.op == "forward" else "backward_tile"
+        options = call_options(workload, x) | {"kernel": kernel, which: tile, "rng_state": self.rng_state}
+        if x.cu_seqlens is None or x.cu_seqlens_k is None:
+            out = interface.attention(x.q, x.k, x.v, **options)
+        else:
+            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+            out = interface.attention_varlen(x.q, x.k, x.v, *lengths, **options)
+        assert isinstance(out, Tensor)
+        if self.grad is None:
+            return (out,)
+        return torch.autograd.grad(out, x.leaves(workload), self.grad)
+
+    def accuracy(self, results: Sequence[Tensor]) -> Accuracy:
+        """Of an output, or of the gradient with the largest error relative to what is allowed."""
+        factor = 2.0 if self.grad is None else 3.0
+        return max(
+            (Accuracy.of(a, b, c, factor) for a, b, c in zip(results, self.exact, self.plain, strict=True)),
+            key=lambda accuracy: (not accuracy.passed, accuracy.error / max(accuracy.allowed, 1e-30)),
+        )
+
+
 def check_workloads(
     traits: Traits, workloads: Iterable[Workload], tile: str | None = None
 ) -> Iterator[tuple[Workload, Accuracy]]:
     """Run the kernel of those traits on each workload, and compare with the reference.
 
-    A backward's accuracy is that of the gradient with the largest error relative to what is allowed.
-
     Raises:
         Unsupported: no kernel supports them.
     """
     kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
-    which = "tile" if traits.op == "forward" else "backward_tile"
     for workload in workloads:
-        torch.manual_seed(0)
-        x = workload.inputs()
-        rng_state = interface.draw_rng_state(x.q.device)
-        leaves = x.leaves(workload) if workload.op == "backward" else ()
-        options = call_options(workload, x) | {"kernel": kernel, which: tile, "rng_state": rng_state}
-        if x.cu_seqlens is None:
-            out = interface.attention(x.q, x.k, x.v, **options)
-        else:
-            longest = max(workload.lengths)
-            out = interface.attention_varlen(
-                x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, **options
-            )
-        assert isinstance(out, Tensor)
-        exact = _by_definition(workload, x, rng_state, torch.float64)
-        plain = _by_definition(workload, x, rng_state, x.q.dtype)
-        if not leaves:
-            yield workload, Accuracy.of(out, exact, plain)
-            continue
-        grad = torch.randn_like(out)
-        gradients = [
-            torch.autograd.grad(result, leaves, grad.to(result.dtype)) for result in (out, exact, plain)
-        ]
-        yield (
-            workload,
-            max(
-                (Accuracy.of(a, b, c, 3.0) for a, b, c in zip(*gradients, strict=True)),
-                key=lambda accuracy: (not accuracy.passed, accuracy.error / max(accuracy.allowed, 1e-30)),
-            ),
-        )
+        expected = Expected.of(workload)
+        yield workload, expected.accuracy(expected.run(kernel, tile))
 
 
 def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,16 +148,17 @@ def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torc
     options = call_options(workload, x)
     mask, left, right = interface.resolve_mask(options["causal"], options["window"])
     inputs = ScoreInputs(
-        window_left=left if workload.window else UNBOUNDED,
-        window_right=right if workload.window else UNBOUNDED,
+        window_left=left if workload.windowed else UNBOUNDED,
+        window_right=right if workload.windowed else UNBOUNDED,
         alibi_slopes=x.alibi_slopes,
         bias=x.bias,
         softcap=options["softcap"],
         dropout_p=options["dropout_p"],
         rng_state=rng_state,
     )
-    longest = max(workload.lengths, default=workload.seqlen)
-    lengths = reference.Lengths(x.cu_seqlens, x.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+    lengths = reference.Lengths(
+        x.cu_seqlens, x.cu_seqlens_k, max_seqlen_q=workload.longest, max_seqlen_k=workload.longest_k
+    )
     q, k, v = (tensor.to(dtype) for tensor in (x.q, x.k, x.v))
     features = reference.Features(mask, workload.dropout)
     return reference.attention(
