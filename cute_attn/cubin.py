@@ -6,6 +6,7 @@ lowered host code, spills and dropped optimisations from ptxas's remarks, and in
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Attributes of the ".nv.info" section: a symbol's index and a 32-bit value each.
 _REGISTER_COUNT = 0x2F
@@ -89,7 +91,7 @@ def _plain(remarks: str) -> str:
     return " ".join(_ANSI.sub("", remarks).split())
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
+def sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
     """Name, offset and size of each section of a 64-bit little-endian ELF image."""
     if elf[:6] != b"\x7fELF\x02\x01":
         raise ValueError("the cubin is not a 64-bit ELF image")
@@ -105,7 +107,7 @@ def _sections(elf: bytes) -> Iterator[tuple[str, int, int]]:
 def _elf_resources(cubin: bytes) -> tuple[int, int, int]:
     """The most registers, stack bytes and static shared memory of any kernel."""
     registers = frame = shared = reserved = 0
-    for name, offset, size in _sections(cubin):
+    for name, offset, size in sections(cubin):
         if name == ".nv.info":
             for attribute, value in _info_values(cubin[offset : offset + size]):
                 if attribute == _REGISTER_COUNT:
@@ -179,11 +181,23 @@ def disassemble(cubin: bytes) -> str:
         FileNotFoundError: nvdisasm is not installed.
         RuntimeError: nvdisasm could not read the cubin.
     """
+    return _nvdisasm(cubin, "-c")
+
+
+def disassemble_json(cubin: bytes) -> Any:
+    """The cubin's SASS as nvdisasm's JSON, with source lines where the kernel was built with line info.
+
+    Raises: as :func:`disassemble`.
+    """
+    return json.loads(_nvdisasm(cubin, "-json", "-g"))
+
+
+def _nvdisasm(cubin: bytes, *options: str) -> str:
     tool = cuda_tool("nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
+        done = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"nvdisasm failed: {done.stderr.strip()}")
     return done.stdout

@@ -1,0 +1,195 @@
+"""The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
+
+import dataclasses
+
+import networkx as nx
+import pytest
+from cutlass.base_dsl import dsl
+
+from cute_attn import cubin
+from cute_attn.compiler import compile
+from cute_attn.kernels.step import StepContent
+from cute_attn.lab import sass
+from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
+from tests import toy
+from tests.defaults import Default, cover, every
+
+COVER = [default for default in cover(every()) if hasattr(default.kernel, "step_content")]
+
+
+def pytest_generate_tests(metafunc):
+    if "default" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--every-default", default=False)
+        chosen = [d for d in every() if hasattr(d.kernel, "step_content")] if whole else COVER
+        metafunc.parametrize("default", chosen, ids=str)
+
+
+def code_of(default: Default) -> Code:
+    return Code.of(compile(default.traits, default.kernel.tile, default.target).cubin, default.traits.name)
+
+
+# ---- every default ----
+
+
+def test_the_steady_step_of_a_default_has_its_tiles_arithmetic(default):
+    code, content = code_of(default), default.kernel.step_content()
+    step = code.step(content)
+    assert step.steps == 1
+    assert step.count(*sass.MMA) == content.mma
+    assert step.count("MUFU.EX2") == content.exp2
+    assert step.stalls >= step.count() > content.mma + content.exp2
+    assert step.count("LDL", "STL") == 0
+    assert all(i.address // BYTES < len(code.instructions) for i, _ in step.instructions)
+
+
+# ---- instructions ----
+
+
+def test_instructions_are_those_of_the_text(fresh_cache):
+    compiled = compile(toy.NAME, target="sm80")
+    code = Code.of(compiled.cubin)
+    counts: dict[str, int] = {}
+    for i in code.instructions:
+        counts[i.opcode] = counts.get(i.opcode, 0) + 1
+    assert counts == compiled.instructions
+    assert [i.address for i in code.instructions] == list(range(0, BYTES * len(code.instructions), BYTES))
+    assert not any(i.file or i.line for i in code.instructions)  # built without line info
+    names = {i.name for i in code.instructions}
+    assert "LDG.E" in names and all(1 <= i.stall <= 15 for i in code.instructions if i.opcode == "FFMA")
+
+
+def test_a_load_is_waited_for(fresh_cache):
+    """A product of a loaded number waits for a scoreboard."""
+    code = Code.of(compile(toy.NAME, target="sm80").cubin)
+    loaded = {i.operands[0]: i for i in code.instructions if i.name == "LDG.E"}
+    users = [i for i in code.instructions if i.opcode == "FMUL" and i.operands[1] in loaded]
+    assert users and any(i.waits for i in users)
+    assert all(0 <= bit < 6 for i in code.instructions for bit in i.waits)
+
+
+def instruction(
+    address: int, opcode: str, *operands: str, predicate: str = "", stall: int = 1
+) -> Instruction:
+    name, *modifiers = opcode.split(".")
+    return Instruction(address, name, tuple(modifiers), operands, predicate, stall, ())
+
+
+def listing(*lines: tuple) -> Code:
+    """(opcode, operands..., predicate="@P0") as code."""
+    code = []
+    for n, (opcode, *rest) in enumerate(lines):
+        predicate = rest.pop() if rest and rest[-1].startswith("@") else ""
+        code.append(instruction(BYTES * n, opcode, *rest, predicate=predicate))
+    return Code(tuple(code), "a listing")
+
+
+def at(n: int) -> str:
+    return hex(BYTES * n)
+
+
+# ---- loops ----
+
+NESTED = listing(
+    ("MOV", "R0", "RZ"),
+    ("LDSM.16.M88.4", "R4", "[R2]"),  # 1: outer loop
+    ("HMMA.16816.F32", "R8", "R4", "R6", "R8"),  # 2: inner loop
+    ("BRA", at(2), "@P1"),
+    ("MUFU.EX2", "R8", "R8"),
+    ("BRA", at(8), "@P2"),
+    ("LDGSTS.E.BYPASS.128", "[R2]", "[R4]"),  # 6: the next load, if there is one
+    ("IADD3", "R1", "R1", "1"),
+    ("BRA", at(12), "@P3"),  # 8: no mask
+    ("FSEL", "R8", "R8", "P0"),
+    ("FSEL", "R9", "R9", "P0"),
+    ("NOP",),
+    ("MUFU.EX2", "R9", "R9"),  # 12
+    ("BRA", at(1), "@P0"),
+    ("EXIT",),
+)
+
+
+def test_loops_nest():
+    inner, outer = Loop(32, frozenset({32})), Loop(16, frozenset({16, 32, 64, 96, 128, 144, 192}))
+    assert NESTED.loops == (outer, inner)
+
+
+def test_a_steady_step_repeats_products_starts_loads_and_skips_masks():
+    step = NESTED.step(StepContent(mma=4, exp2=2, elements=8, warps=4, loops=((1, 4),)))
+    counts = {name: step.count(name) for name in ("HMMA", "MUFU.EX2", "LDGSTS", "FSEL", "LDSM")}
+    assert counts == {"HMMA": 4, "MUFU.EX2": 2, "LDGSTS": 1, "FSEL": 0, "LDSM": 1}
+    assert step.count() == step.stalls == 1 + 2 * 4 + 2 + 2 + 1 + 2
+    assert step.steps == 1
+
+
+def test_an_unrolled_loop_counts_as_several_steps():
+    two_steps = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("FADD", "R8")] * 2
+    code = listing(*two_steps, ("BRA", at(0), "@P0"), ("EXIT",))
+    step = code.step(StepContent(mma=1, exp2=1, elements=8, warps=4))
+    assert step.steps == 2 and step.count("HMMA") == step.count("FADD") == 1
+
+
+def test_of_several_loops_the_shortest_is_the_steady_one():
+    masked = [("HMMA.16816.F32", "R8"), ("FSEL", "R8"), ("MUFU.EX2", "R8"), ("BRA", at(0), "@P0")]
+    exact = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("MUFU.EX2", "R9"), ("BRA", at(4), "@P0")]
+    frozen = [("HMMA.16816.F32", "R8"), ("MUFU.EX2", "R8"), ("BRA", at(8), "@P0")]
+    code = listing(*masked, *exact, *frozen, ("BRA", at(0), "@P1"), ("EXIT",))
+    assert [loop.header // BYTES for loop in code.loops] == [0, 4, 8]  # the outermost shares the first header
+    assert code.step(StepContent(mma=1, exp2=1, elements=8, warps=4)).loop.header == 8 * BYTES
+    assert code.step(StepContent(mma=1, exp2=2, elements=8, warps=4)).loop.header == 4 * BYTES
+
+
+def test_retries_of_a_wait_are_no_loop():
+    """The blocks that ptxas puts behind the code for an mbarrier's wait."""
+    code = listing(
+        ("HGMMA.64x128x16.F32.BF16", "R24"),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "P0", "[UR4]", "R2"),
+        ("BRA", at(6), "@!P0"),
+        ("MUFU.EX2", "R24", "R24"),
+        ("BRA", at(0), "@P1"),
+        ("EXIT",),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT", "P0", "[UR4]", "R2"),
+        ("BRA", at(6), "@!P0"),
+        ("BRA", at(3)),
+    )
+    assert [loop.header for loop in code.loops] == [0]
+    step = code.step(StepContent(mma=1, exp2=1, elements=2, warps=4))
+    assert step.count("SYNCS") == 1 and step.count() == 5
+
+
+def test_a_loop_with_two_entries_is_no_step():
+    code = listing(
+        ("BRA", at(2), "@P0"),
+        ("HMMA.16816.F32", "R8"),
+        ("MUFU.EX2", "R8"),
+        ("BRA", at(1), "@P1"),
+        ("BRA", at(0), "@P2"),
+        ("EXIT",),
+    )
+    assert not nx.is_directed_acyclic_graph(code.graph)
+    with pytest.raises(StepNotFound):
+        code.step(StepContent(mma=1, exp2=1, elements=2, warps=4))
+
+
+def test_a_step_that_is_not_there_is_one_sentence():
+    with pytest.raises(StepNotFound) as error:
+        NESTED.step(StepContent(mma=16, exp2=64, elements=64, warps=8))
+    assert str(error.value) == (
+        "the step was not found: no loop of a listing has 16 matrix instructions and 64 MUFU.EX2 a step, which its "
+        "step_content states"
+    )
+
+
+# ---- wrong inputs ----
+
+
+def test_an_unknown_form_of_nvdisasms_output_is_said(monkeypatch):
+    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}])
+    with pytest.raises(ValueError, match="nvdisasm's JSON has an unknown form"):
+        Code.of(b"")
+
+
+def test_a_cubin_of_two_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, [{}, {}]])
+    monkeypatch.setattr(cubin, "sections", lambda cubin: [])
+    with pytest.raises(ValueError, match="the cubin has 2 functions; accepted: one kernel"):
+        Code.of(b"")
