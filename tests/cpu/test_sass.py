@@ -1,10 +1,8 @@
 """The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
 
-import dataclasses
 
 import networkx as nx
 import pytest
-from cutlass.base_dsl import dsl
 
 from cute_attn import cubin
 from cute_attn.compiler import compile
