@@ -397,7 +397,7 @@ def _softmax_function(params: AttentionParams, forward: Traits, target: str) -> 
 def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
     """The number of query blocks of a forward or softmax kernel; raises where they exceed 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
-    packs = params.nheads // getattr(kernel.tile, "pack_heads", 1)
+    packs = params.k.shape[-2] * -(-params.group // getattr(kernel.tile, "pack_heads", 1))
     if params.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
         blocks = params.q.shape[0] // queries + params.batch
         each = f"rows in {params.batch} sequences, each padded to blocks of {queries}"
@@ -455,11 +455,6 @@ def choose_kernel(
             )
             if op == "forward" and not tile:
                 kernel = kernel.for_lengths(*params.longest, params.group)
-            heads = getattr(kernel.tile, "pack_heads", 1)
-            if heads > 1 and params.group % heads:
-                raise registry.Unsupported(
-                    f"tile has pack_heads={heads}; accepted: divisors of {params.group}, the query heads of a key head"
-                )
             reason = _tma_bias_reason(params, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")

@@ -109,7 +109,5 @@ def _sequences(params: AttentionParams) -> list[tuple[int, int]]:
     if not params.varlen:
         return [longest] * batch
     rows = (params.q.shape[0], params.k.shape[0])
-    others = tuple(
-        max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True)
-    )
-    return [longest, *[others] * (batch - 1)]
+    q, k = (max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True))
+    return [longest, *[(q, k)] * (batch - 1)]

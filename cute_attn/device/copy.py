@@ -10,12 +10,17 @@ from cute_attn.device.math import optimization_barrier, rematerialize
 
 @dataclass(frozen=True)
 class RowCopy:
-    """A thread's part of copying (rows, cols) tiles of which the first ``valid_cols`` columns are in bounds."""
+    """A thread's part of copying (rows, cols) tiles of which the first ``valid_cols`` columns are in bounds.
+
+    Where ``heads`` heads alternate as rows, those from ``heads_left`` on are out of bounds as well.
+    """
 
     tiled_copy: cute.TiledCopy
     thread: Int32
     cols: Constexpr
     valid_cols: Constexpr
+    heads: Constexpr = 1
+    heads_left: Int32 | None = None
 
     @cute.jit
     def copy(self, source: cute.Tensor, target: cute.Tensor, rows: Int32, whole: Constexpr) -> None:
@@ -36,6 +41,9 @@ class RowCopy:
                     exists[0, 0, k] = first[1] + k * col_step < self.valid_cols
                 if cutlass.const_expr(not whole):
                     exists[0, 0, k] = exists[0, 0, k] & (first[0] + m * row_step < rows)
+                if cutlass.const_expr(self.heads > 1):
+                    head = (first[0] + m * row_step) % self.heads
+                    exists[0, 0, k] = exists[0, 0, k] & (head < self.heads_left)
             if cutlass.const_expr(whole and self.cols == self.valid_cols):
                 cute.copy(self.tiled_copy, s[None, m, None], t[None, m, None])
             else:

@@ -16,9 +16,13 @@ from cute_attn.epilogues.inputs import ScoreInputs
 
 @dataclass(frozen=True)
 class AlibiState:
-    """Slopes from a work tile's batch and first head on, and the first one times ``inv_score_scale``."""
+    """Slopes from a work tile's batch and first head on, and the first one times ``inv_score_scale``.
+
+    ``last``: the last head, relative to the first one; a tile may have rows for more.
+    """
 
     slopes: cute.Tensor
+    last: Int32
     slope: Float32
     inv_score_scale: Float32
     shift: Int32
@@ -40,11 +44,13 @@ class Alibi(Epilogue):
     def begin(self, args: tuple, context: ScoreContext) -> "AlibiState":
         (slopes,) = args
         own = cute.domain_offset((context.batch, context.head), slopes)
-        return AlibiState(own, own[0, 0] * context.inv_score_scale, context.inv_score_scale, context.shift)
+        last, slope = context.nheads - 1 - context.head, own[0, 0] * context.inv_score_scale
+        return AlibiState(own, last, slope, context.inv_score_scale, context.shift)
 
     def load(self, state: "AlibiState", tile: ScoreTile) -> tuple[Float32, ...]:
         """A slope for each row, in tiles of several heads."""
-        return tuple(state.slopes[0, head] * state.inv_score_scale for head in tile.heads or ())
+        heads = (cutlass.min(head, state.last) for head in tile.heads or ())
+        return tuple(state.slopes[0, head] * state.inv_score_scale for head in heads)
 
     def forward(self, state: "AlibiState", tile: ScoreTile, loaded: tuple[Float32, ...] = ()) -> None:
         if tile.transposed:

@@ -25,5 +25,8 @@ def store_lse(
                 own = start + Int64(score_map.head(r)) * head_stride
             g_lse = cute.make_tensor(mLSE.iterator + own, cute.make_layout(tile.info.seqlen_q))
             row = tile.row0 + score_map.query(r)
-            if row < tile.info.seqlen_q:
+            exists = row < tile.info.seqlen_q
+            if cutlass.const_expr(score_map.heads > 1):
+                exists = exists & (score_map.head(r) < tile.heads_left)
+            if exists:
                 g_lse[row] = lse[r]

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Int32, cute
+from cutlass import Constexpr, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.pipeline import Pipeline
+from cute_attn.work.query_tiles import QueryTile
 
 
 @dataclass(frozen=True)
 class TmaTiles:
     """A tensor that TMA loads or stores by tiles of rows: (rows, head_dim, heads[, batch]).
 
-    With ``heads`` > 1 (packed GQA) that many neighbouring heads alternate as a tile's rows: ((heads, rows), head_dim[,
-    batch]).
+    With ``heads`` > 1 (packed GQA) that many neighbouring heads of a kv head alternate as a tile's rows: ((heads of a
+    kv head, rows), head_dim, kv heads[, batch]). TMA reads zeros for more heads than there are, and stores none.
     """
 
     atom: cute.CopyAtom
@@ -26,7 +27,13 @@ class TmaTiles:
 
     @staticmethod
     def make(
-        op: Any, tensor: cute.Tensor, smem_layout: Any, shape: tuple[int, int], varlen: bool, heads: int = 1
+        op: Any,
+        tensor: cute.Tensor,
+        smem_layout: Any,
+        shape: tuple[int, int],
+        varlen: bool,
+        heads: int = 1,
+        nheads_kv: Int32 | int = 1,
     ) -> "TmaTiles":
         """On the host; tensor: (batch, rows, heads, head_dim), or varlen (rows, heads, head_dim).
 
@@ -35,13 +42,19 @@ class TmaTiles:
             smem_layout: of one tile.
             shape: (rows, columns) of a tile.
             heads: number of heads that alternate as a tile's rows.
+            nheads_kv: with several ``heads``, the kv heads that share the tensor's heads.
         """
         rows, cols = shape
         layout = cute.select(tensor.layout, mode=[0, 2, 1] if varlen else [1, 3, 2, 0])
         extents: Any = rows
         if heads > 1:
-            order = [1, 0, 2] if varlen else [2, 1, 3, 0]
-            layout = cute.group_modes(cute.select(tensor.layout, mode=order), 0, 2)
+            (length, *sizes), (row, *steps) = layout.shape, layout.stride
+            group, of_head = sizes[1] // cutlass.max(nheads_kv, 1), steps[1]
+            of_group = cute.assume(Int64(of_head) * group, divby=8)
+            layout = cute.make_layout(
+                ((group, length), sizes[0], nheads_kv, *sizes[2:]),
+                stride=((of_head, row), steps[0], of_group, *steps[2:]),
+            )
             extents = (heads, rows // heads)
         view = cute.make_tensor(tensor.iterator, layout)
         atom, coords = cpasync.make_tiled_tma_atom(op, view, smem_layout, (extents, cols))
@@ -49,16 +62,21 @@ class TmaTiles:
 
     @cute.jit
     def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> cute.Tensor:
-        """All tiles of one head, or of ``heads`` heads, from ``first_row`` on: (rows, columns, n)."""
-        rows, cols = self.shape
+        """All tiles of one head from ``first_row`` on: (rows, columns, n)."""
         where = () if cutlass.const_expr(self.varlen) else (batch,)
-        if cutlass.const_expr(self.heads > 1):
-            plane = cute.domain_offset(((head, first_row), 0), self.tensor[(None, None, *where)])
-            tiles = cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
-        else:
-            plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
-            tiles = cute.local_tile(plane, (rows, cols), (None, 0))
-        return tiles
+        plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
+        return cute.local_tile(plane, self.shape, (None, 0))
+
+    @cute.jit
+    def sequence_of_tile(self, first_row: Int32, tile: QueryTile) -> cute.Tensor:
+        """All tiles of a work tile's head, or of its ``heads`` heads, from ``first_row`` on: (rows, columns, n)."""
+        if cutlass.const_expr(self.heads == 1):
+            return self.sequence(first_row, tile.head, tile.batch)
+        rows, cols = self.shape
+        where = () if cutlass.const_expr(self.varlen) else (tile.batch,)
+        heads = self.tensor[(None, None, tile.head_kv, *where)]
+        plane = cute.domain_offset(((tile.head_in_group, first_row), 0), heads)
+        return cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
 
     @cute.jit
     def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:

@@ -127,8 +127,8 @@ class ForwardSm90Tile(Tile):
         bias_stages: stages, for each consumer warpgroup, of a 16-bit bias that TMA loads, with rows aligned as those of
             q; 0: threads read the bias from global memory.
         pack_heads: packed GQA: query heads of one key head that share a work tile. Row r is query r // pack_heads of
-            head r % pack_heads; K and V are read once for all of them. A power of two up to 64 that divides the heads
-            of a group.
+            head r % pack_heads; K and V are read once for all of them. A power of two up to 64; where it does not
+            divide a key head's query heads, the rows of the rest are empty.
     """
 
     tile_m: int = choice(128, 64, 128, 192)

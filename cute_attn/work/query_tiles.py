@@ -1,4 +1,4 @@
-"""Work tiles of a forward: a query block of one head, or of several heads of one kv head (varlen GQA)."""
+"""Work tiles of a forward: a query block of one head, or of several heads of one kv head (packed GQA)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +22,8 @@ class QueryTile:
     head_kv: Int32
     batch: Int32
     info: SeqlenInfo
+    head_in_group: Int32 | None = None  # ``head`` among the heads of its kv head, in tiles of several heads
+    heads_left: Int32 | None = None  # the kv head's heads from ``head`` on: a tile may have rows for more
 
     @property
     def exists(self) -> Boolean:
@@ -89,7 +91,8 @@ class QueryTileOrder:
     """
 
     m_blocks: cute.FastDivmodDivisorV2  # of a head; if varlen, of all sequences
-    nheads: cute.FastDivmodDivisorV2  # groups of ``heads`` heads
+    packs: cute.FastDivmodDivisorV2  # of ``heads`` heads
+    packs_per_kvhead: cute.FastDivmodDivisorV2  # the last one may have fewer heads
     qheads_per_kvhead: cute.FastDivmodDivisorV2
     planes: cute.FastDivmodDivisorV2  # (batch, head) pairs of a section
     last_planes: cute.FastDivmodDivisorV2  # of the last section
@@ -112,25 +115,28 @@ class QueryTileOrder:
     ) -> "QueryTileOrder":
         """On the host; key_bytes: of one row of K and of V."""
         varlen = seqlens.cu_seqlens_q is not None
-        batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2] // heads, mK.shape[-2]
+        batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
         divisor, group = cute.FastDivmodDivisorV2, cutlass.max(nheads // cutlass.max(nheads_kv, 1), 1)
+        kv_packs = cute.ceil_div(group, heads)
+        packs = nheads_kv * kv_packs
         if varlen:
-            m_blocks, planes = Int32(mQ.shape[0]) // queries + batch, nheads
+            m_blocks, planes = Int32(mQ.shape[0]) // queries + batch, packs
         else:
-            m_blocks, planes = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries), nheads * batch
+            m_blocks, planes = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries), packs * batch
         together, sorted_ = planes, longest_first and not varlen
         if sorted_:
             head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
             kv_heads = cutlass.max(Int32(Int64(L2_SECTION_BYTES) // head_bytes), 1)
-            together = Int32(cutlass.min(Int64(kv_heads) * group, Int64(planes)))
+            together = Int32(cutlass.min(Int64(kv_heads) * kv_packs, Int64(planes)))
         together = cutlass.max(together, 1)
         if sorted_:  # of equal size, in whole groups: a small last section would end with its longest tiles
             sections = cutlass.max(cute.ceil_div(planes, together), 1)
-            together = cutlass.max(cute.ceil_div(cute.ceil_div(planes, sections), group) * group, 1)
+            together = cutlass.max(cute.ceil_div(cute.ceil_div(planes, sections), kv_packs) * kv_packs, 1)
         last = cutlass.max(cute.ceil_div(planes, together) - 1, 0)
         return QueryTileOrder(
             m_blocks=divisor(cutlass.max(m_blocks, 1)),
-            nheads=divisor(cutlass.max(nheads, 1)),
+            packs=divisor(cutlass.max(packs, 1)),
+            packs_per_kvhead=divisor(kv_packs),
             qheads_per_kvhead=divisor(group),
             planes=divisor(together),
             last_planes=divisor(cutlass.max(planes - last * together, 1)),
@@ -155,15 +161,19 @@ class QueryTileOrder:
         else:
             plane, from_last = divmod(index, self.m_blocks)
         m_block = self.m_blocks.divisor - 1 - from_last
-        batch, head = Int32(0), plane
+        batch, pack = Int32(0), plane
         if cutlass.const_expr(seqlens.cu_seqlens_q is None):
-            batch, head = divmod(plane, self.nheads)
+            batch, pack = divmod(plane, self.packs)
         else:
             cu_seqlens = seqlens.cu_seqlens_q
             batch = sequence_of_block(cu_seqlens, from_last, self.queries)
             last_row = first_block(cu_seqlens, batch + 1, self.queries) - 1
             m_block = last_row - from_last
-        return self.of(m_block * self.queries, head * self.heads, batch, seqlens)
+        head = pack
+        if cutlass.const_expr(self.heads > 1):
+            head_kv, of_kvhead = divmod(pack, self.packs_per_kvhead)
+            head = head_kv * self.qheads_per_kvhead.divisor + of_kvhead * self.heads
+        return self.of(m_block * self.queries, head, batch, seqlens)
 
     @cute.jit
     def of(self, row0: Int32, head: Int32, batch: Int32, seqlens: Seqlens) -> QueryTile:
@@ -171,7 +181,12 @@ class QueryTileOrder:
         row0, head, batch = (cute.arch.make_warp_uniform(x) for x in (row0, head, batch))
         info = SeqlenInfo.read(seqlens, batch)
         row0 = row0 if row0 >= 0 else info.seqlen_q  # a block between two sequences
-        return QueryTile(row0, head, head // self.heads // self.qheads_per_kvhead, batch, info)
+        if cutlass.const_expr(self.heads == 1):
+            return QueryTile(row0, head, head // self.qheads_per_kvhead, batch, info)
+        head_kv, in_group = divmod(head, self.qheads_per_kvhead)
+        return QueryTile(
+            row0, head, head_kv, batch, info, in_group, self.qheads_per_kvhead.divisor - in_group
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tests.problem import Case, Problem
 ARCHS = runnable_archs()
 ALLOCATE = launcher.new_empty_strided
 D256 = ("causal-d256",)
+EPILOGUES_OF_A_HEAD = ("dropout-causal", "everything-causal-dropout", "everything-window-mem_efficient")
 TILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sm80": {
         "tile_m=64,tile_n=32,num_warps=4": (),
@@ -29,10 +30,8 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "tile_m=128,tile_n=96,num_stages=3,speculative=true": D256,
         "tile_m=128,tile_n=64,share_qo_smem=true": (),
         "tile_m=192,tile_n=32,speculative=false": D256,
-        "tile_m=128,tile_n=64,pack_heads=2": (
-            *("dropout-causal", "everything-causal-dropout", "everything-window-mem_efficient"),
-            *("causal-d96", "causal-d128", "causal-d256", "varlen-causal"),  # a query head to a key head
-        ),
+        "tile_m=128,tile_n=64,pack_heads=2": (*EPILOGUES_OF_A_HEAD, "causal-d256"),
+        "tile_m=64,tile_n=64,pack_heads=4": EPILOGUES_OF_A_HEAD,
         "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2": D256,
         "tile_m=64,tile_n=48,num_stages=3,speculative=true": ("dropout-causal", "everything-causal-dropout"),
     },

@@ -22,11 +22,10 @@ def target() -> str:
 def reason_to_decline(op: str, arch: str, tile: str, case: Case, target: str) -> str | None:
     """The reason for which a tile declines a case, or None."""
     try:
-        kernel = registry.lookup(case.traits(arch, op), tile, target)
+        registry.lookup(case.traits(arch, op), tile, target)
     except Unsupported as error:
         return str(error)
-    heads = getattr(kernel.tile, "pack_heads", 1)
-    return f"pack_heads is {heads}, of groups of {case.group} heads" if case.group % heads else None
+    return None
 
 
 def tile_cases(op: str, tiles: Mapping[str, Declined]) -> list[Any]:

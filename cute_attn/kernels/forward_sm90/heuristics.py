@@ -1,7 +1,6 @@
 """Default tiles of the Hopper forward."""
 
 import dataclasses
-import math
 
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
@@ -9,22 +8,41 @@ from cute_attn.traits import Traits
 SHORT_SEQLEN = 1024
 """Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
 
-MAX_PACKED_QUERIES = 64
-"""Most queries whose heads are packed into one work tile: alone they would leave half of its rows empty."""
+PACKS = (1, 2, 4, 8, 16, 32, 64)
+GAIN = 1.1
+"""Heads are packed where so many times as many rows would be computed without."""
+TILE_ROWS = 64
+"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
 
 
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
     """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one."""
     short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT_SEQLEN else None
-    if seqlen_q > MAX_PACKED_QUERIES or not may_pack_heads(traits):
+    if not may_pack_heads(traits):
         return short
-    heads = math.gcd(group, 64)
-    if seqlen_q * heads <= 64:
-        tile = _one_warpgroup(max(padded(traits.head_dim), padded(traits.head_dim_v)))
-    else:
-        two = [tile for tile in preferred_tiles(traits) if tile.tile_m == 128]
-        tile = short or first_that_fits(two, traits, "sm90")
-    return dataclasses.replace(tile, pack_heads=heads)
+    plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
+    candidates = [
+        dataclasses.replace(tile, pack_heads=n) for tile in _packing_tiles(traits, short) for n in PACKS
+    ]
+    candidates = [tile for tile in candidates if tile.pack_heads < 2 * group]
+
+    # Lengths of packed sequences differ, and only the longest is known here.
+    lengths = (seqlen_q, -(-seqlen_q // 2)) if traits.varlen and group > 1 else (seqlen_q,)
+
+    def tiles(tile: ForwardSm90Tile) -> int:
+        """Work tiles of a key head."""
+        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
+
+    best = min(candidates, key=lambda tile: (tiles(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
+    gain = tiles(plain) * plain.tile_m / max(tiles(best) * best.tile_m, 1)
+    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else short
+
+
+def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
+    """Of one warpgroup and of two."""
+    two = [tile for tile in ([short] if short else []) + preferred_tiles(traits) if tile.tile_m == 128]
+    one = _one_warpgroup(max(padded(traits.head_dim), padded(traits.head_dim_v)))
+    return [one, first_that_fits(two, traits, "sm90")]
 
 
 def _one_warpgroup(d: int) -> ForwardSm90Tile:

@@ -233,12 +233,13 @@ class ForwardSm90:
         order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
         load = cpasync.CopyBulkTensorTileG2SOp()
         inputs = ForwardInputs(
-            self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads),
+            self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, mK.shape[-2]),
             self.rows(load, mK, tile.tile_n, traits.head_dim),
             self.rows(load, mV, tile.tile_n, traits.head_dim_v),
             bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.loads_bias_by_tma else None,
         )
-        tma_o = self.rows(cpasync.CopyBulkTensorTileS2GOp(), mO, 64, traits.head_dim_v, tile.pack_heads)
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        tma_o = self.rows(store, mO, 64, traits.head_dim_v, tile.pack_heads, mK.shape[-2])
         params = ForwardParams(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
         self.kernel(params, inputs, ForwardOutputs(tma_o, mO, mLSE)).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
@@ -248,10 +249,12 @@ class ForwardSm90:
             preferred_smem_carveout=100,
         )
 
-    def rows(self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1) -> TmaTiles:
+    def rows(
+        self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, nheads_kv: Any = 1
+    ) -> TmaTiles:
         """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``."""
         layout, shape = self.smem_layout(rows, head_dim), (rows, padded(head_dim))
-        return TmaTiles.make(op, tensor, layout, shape, self.traits.varlen, heads)
+        return TmaTiles.make(op, tensor, layout, shape, self.traits.varlen, heads, nheads_kv)
 
     # ---- device ----
 

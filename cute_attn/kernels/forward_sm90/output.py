@@ -52,7 +52,7 @@ def store_output(
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup_barrier(group)
         if lane < 32 and row0 < tile.info.seqlen_q:
-            tma_o.store(s_o, tma_o.sequence(row0, tile.head, tile.batch), 0)
+            tma_o.store(s_o, tma_o.sequence_of_tile(row0, tile), 0)
     else:
         warpgroup_barrier(group)
         o = sequence(outputs.mO, tile.batch, tile.head, tile.info.offset_q + row0, varlen)
@@ -61,5 +61,5 @@ def store_output(
         if cutlass.const_expr(heads > 1):
             rows, steps = (heads, 64 // heads), (outputs.mO.stride[-2], steps)
         g_o = cute.make_tensor(o.iterator, cute.make_layout((rows, padded(dv)), stride=(steps, 1)))
-        copy_o = RowCopy(kernel.gmem_store(), lane, padded(dv), dv)
+        copy_o = RowCopy(kernel.gmem_store(), lane, padded(dv), dv, heads, tile.heads_left)
         copy_o.copy(s_o, g_o, (tile.info.seqlen_q - row0) * heads, False)

@@ -98,7 +98,7 @@ def load_queries(
     kernel: Constexpr, inputs: ForwardInputs, storage: ForwardStorage, tile: QueryTile, queries: Int32
 ) -> None:
     """Load Q of one work tile, 64 rows for each warpgroup."""
-    tiles = inputs.q.sequence(tile.info.offset_q + tile.row0, tile.head, tile.batch)
+    tiles = inputs.q.sequence_of_tile(tile.info.offset_q + tile.row0, tile)
     storage.pipeline_q.producer_acquire(queries)
     for group in cutlass.range_constexpr(kernel.tile.warpgroups):
         inputs.q.load_part(tiles, group, storage.s_q[None, None, group], storage.pipeline_q, queries)
