@@ -1,6 +1,5 @@
 """The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
 
-
 import networkx as nx
 import pytest
 

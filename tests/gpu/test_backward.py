@@ -11,6 +11,7 @@ from cute_attn import (
     attention_backward,
     attention_varlen,
     attention_varlen_backward,
+    backward,
     launcher,
     reference,
     registry,
@@ -59,6 +60,7 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "num_stages_q=1,num_stages_do=1": (),
         f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64": (),
         f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64,num_stages_ds=1": (),
+        f"{_BARE},p_in_smem=true,tile_m=128,tile_n=64,num_stages_q=1,num_stages_do=1,num_stages_ds=1": D256,
         "dq_bulk=true,mask_warps=0": D256,
         "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1": D256,
         f"{_BARE},tile_m=64": (),
@@ -100,6 +102,22 @@ def test_case(case, arch):
 @pytest.mark.parametrize(("arch", "tile", "case"), tile_cases(OP, {a: TILES.get(a, {}) for a in ARCHS}))
 def test_any_tile_equals_any_tile(case, arch, tile):
     check_case(case, kernel=arch, backward_tile=tile)
+
+
+DIVIDED = [
+    Case("groups-of-6", seqlen_q=203, seqlen_k=300, nheads=12, nheads_kv=2, head_dim=128, causal=True),
+    replace(BY_NAME["varlen-causal"], name="packed-groups-of-6", nheads=12, nheads_kv=2, dropout_p=0.2),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+@pytest.mark.parametrize("case", DIVIDED, ids=lambda case: case.name)
+def test_query_heads_may_be_divided(case, splits, arch, monkeypatch):
+    """Whatever the number of work tiles that share the query heads of a kv head; the default depends on the GPU."""
+    monkeypatch.setattr(backward, "_launchers", {})
+    monkeypatch.setattr(backward, "head_splits", lambda *_: splits)
+    check_case(case, kernel=arch)
 
 
 def tma_bias_cases() -> list:

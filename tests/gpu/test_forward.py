@@ -30,7 +30,7 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "tile_m=128,tile_n=96,num_stages=3,speculative=true": D256,
         "tile_m=128,tile_n=64,share_qo_smem=true": (),
         "tile_m=192,tile_n=32,speculative=false": D256,
-        "tile_m=128,tile_n=64,pack_heads=2": (*EPILOGUES_OF_A_HEAD, "causal-d256"),
+        "tile_m=128,tile_n=64,pack_heads=2": EPILOGUES_OF_A_HEAD,
         "tile_m=64,tile_n=64,pack_heads=4": EPILOGUES_OF_A_HEAD,
         "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2": D256,
         "tile_m=64,tile_n=48,num_stages=3,speculative=true": ("dropout-causal", "everything-causal-dropout"),
