@@ -48,9 +48,14 @@ def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> 
         return lambda: forward(x)
     leaves = x.leaves(workload)
     out = forward(x)
-    generator = torch.Generator(out.device).manual_seed(1) if out.device.type != "meta" else None
-    grad = torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
+    grad = output_gradient(out)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def output_gradient(out: Tensor) -> Tensor:
+    """The gradient of the output in every backward: random, the same for a shape and dtype."""
+    generator = torch.Generator(out.device).manual_seed(1) if out.device.type != "meta" else None
+    return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
 
 
 def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:

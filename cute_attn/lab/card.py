@@ -1,0 +1,331 @@
+"""What is compared, and the GPU that does it: a contender is checked against the reference before it is timed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from cute_attn.benchmark import peers
+from cute_attn.benchmark.results import first_line
+from cute_attn.benchmark.timing import Clock, query_gpu
+from cute_attn.benchmark.workload import Inputs, Workload
+from cute_attn.check import Expected, small_workloads
+from cute_attn.lab.sensors import State, sensor
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+
+Run = Callable[[], Any]
+
+# A peer's errors are its own; it only has to compute the same. Relative to the largest element, as in the benchmarks.
+_PEERS_TOLERANCE = 0.05
+# Scores of the part that is compared with the reference at a timed size: 1 GB in float64, a few times that in all.
+_MAX_SCORES = 2**27
+_MOST_CALLS = 200  # of a sample; each overwrites the L2 beforehand
+
+
+class Wrong(ValueError):
+    """A kernel's output is not the reference's; it is not timed."""
+
+
+class Lost(RuntimeError):
+    """The GPU's context is lost: nothing runs any more in this process."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A kernel with a tile, or a peer.
+
+    Attributes:
+        kernel: its name, such as ``"forward-sm90-bf16-d128-causal"``; "" for a peer.
+        tile: text that changes fields of the default tile; "" for the tile that a call takes by itself.
+        peer: one of :data:`cute_attn.benchmark.peers.PEERS`, or "".
+    """
+
+    kernel: str = ""
+    tile: str = ""
+    peer: str = ""
+
+    @staticmethod
+    def of(what: "Contender | str | tuple[str, Tile | str | None]") -> "Contender":
+        """From a peer's or a kernel's name, or (kernel's name, tile).
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if isinstance(what, Contender):
+            return what
+        name, tile = (what, None) if isinstance(what, str) else what
+        if name in peers.PEERS and tile is None:
+            return Contender(peer=name)
+        try:
+            return Contender(Traits.parse(name).name, str(tile or ""))
+        except ValueError as error:
+            raise ValueError(f"{error}; or a peer: {', '.join(peers.PEERS)}") from None
+
+    def __str__(self) -> str:
+        return self.peer or (f"{self.kernel} {self.tile}" if self.tile else f"{self.kernel} (default tile)")
+
+
+class Card(Protocol):
+    """A GPU, or a simulated one.
+
+    Attributes:
+        gpu, driver: what it is; timings of another are others.
+    """
+
+    gpu: str
+    driver: str
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+    def prepare(self, contender: Contender, workload: Workload) -> Run:
+        """What to time, after its output was compared with the reference.
+
+        Raises:
+            Wrong: the output differs.
+            Lost: it ended the GPU's context.
+            Exception: it cannot run; a :class:`cute_attn.benchmark.peers.Declined` gives a peer's reason.
+        """
+
+    def sample(self, run: Run, milliseconds: float) -> float:
+        """The median time of calls, in milliseconds, each on a cold L2, that take about ``milliseconds`` together."""
+
+    def state(self, run: Run, round_: int) -> State | None:
+        """Clock, power and heat under the load of ``run``, or None in rounds that do not read them."""
+
+
+class Gpu:
+    """torch's current GPU.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU; timing a kernel needs one")
+        self.gpu = torch.cuda.get_device_name()
+        self.driver = query_gpu("driver_version") or "unknown"
+        self._clock = Clock()
+        self._sensor = sensor(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        self._checks = Checks()
+        self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def prepare(self, contender: Contender, workload: Workload) -> Run:
+        try:
+            run = self._checks.checked(contender, workload)
+            self._milliseconds[run] = sorted(self._clock.once(run, 3))[1]
+        except Exception as error:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:  # it raises again if the context is lost
+                raise Lost(
+                    f"{contender} ended the GPU's context on {workload.name}: {first_line(error)}"
+                ) from error
+            raise
+        return run
+
+    def sample(self, run: Run, milliseconds: float) -> float:
+        times = sorted(self._clock.once(run, self._count(run, milliseconds)))
+        return (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+
+    def state(self, run: Run, round_: int) -> State | None:
+        if round_ % self._sensor.every:
+            return None
+        for _ in range(min(20_000, max(1, round(self._sensor.busy_ms / self._milliseconds[run])))):
+            run()
+        state = self._sensor.read()
+        torch.cuda.synchronize()
+        return state
+
+    def _count(self, run: Run, milliseconds: float) -> int:
+        return min(_MOST_CALLS, max(3, round(milliseconds / max(self._milliseconds[run], 1e-3))))
+
+
+# ---- against the reference ----
+
+
+class Checks:
+    """Inputs of workloads, and what has to come out: computed once, compared with many tiles."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[Workload, Inputs] = {}
+        self._parts: dict[Workload, Part] = {}
+        self._small: dict[Workload, Expected] = {}
+        self._passed: set[Contender] = set()
+
+    def checked(self, contender: Contender, workload: Workload) -> Run:
+        """The function to time; see :meth:`Card.prepare`.
+
+        A kernel is compared at a few small sizes and, without dropout, in a part of this workload; a peer in that part.
+
+        Raises:
+            ValueError: the workload is not one of the kernel's.
+        """
+        if contender.peer:
+            implementation = peers.PEERS[contender.peer]
+        else:
+            traits = Traits.parse(contender.kernel)
+            if replace(workload.traits(traits.arch), variant=traits.variant) != traits:
+                raise ValueError(
+                    f"workload is {workload.name}; accepted: workloads of {traits}, with its head dims and features"
+                )
+            if contender not in self._passed:
+                self._check_small_sizes(contender, traits)
+                self._passed.add(contender)
+            implementation = peers.ours(kernel_of(traits), contender.tile or None)
+        if workload not in self._inputs:
+            torch.manual_seed(0)
+            self._inputs[workload] = workload.inputs()
+        x = self._inputs[workload]
+        run = implementation(workload, x)
+        results = run()
+        if not workload.dropout and not (workload.lengths and workload.bias):
+            if workload not in self._parts:
+                self._parts[workload] = Part.of(workload, x)
+            self._check_part(contender, self._parts[workload], results)
+        return run
+
+    def _check_small_sizes(self, contender: Contender, traits: Traits) -> None:
+        for workload in small_sizes(traits, _tile_of(traits, contender.tile)):
+            if workload not in self._small:
+                self._small[workload] = Expected.of(workload)
+            expected = self._small[workload]
+            accuracy = expected.accuracy(expected.run(kernel_of(traits), contender.tile or None))
+            if not accuracy.passed:
+                raise Wrong(
+                    f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
+                    f"allowed are {accuracy.allowed:.2g}"
+                )
+
+    def _check_part(self, contender: Contender, part: "Part", results: Any) -> None:
+        found = part.cut(results if isinstance(results, tuple) else (results,))
+        if contender.kernel:
+            accuracy = part.expected.accuracy(found)
+            error, allowed, passed = accuracy.error, accuracy.allowed, accuracy.passed
+        else:
+            error = max(_relative(a, b) for a, b in zip(found, part.expected.exact, strict=True))
+            allowed, passed = _PEERS_TOLERANCE, error <= _PEERS_TOLERANCE
+        if not passed:
+            raise Wrong(
+                f"{contender} is wrong on {part.name}: its error is {error:.2g}, allowed are {allowed:.2g}"
+            )
+
+
+def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
+    """:func:`cute_attn.check.small_workloads` that the tile accepts.
+
+    Packed heads divide those of a key head; a bias that TMA loads has several rows, of multiples of 16 bytes.
+    """
+    group, step = max(2, getattr(tile, "pack_heads", 1)), 8 if getattr(tile, "bias_stages", 0) else 1
+    sizes = [
+        replace(size, nheads=2 * group, seqlen=-(-size.seqlen // step) * step)
+        for size in small_workloads(traits)
+    ]
+    return list(dict.fromkeys(sizes))
+
+
+def kernel_of(traits: Traits) -> str:
+    """``"ARCH"`` or ``"ARCH:VARIANT"``, as the operator takes it."""
+    return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+
+
+def _tile_of(traits: Traits, tile: str) -> Any:
+    from cute_attn import registry
+    from cute_attn.compiler import default_target
+
+    return registry.lookup(traits, tile or None, default_target(traits.arch)).tile
+
+
+def _relative(result: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to the largest element."""
+    return float((result.double() - exact).abs().max() / exact.abs().max())
+
+
+@dataclass(frozen=True)
+class Part:
+    """The last queries of one sequence, with the query heads of one key head: few enough for the reference.
+
+    Attributes:
+        name: the workload's.
+        expected: its inputs and results.
+        rows_q, rows_k: rows of the packed sequences, or of each batch.
+        heads: how many query heads.
+        kept: which of the results are compared: of a backward's, dK and dV only if all queries are there.
+        packed: whether tensors have no batch.
+    """
+
+    name: str
+    expected: Expected
+    rows_q: slice
+    rows_k: slice
+    heads: int
+    kept: tuple[int, ...]
+    packed: bool
+
+    @staticmethod
+    def of(workload: Workload, x: Inputs, most: int = _MAX_SCORES) -> "Part":
+        """Of the longest sequence, of a forward with one head; at most so many scores."""
+        lengths = workload.sequences
+        index = max(range(len(lengths)), key=lambda i: lengths[i][0]) if workload.lengths else 0
+        (seqlen_q, seqlen_k), backward = lengths[index], workload.op == "backward"
+        first_q, first_k = (sum(n[i] for n in lengths[:index]) if workload.lengths else 0 for i in (0, 1))
+        heads = workload.nheads // workload.nheads_kv if backward else 1
+        queries = min(seqlen_q, max(1, most // (heads * seqlen_k)))
+        rows_q = slice(first_q + seqlen_q - queries, first_q + seqlen_q)
+        rows_k = slice(first_k, first_k + seqlen_k)
+
+        def cut(tensor: Tensor, rows: slice, count: int) -> Tensor:
+            return (tensor if workload.lengths else tensor[0])[rows, :count][None].detach().clone()
+
+        part = replace(
+            workload,
+            batch=1,
+            seqlen=queries,
+            seqlen_k=seqlen_k,
+            nheads=heads,
+            nheads_kv=1,
+            lengths=(),
+            lengths_k=(),
+        )
+        inputs = Inputs(
+            cut(x.q, rows_q, heads),
+            cut(x.k, rows_k, 1),
+            cut(x.v, rows_k, 1),
+            None if x.bias is None else x.bias[:1, :heads, rows_q].detach().clone(),
+            None if x.alibi_slopes is None else x.alibi_slopes[:heads],
+            None,
+        )
+        grad = None
+        if backward:
+            out = x.q.new_empty((*x.q.shape[:-1], workload.head_dim_v))
+            grad = cut(peers.output_gradient(out), rows_q, heads)
+        whole = queries == seqlen_q
+        kept = (
+            (0,) if not backward else (0, *((1, 2) if whole else ()), *((3,) if workload.bias_grad else ()))
+        )
+        state = torch.zeros(2, dtype=torch.int64, device=x.q.device)
+        expected = Expected.from_inputs(part, inputs, state, grad)
+        exact, plain = (tuple(results[i] for i in kept) for results in (expected.exact, expected.plain))
+        expected = replace(expected, exact=exact, plain=plain)
+        return Part(workload.name, expected, rows_q, rows_k, heads, kept, bool(workload.lengths))
+
+    def cut(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The part of a run's output, or gradients, that ``expected`` has."""
+        where = [(self.rows_q, self.heads), (self.rows_k, 1), (self.rows_k, 1)]
+        found = []
+        for i in self.kept:
+            if i == 3:
+                found.append(results[3][:1, : self.heads, self.rows_q])
+                continue
+            rows, count = where[i]
+            found.append((results[i] if self.packed else results[i][0])[rows, :count][None])
+        return found

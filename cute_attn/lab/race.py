@@ -1,0 +1,417 @@
+"""Which is faster: two contenders in an A/B with a verdict, many by successive halving.
+
+    from cute_attn.lab.race import ab
+
+    print(ab(("forward-sm90-bf16-d128", "tile_n=112"), "fa4").sentence)
+
+Both are compared with the reference before they are timed, and run in turn, so a drifting clock affects both. Power
+that one draws slows the other too: what differs by power alone looks closer than if each ran alone.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from cute_attn.benchmark.peers import Declined
+from cute_attn.benchmark.results import commit
+from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.card import Card, Contender, Lost, Run
+from cute_attn.lab.sensors import State, summary
+from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided
+from cute_attn.lab.workloads import default_workloads, parse
+from cute_attn.traits import Traits
+
+SAMPLE_MS = 25.0
+"""How long one sample of a contender takes; longer than the GPU needs to react to its power."""
+HEAT_MS = 10.0
+"""The same in a race, whose rounds are many."""
+
+_WARM_WINDOW_S, _WARM_WINDOWS, _STEADY = 0.5, 10, 0.003
+
+What = Contender | str | tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """a against b on one workload.
+
+    Attributes:
+        workload: its name.
+        outcome: what may be said of a.
+        ratio, low, high: a's speed over b's, its median and the interval of that: see :class:`Interval`.
+        rounds, void: samples of both, four a round; and rounds that did not count, because heat slowed the GPU.
+        ms_a, ms_b: median milliseconds of a call.
+        state: clock, power and heat under load.
+    """
+
+    workload: str
+    outcome: Outcome
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    void: int
+    ms_a: float
+    ms_b: float
+    state: State
+
+    @property
+    def interval(self) -> Interval:
+        return Interval(self.ratio, self.low, self.high, self.rounds)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An A/B.
+
+    Attributes:
+        a, b: the contenders as text.
+        measured: the outcome on each workload.
+        resolution: differences below it count as none.
+        gpu, driver, commit: what measured what.
+        started: when, in ISO 8601 and UTC.
+    """
+
+    a: str
+    b: str
+    measured: tuple[Measured, ...]
+    resolution: float
+    gpu: str
+    driver: str
+    commit: str
+    started: str
+
+    @property
+    def outcome(self) -> Outcome:
+        """On all workloads: "undecided" if they differ in more than "same"."""
+        outcomes = {one.outcome for one in self.measured}
+        decided = outcomes - {"same"}
+        return decided.pop() if len(decided) == 1 else "undecided" if decided else "same"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        if len(self.measured) == 1:
+            (one,) = self.measured
+            default = self.b == str(Contender(self.a.partition(" ")[0])) != self.a
+            other = "its default tile" if default else self.b
+            void = f", {one.void} void" if one.void else ""
+            return (
+                f"{self.a} is {_says(one)} {other} on {one.workload} ({_range(one)}; {one.rounds} rounds{void}"
+                f"{_conditions(one.state)})"
+            )
+        groups: dict[str, list[Measured]] = {}
+        for one in self.measured:
+            groups.setdefault(one.outcome, []).append(one)
+        parts = []
+        for outcome, members in groups.items():
+            gains = sorted(one.ratio - 1 for one in members)
+            names = ", ".join(one.workload for one in members)
+            parts.append(f"{outcome} on {names} ({_percent(gains[0])} to {_percent(gains[-1])})")
+        state = summary(one.state for one in self.measured)
+        return f"{self.a} against {self.b}: {'; '.join(parts)}{_conditions(state)}"
+
+    def table(self) -> Table:
+        """A row a workload."""
+        table = Table(
+            "workload",
+            "outcome",
+            "speed",
+            "95% interval",
+            "rounds",
+            "ms",
+            "ms of b",
+            "MHz",
+            "W",
+            "°C",
+            "held by",
+        )
+        table.title = f"a: {self.a}\nb: {self.b}\n{self.gpu}, driver {self.driver}"
+        for one in self.measured:
+            state = one.state
+            numbers = (state.clock_mhz, state.watts, state.celsius)
+            table.add_row(
+                one.workload,
+                one.outcome,
+                _percent(one.ratio - 1),
+                _range(one),
+                f"{one.rounds}" + (f" ({one.void} void)" if one.void else ""),
+                f"{one.ms_a:.4g}",
+                f"{one.ms_b:.4g}",
+                *("-" if number is None else str(number) for number in numbers),
+                ", ".join(state.reasons) or "-",
+            )
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, with ``"kind": "comparison"``; :meth:`from_json` reads them back."""
+        return {"kind": "comparison", **asdict(self), "sentence": self.sentence}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Comparison":
+        """What :meth:`to_json` gave."""
+        fields = {name: values[name] for name in Comparison.__dataclass_fields__}
+        fields["measured"] = tuple(
+            Measured(**one | {"state": State(**one["state"] | {"reasons": tuple(one["state"]["reasons"])})})
+            for one in values["measured"]
+        )
+        return Comparison(**fields)
+
+
+def _says(one: Measured) -> str:
+    if one.outcome == "same":
+        return "as fast as"
+    if one.outcome == "undecided":
+        return f"neither faster nor slower for sure ({_percent(one.ratio - 1)}) than"
+    share = abs(one.ratio - 1)
+    return f"{100 * share:.1f}% {one.outcome} than"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.1f}%"
+
+
+def _range(one: Measured) -> str:
+    if one.low <= 0 or math.isinf(one.high):
+        return "too few rounds for an interval"
+    return f"{_percent(one.low - 1)} to {_percent(one.high - 1)}"
+
+
+def _conditions(state: State) -> str:
+    clock = "" if state.clock_mhz is None else f"; {state.clock_mhz} MHz"
+    return clock + (f", held down by {' and '.join(state.reasons)}" if state.reasons else "")
+
+
+def ab(
+    a: What,
+    b: What,
+    workloads: Sequence[Workload | str] = (),
+    *,
+    rounds: int = ROUNDS,
+    resolution: float = RESOLUTION,
+    budget_s: float = 60.0,
+    sample_ms: float = SAMPLE_MS,
+    card: Card | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Comparison:
+    """Whether a is faster than b, each a kernel's name, (name, tile), or a peer's name.
+
+    Rounds of samples in the order a, b, b, a until the interval of the ratio is narrower than the resolution, or lies
+    beyond it, or the budget ends.
+
+    Args:
+        workloads: or their texts; by default two lengths of 16k tokens.
+        rounds: at least so many.
+        resolution: differences below it count as none.
+        budget_s: seconds for all workloads, after each had its ``rounds``.
+        sample_ms: how long a sample takes.
+        card: by default torch's GPU.
+        progress: is told what happens.
+
+    Raises:
+        Wrong: an output is not the reference's.
+        ValueError: no kernel among them, a peer that declines, no GPU, or a text that is wrong.
+    """
+    first, second = Contender.of(a), Contender.of(b)
+    shapes = workloads_of((first, second), workloads)
+    card = card or _gpu()
+    started = datetime.now(UTC).isoformat()
+    measured = []
+    for left, workload in zip(range(len(shapes), 0, -1), shapes, strict=True):
+        progress(f"checking on {workload.name}")
+        runs = [_ready(card, contender, workload) for contender in (first, second)]
+        progress(f"warming up on {workload.name}")
+        warm(card, runs, sample_ms)
+        deadline = card.now() + budget_s / left
+        start = card.now()
+        measured.append(_measure(card, workload, runs, rounds, resolution, deadline, sample_ms, progress))
+        budget_s -= card.now() - start
+        del runs
+    return Comparison(
+        str(first), str(second), tuple(measured), resolution, card.gpu, card.driver, commit(), started
+    )
+
+
+def workloads_of(
+    contenders: Iterable[Contender], workloads: Sequence[Workload | str]
+) -> tuple[Workload, ...]:
+    """The workloads, from their texts, or the default ones, for contenders of which at least one is a kernel.
+
+    Raises:
+        ValueError: all are peers, or a text is wrong.
+    """
+    kernels = [contender.kernel for contender in contenders if contender.kernel]
+    if not kernels:
+        raise ValueError("a and b are peers; accepted: at least one kernel of this package")
+    traits = Traits.parse(kernels[0])
+    if not workloads:
+        return default_workloads(traits)
+    return tuple(w if isinstance(w, Workload) else parse(w, traits) for w in workloads)
+
+
+def _gpu() -> Card:
+    from cute_attn.lab.card import Gpu
+
+    return Gpu()
+
+
+def _ready(card: Card, contender: Contender, workload: Workload) -> Run:
+    try:
+        return card.prepare(contender, workload)
+    except Declined as reason:
+        raise ValueError(f"{contender} does not run {workload.name}: {reason}") from None
+
+
+def warm(card: Card, runs: Sequence[Run], sample_ms: float) -> None:
+    """Run until the times of half a second are those of the one before, up to five seconds."""
+    before = None
+    for _ in range(_WARM_WINDOWS if runs else 0):
+        start = card.now()
+        times: list[list[float]] = []
+        while not times or card.now() - start < _WARM_WINDOW_S:
+            times.append([card.sample(run, sample_ms) for run in runs])
+        total = statistics.median(sum(sample) for sample in times)
+        if before is not None and abs(total / before - 1) < _STEADY:
+            return
+        before = total
+
+
+def _measure(
+    card: Card,
+    workload: Workload,
+    runs: Sequence[Run],
+    rounds: int,
+    resolution: float,
+    deadline: float,
+    sample_ms: float,
+    progress: Callable[[str], None],
+) -> Measured:
+    times: tuple[list[float], list[float]] = ([], [])
+    states: list[State | None] = []
+
+    def sample(which: int) -> float:
+        found = card.sample(runs[which], sample_ms)
+        times[which].append(found)
+        return found
+
+    def one_round() -> float | None:
+        ratio = abba(lambda: sample(0), lambda: sample(1))
+        states.append(card.state(runs[len(states) % 2], len(states)))
+        progress(f"round {len(states)} on {workload.name}")
+        latest = states[-1]
+        return None if latest is not None and latest.slowed else ratio
+
+    ratios, void = until_decided(
+        one_round, rounds=rounds, resolution=resolution, in_time=lambda: card.now() < deadline
+    )
+    if not ratios:
+        slowed = summary(states)
+        raise ValueError(
+            f"all {void} rounds on {workload.name} are void: the GPU is slowed by {', '.join(slowed.reasons)}"
+        )
+    found = interval(ratios)
+    return Measured(
+        workload.name,
+        found.outcome(resolution),
+        found.ratio,
+        found.low,
+        found.high,
+        found.rounds,
+        void,
+        statistics.median(times[0]),
+        statistics.median(times[1]),
+        summary(states),
+    )
+
+
+# ---- many ----
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a race found of one contender.
+
+    Attributes:
+        contender: as text.
+        slower: its time over the fastest's, 1 for the fastest; the geometric mean over the workloads.
+        heats: in how many heats it ran; of the others it is known less.
+        failed: why it was not timed, or "".
+    """
+
+    contender: str
+    slower: float
+    heats: int
+    failed: str = ""
+
+
+def race(
+    candidates: Sequence[What],
+    workloads: Sequence[Workload | str] = (),
+    *,
+    keep: int = 3,
+    rounds: int = 4,
+    budget_s: float = 60.0,
+    sample_ms: float = HEAT_MS,
+    card: Card | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[Place, ...]:
+    """Rank contenders by successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943), the best first.
+
+    Rounds alternate: all contenders in turn, then in the opposite order. After each heat the fastest third goes on, at
+    least ``keep``, with twice as many rounds; the last heat is that of ``keep``. A contender that fails or is wrong is
+    ranked last, with the reason. A ranking is no verdict: :func:`ab` gives one.
+
+    Args:
+        keep: how many the last heat has.
+        rounds: of the first heat.
+        budget_s: seconds after which no further round begins; the first one of all is always run.
+
+    Raises:
+        ValueError: as :func:`ab`.
+        Lost: a contender ended the GPU's context.
+    """
+    contenders = list(dict.fromkeys(map(Contender.of, candidates)))
+    shapes = workloads_of(contenders, workloads)
+    card = card or _gpu()
+    runs: dict[Contender, list[Run]] = {}
+    failed: dict[Contender, str] = {}
+    for contender in contenders:
+        progress(f"checking {contender}")
+        try:
+            runs[contender] = [_ready(card, contender, workload) for workload in shapes]
+        except Lost:
+            raise
+        except Exception as error:  # its place says why
+            failed[contender] = str(error)
+    heats = dict.fromkeys(runs, 0)
+    scores = {contender: [list[float]() for _ in shapes] for contender in runs}
+    warm(card, [run for own in runs.values() for run in own], sample_ms)
+    alive, deadline = list(runs), card.now() + budget_s
+    while alive:
+        for contender in alive:
+            heats[contender] += 1
+        for round_ in range(rounds):
+            if scores[alive[-1]][0] and card.now() > deadline:
+                break
+            progress(f"heat of {len(alive)}, round {round_ + 1} of {rounds}")
+            for contender in alive[:: -1 if round_ % 2 else 1]:
+                for found, run in zip(scores[contender], runs[contender], strict=True):
+                    found.append(math.log(card.sample(run, sample_ms)))
+        alive.sort(key=lambda contender: _score(scores[contender]))
+        if len(alive) <= keep or card.now() > deadline:
+            break
+        alive, rounds = alive[: max(keep, -(-len(alive) // 3))], 2 * rounds
+    ranked = sorted(runs, key=lambda contender: (-heats[contender], _score(scores[contender])))
+    best = _score(scores[ranked[0]]) if ranked else 0.0
+    places = [Place(str(c), math.exp(_score(scores[c]) - best), heats[c]) for c in ranked]
+    return (*places, *(Place(str(c), math.inf, 0, why) for c, why in failed.items()))
+
+
+def _score(logs: Sequence[Sequence[float]]) -> float:
+    """The mean over workloads of the median logarithm of the times."""
+    return statistics.fmean(statistics.median(found) for found in logs)

@@ -1,0 +1,136 @@
+"""The GPU's clock, power and heat, and what holds its clock down: by NVML if pynvml is installed, else nvidia-smi."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# NVML's bits of the reasons why the clock is not higher (nvml.h, nvmlClocksEventReasons).
+_REASONS = {
+    0x1: "idle",
+    0x2: "clock setting",
+    0x4: "power",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+    0x100: "display clock",
+}
+_SLOWED = ("hardware slowdown", "heat", "heat (hardware)", "power brake")
+_NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+
+
+@dataclass(frozen=True)
+class State:
+    """The GPU at one moment; None where it does not tell.
+
+    Attributes:
+        clock_mhz: of the multiprocessors.
+        watts: power drawn.
+        celsius: of the GPU.
+        reasons: why the clock is not higher.
+    """
+
+    clock_mhz: int | None = None
+    watts: int | None = None
+    celsius: int | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def slowed(self) -> bool:
+        """Whether something but power holds the clock down: what is timed then says little."""
+        return any(reason in _SLOWED for reason in self.reasons)
+
+
+def summary(states: Iterable[State | None]) -> State:
+    """The median clock and power, the highest temperature and all reasons of some states."""
+    known = [state for state in states if state is not None]
+
+    def median(values: list[int | None]) -> int | None:
+        numbers = [value for value in values if value is not None]
+        return round(statistics.median(numbers)) if numbers else None
+
+    reasons = dict.fromkeys(reason for state in known for reason in state.reasons if reason != "idle")
+    return State(
+        median([state.clock_mhz for state in known]),
+        median([state.watts for state in known]),
+        max((state.celsius for state in known if state.celsius is not None), default=None),
+        tuple(reasons),
+    )
+
+
+@dataclass(frozen=True)
+class Sensor:
+    """How the GPU's state is read.
+
+    Attributes:
+        read: the state now, or None.
+        busy_ms: how long the GPU has to be kept busy, so that the state is read under load.
+        every: in which rounds it is read: every so many.
+    """
+
+    read: Callable[[], State | None]
+    busy_ms: float
+    every: int
+
+
+def sensor(uuid: str) -> Sensor:
+    """Of the GPU with that UUID, as torch gives it. nvidia-smi takes a tenth of a second and is asked in few rounds."""
+    try:
+        import pynvml
+    except ImportError:
+        return _nvidia_smi()
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError:
+        return _nvidia_smi()
+    return Sensor(lambda: _by_nvml(pynvml, handle), busy_ms=15.0, every=1)
+
+
+def _by_nvml(nvml: Any, handle: Any) -> State:
+    def ask(function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, function)(handle, *arguments)
+        except (AttributeError, nvml.NVMLError):  # an older library, or a GPU that does not tell
+            return None
+
+    power = ask("nvmlDeviceGetPowerUsage")
+    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:
+        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    return State(
+        ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        None if power is None else round(power / 1000),
+        ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        named(reasons or 0),
+    )
+
+
+def _nvidia_smi() -> Sensor:
+    from cute_attn.benchmark.timing import query_gpu
+
+    return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
+
+
+def parse_nvidia_smi(line: str | None) -> State | None:
+    """The state from a line of nvidia-smi's CSV without units, or None."""
+    if line is None:
+        return None
+    clock, power, heat, reasons = (_number(value) for value in line.split(","))
+    return State(clock, power, heat, named(reasons or 0))
+
+
+def _number(text: str) -> int | None:
+    """A decimal or a hexadecimal number, or None for what nvidia-smi cannot tell."""
+    text = text.strip()
+    try:
+        return int(text, 16) if text.startswith("0x") else round(float(text))
+    except ValueError:
+        return None
+
+
+def named(bits: int) -> tuple[str, ...]:
+    """Names of NVML's reasons."""
+    return tuple(name for bit, name in _REASONS.items() if bits & bit)

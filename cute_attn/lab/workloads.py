@@ -1,0 +1,69 @@
+"""Workloads of a kernel by text: sizes such as ``b2-s8192-h16``, or a workload's whole name."""
+
+import re
+from dataclasses import replace
+
+from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits
+from cute_attn.traits import Traits
+
+SEQLENS = (2048, 8192)
+"""Of the workloads that are taken where none is named: 16k tokens each."""
+
+_SIZES = {
+    "batch": re.compile(r"b(\d+)"),
+    "seqlen": re.compile(r"s(\d+)(?:x(\d+))?"),
+    "nheads": re.compile(r"h(\d+)(?:x(\d+))?"),
+    "window": re.compile(r"window(\d*)(?:_(\d+))?"),
+}
+_SECOND = {"seqlen": "seqlen_k", "nheads": "nheads_kv", "window": "window_right"}
+
+
+def parse(text: str, traits: Traits) -> Workload:
+    """A workload for a kernel of those traits.
+
+    Args:
+        text: ``bBATCH-sSEQLEN[xSEQLEN_K]-hHEADS[xKV_HEADS]`` in any order, each by default that of 16k tokens of hidden
+            size 2048; for traits with a window also ``window[LEFT][_RIGHT]``. Of a varlen kernel, BATCH times SEQLEN
+            tokens in sequences of up to SEQLEN. Or such a workload's name, whose other words have to be the traits'.
+
+    Raises:
+        ValueError: a word is not one of these.
+    """
+    given: dict[str, int] = {}
+    others = []
+    for word in text.split("-"):
+        for name, pattern in _SIZES.items():
+            found = pattern.fullmatch(word)
+            if found and (name != "window" or traits.windowed):
+                given[name] = int(found[1] or 0)
+                if name in _SECOND and found[2]:
+                    given[_SECOND[name]] = int(found[2])
+                break
+        else:
+            others.append(word)
+    if "nheads" in given:
+        given.setdefault("nheads_kv", given["nheads"])
+    base = of_traits(traits, given.get("seqlen", SEQLENS[-1]))
+    if "window_right" in given:
+        given.setdefault("window", 0)
+        base = replace(base, causal=False)
+    if traits.varlen:
+        tokens = given.get("batch", base.batch) * base.seqlen
+        base = replace(base, lengths=mixed_lengths(tokens, base.seqlen))
+    workload = replace(base, **given)  # type: ignore[arg-type]
+    unknown = [word for word in others if word not in workload.name.split("-")]
+    if unknown or not text:
+        raise ValueError(
+            f"workload has {', '.join(map(repr, unknown)) or repr(text)}; accepted: bBATCH, sSEQLEN[xSEQLEN_K], "
+            f"hHEADS[xKV_HEADS] and the words of {workload.name}"
+        )
+    return workload
+
+
+def default_workloads(traits: Traits) -> tuple[Workload, ...]:
+    """What a kernel of those traits is timed with where nothing is named.
+
+    Raises:
+        ValueError: no workload has such traits.
+    """
+    return tuple(of_traits(traits, seqlen) for seqlen in SEQLENS)

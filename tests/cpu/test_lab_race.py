@@ -1,0 +1,381 @@
+"""A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
+
+import math
+import sys
+import types
+from functools import partialmethod
+
+import pytest
+import torch
+
+from cute_attn.benchmark import peers
+from cute_attn.benchmark.workload import Workload
+from cute_attn.lab import card as card_module
+from cute_attn.lab.card import Checks, Contender, Gpu, Part, Wrong, small_sizes
+from cute_attn.lab.race import Comparison, ab, race
+from cute_attn.lab.sensors import Sensor, State, named, parse_nvidia_smi, sensor, summary
+from cute_attn.lab.workloads import default_workloads, parse
+from cute_attn.registry import lookup
+from cute_attn.traits import Traits
+from tests.simulated_card import SimulatedCard
+
+NAME = "forward-sm90-bf16-d128"
+DEFAULT, NARROW = Contender(NAME), Contender(NAME, "tile_n=112")
+
+
+def card(**speeds):
+    """A card on which contenders take 1 ms, over their speeds: of the narrow tile, of fa4."""
+    options = speeds.pop("options", {})
+
+    def milliseconds(contender, workload):
+        name = contender.peer or ("narrow" if contender == NARROW else "default")
+        return 1.0 / speeds.get(name, 1.0)
+
+    return SimulatedCard(milliseconds, **options)
+
+
+# ---- A/B ----
+
+
+@pytest.mark.parametrize("speed, outcome", [(1.02, "faster"), (0.98, "slower"), (1.0, "same")])
+def test_an_ab_says_what_is_so(speed, outcome):
+    simulated = card(narrow=speed, options={"drift": 0.01})
+    found = ab((NAME, "tile_n=112"), NAME, ["b2-s8192-h16"], card=simulated)
+    (one,) = found.measured
+    assert found.outcome == one.outcome == outcome
+    assert one.low <= speed <= one.high and abs(one.ratio - speed) < 0.005
+    assert one.interval.outcome() == outcome
+    assert (one.state.clock_mhz, one.state.reasons, one.void) == (1755, ("power",), 0)
+    assert (found.gpu, found.driver) == ("simulated", "1.0")
+
+
+def test_samples_are_taken_in_the_order_a_b_b_a_after_both_were_checked():
+    simulated = card()
+    ab(NARROW, DEFAULT, ["b2-s8192-h16"], card=simulated)
+    assert simulated.events[:2] == [("checked", NARROW), ("checked", DEFAULT)]
+    sampled = [who for what, who in simulated.events if what == "sampled"]
+    rounds = [sampled[-4 * i : -4 * i + 4 or None] for i in range(1, 22)]
+    assert rounds == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 21
+
+
+def test_a_kernel_against_itself_is_the_same_in_19_of_20():
+    outcomes = [
+        ab(NAME, NAME, ["s8192"], card=card(options={"seed": seed, "noise": 0.006})).outcome
+        for seed in range(60)
+    ]
+    assert outcomes.count("same") >= 57 and set(outcomes) <= {"same", "undecided", "faster", "slower"}
+
+
+def test_more_rounds_are_run_until_the_resolution_or_the_budget():
+    def rounds(noise, **options):
+        simulated = card(options={"noise": noise})
+        return ab(NAME, NAME, ["s8192"], card=simulated, **options).measured[0]
+
+    assert rounds(0.001).rounds == 21
+    assert rounds(0.01).rounds > 21
+    short = rounds(0.02, budget_s=0.5)
+    assert short.rounds == 21 and short.outcome == "undecided"
+    assert rounds(0.001, rounds=41).rounds == 41
+
+
+def test_the_card_is_warmed_until_its_times_are_steady():
+    class Cold(SimulatedCard):
+        def sample(self, run, milliseconds):
+            return super().sample(run, milliseconds) * (1 + 0.2 * math.exp(-self.seconds))
+
+    steady, cold = (kind(lambda *_: 1.0, noise=0.0) for kind in (SimulatedCard, Cold))
+    for simulated in (steady, cold):
+        ab(NAME, NAME, ["s8192"], card=simulated)
+    counts = [sum(simulated.sampled.values()) - 84 for simulated in (steady, cold)]
+    assert counts[0] == pytest.approx(1.0 / 0.025, abs=4) and counts[1] > 3 * counts[0]
+
+
+def test_rounds_are_void_while_the_gpu_is_slowed_by_heat():
+    states = [State(1200, 500, 88, ("heat",))] * 5 + [State(1755, 690, 61, ("power",))]
+    (one,) = ab(NARROW, DEFAULT, ["s8192"], card=card(options={"states": states})).measured
+    assert (one.rounds, one.void, one.state.celsius) == (21, 5, 88)
+    with pytest.raises(ValueError, match=r"all 210 rounds on fwd-.* are void: the GPU is slowed by heat"):
+        ab(NARROW, DEFAULT, ["s8192"], card=card(options={"states": states[:1]}), budget_s=1e9)
+
+
+def test_the_sentence_of_one_and_of_many_workloads():
+    one = ab(NARROW, DEFAULT, ["b2-s8192-h16"], card=card(narrow=0.97, options={"noise": 0.001}))
+    assert one.sentence.startswith(
+        f"{NAME} tile_n=112 is 3.0% slower than its default tile on fwd-bf16-d128-"
+    )
+    assert one.sentence.endswith("21 rounds; 1755 MHz, held down by power)")
+    peer = ab(NARROW, "fa4", ["b2-s8192-h16"], card=card(narrow=1.1))
+    assert "tile_n=112 is 10" in peer.sentence and "% faster than fa4 on" in peer.sentence
+    assert "is as fast as" in ab(NAME, NAME, ["s8192"], card=card()).sentence
+
+    mixed = SimulatedCard(lambda c, w: 1.0 + 0.1 * (c == NARROW and w.seqlen == 2048))
+    found = ab(NARROW, DEFAULT, card=mixed)
+    assert found.outcome == "slower" and [one.outcome for one in found.measured] == ["slower", "same"]
+    assert "slower on fwd-bf16-d128-b8-s2048-h16 (" in found.sentence and "; same on " in found.sentence
+    assert "\n" not in found.sentence
+
+
+def test_a_comparison_is_a_table_and_json():
+    from rich.console import Console
+
+    found = ab(NARROW, "fa4", card=card())
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(found.table())
+    text = console.export_text()
+    assert all(one.workload in text and one.outcome in text for one in found.measured)
+    values = found.to_json()
+    assert values["kind"] == "comparison" and values["sentence"] == found.sentence
+    assert Comparison.from_json(values) == found
+
+
+def test_a_wrong_kernel_is_not_timed():
+    simulated = card(options={"wrong": [NARROW]})
+    with pytest.raises(Wrong, match="tile_n=112 is wrong on fwd-"):
+        ab(NARROW, DEFAULT, card=simulated)
+    assert not simulated.sampled
+
+
+def test_wrong_calls():
+    with pytest.raises(ValueError, match="a and b are peers; accepted: at least one kernel"):
+        ab("fa4", "fa3", card=card())
+    with pytest.raises(
+        ValueError, match=r"name is 'fa5'; accepted: .*; or a peer: fa2, mem_efficient, cudnn"
+    ):
+        ab(NAME, "fa5", card=card())
+    declines = card(options={"failing": {Contender(peer="fa4"): peers.Declined("FA4 has no bias")}})
+    with pytest.raises(ValueError, match=r"fa4 does not run fwd-.*: FA4 has no bias"):
+        ab(NAME, "fa4", card=declines)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="there is no GPU"):
+            ab(NAME, NAME)
+
+
+# ---- races ----
+
+
+def test_a_race_finds_the_fastest_and_says_who_failed():
+    tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
+    speed = {tile: 1.0 + 0.01 * i for i, tile in enumerate(tiles)}
+    simulated = SimulatedCard(
+        lambda c, w: speed[c], wrong=tiles[:1], failing={tiles[1]: RuntimeError("no such kernel")}, seed=3
+    )
+    places = race(tiles, card=simulated)
+    assert [place.contender for place in places[:3]] == [str(tile) for tile in tiles[2:5]]
+    assert places[0].slower == 1 and places[1].slower == pytest.approx(1.01, abs=0.004)
+    assert [place.heats for place in places[:3]] == [3, 3, 3] and places[5].heats == 1
+    assert [place.contender for place in places if place.failed] == [str(tile) for tile in tiles[:2]]
+    assert "is wrong on" in places[-2].failed and places[-1].failed == "no such kernel"
+    assert not any(tile in tiles[:2] for tile, _ in simulated.sampled)
+
+
+def test_a_race_ends_with_its_budget():
+    tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
+    simulated = SimulatedCard(lambda c, w: 1.0, check_s=0.0)
+    places = race(tiles, ["s8192"], card=simulated, budget_s=0.1)
+    assert len(places) == len(tiles) and {place.heats for place in places} == {1}
+    with pytest.raises(ValueError, match="a and b are peers"):
+        race(["fa4"], card=simulated)
+
+
+# ---- the GPU's state ----
+
+
+def test_reasons_and_states():
+    assert named(0x4) == ("power",) and named(0) == () and named(0x24) == ("power", "heat")
+    assert not State(reasons=("power", "idle", "clock setting")).slowed
+    assert all(State(reasons=named(bit)).slowed for bit in (0x8, 0x20, 0x40, 0x80))
+    state = parse_nvidia_smi("1755, 689.61, 61, 0x0000000000000004\n")
+    assert state == State(1755, 690, 61, ("power",))
+    assert parse_nvidia_smi("1755, [N/A], 61, [Not Supported]") == State(1755, None, 61, ())
+    assert parse_nvidia_smi(None) is None
+    found = summary([State(1700, 600, 60, ("power",)), None, State(1800, 700, 65, ("idle", "heat"))])
+    assert found == State(1750, 650, 65, ("power", "heat"))
+    assert summary([None]) == State()
+
+
+def test_the_state_comes_from_nvml_where_it_is_installed(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def unsupported(handle):
+        raise NVMLError
+
+    nvml = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1755}[kind],
+        nvmlDeviceGetPowerUsage=unsupported,
+        nvmlDeviceGetTemperature=lambda handle, kind: {0: 61}[kind],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: {"GPU-abc": 0x20}[handle],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = sensor("abc")
+    assert found.read() == State(1755, None, 61, ("heat",)) and found.every == 1
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("cute_attn.benchmark.timing.query_gpu", lambda field: "1, 2, 3, 0x4")
+    assert sensor("abc").read() == State(1, 2, 3, ("power",))
+
+
+# ---- workloads by text ----
+
+
+@pytest.mark.parametrize(
+    "name, text, expected",
+    [
+        (NAME, "b2-s8192-h16", "fwd-bf16-d128-b2-s8192-h16"),
+        (NAME + "-causal", "s512x8192-h16x2-b3", "fwd-bf16-d128-b3-s512x8192-h16x2-causal"),
+        (NAME, "s4096", "fwd-bf16-d128-b4-s4096-h16"),
+        ("backward-sm90-bf16-d192x128-causal", "h64-s4096-b1", "bwd-bf16-d192x128-b1-s4096-h64-causal"),
+        (NAME + "-window", "window49_48-s64-b4096-h8", "fwd-bf16-d128-b4096-s64-h8-window49_48"),
+        (NAME + "-window", "window512", "fwd-bf16-d128-b2-s8192-h16-causal-window512"),
+        (NAME + "-varlen", "b2-s1024-h4", "fwd-bf16-d128-varlen5x1024-h4"),
+    ],
+)
+def test_workloads_by_text(name, text, expected):
+    traits = Traits.parse(name)
+    workload = parse(text, traits)
+    assert workload.name == expected and workload.traits(traits.arch) == traits
+    if not traits.varlen:
+        assert parse(expected, traits) == workload
+    for default in default_workloads(traits):
+        assert default.traits(traits.arch) == traits
+
+
+@pytest.mark.parametrize("text", ["", "b2-s8192-causal", "x3", "fwd-bf16-d64-b2-s8192-h16", "s12y"])
+def test_wrong_workloads(text):
+    with pytest.raises(ValueError, match=r"workload has .*; accepted: bBATCH, sSEQLEN\[xSEQLEN_K\]"):
+        parse(text, Traits.parse(NAME))
+
+
+# ---- against the reference ----
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
+
+
+CASES = {
+    "causal": {"causal": True, "seqlen_k": 120},
+    "backward": {"op": "backward", "causal": True, "nheads_kv": 1},
+    "varlen": {"lengths": (50, 70), "lengths_k": (60, 80)},
+    "backward-varlen": {"op": "backward", "lengths": (30, 90)},
+    "bias": {"op": "backward", "bias": "fp32", "bias_grad": True},
+    "window-alibi": {"alibi": True, "window": 8, "causal": True},
+}
+
+
+@pytest.mark.parametrize("most", [2**27, 3000], ids=["whole", "part"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_of_a_workload_is_what_its_kernels_compute(case, most, on_the_cpu):
+    """A part's expected results equal that part of the whole's."""
+    workload = Workload(
+        **{"batch": 2, "seqlen": 96, "nheads": 4, "head_dim": 32, "nheads_kv": 2} | CASES[case]
+    )
+    x = workload.inputs()
+    part = Part.of(workload, x, most)
+    assert (part.expected.workload.seqlen == workload.longest) == (most > 3000)
+    results = peers.ours("sm80")(workload, x)()
+    found = part.cut(results if isinstance(results, tuple) else (results,))
+    accuracy = part.expected.accuracy(found)
+    assert accuracy.passed
+    for i, exact in enumerate(part.expected.exact):
+        broken = [result.clone() for result in found]
+        broken[i][..., -1, -1] += 0.1 * exact.abs().max()
+        assert not part.expected.accuracy(broken).passed
+
+
+def test_kernels_and_peers_are_compared_with_the_reference(on_the_cpu, monkeypatch):
+    workload = Workload(1, 64, 4, 64, causal=True)
+    name = "forward-sm80-bf16-d64-causal"
+    checks = Checks()
+    assert checks.checked(Contender(name), workload)().shape == (1, 64, 4, 64)
+    off, ours = {"scale": 1.04}, peers.ours
+
+    def peer(workload, x):
+        run = ours("sm80")(workload, x)
+        return lambda: run() * off["scale"]
+
+    monkeypatch.setitem(peers.PEERS, "fa4", peer)
+    checks.checked(Contender(peer="fa4"), workload)
+    off["scale"] = 1.06
+    with pytest.raises(Wrong, match=r"fa4 is wrong on fwd-.*: its error is 0.059, allowed are 0.05"):
+        checks.checked(Contender(peer="fa4"), workload)
+    monkeypatch.setattr(peers, "ours", lambda kernel, tile: peer)
+    off["scale"] = 1.02
+    with pytest.raises(Wrong, match=r"\(default tile\) is wrong on fwd-"):
+        checks.checked(Contender(name), workload)
+    with pytest.raises(ValueError, match="accepted: workloads of forward-sm80-bf16-d64-causal"):
+        checks.checked(Contender(name), Workload(1, 64, 4, 64))
+
+
+def test_a_kernel_that_is_wrong_at_a_small_size_is_not_run_at_a_large_one(on_the_cpu, monkeypatch):
+    from cute_attn import interface
+
+    attention = interface.attention
+
+    def broken(q, *args, **options):
+        return attention(q, *args, **options) * (1.5 if q.shape[1] == 127 else 1.0)
+
+    monkeypatch.setattr(interface, "attention", broken)
+    with pytest.raises(Wrong, match="is wrong on fwd-bf16-d64-b2-s127-h4x2-causal"):
+        Checks().checked(Contender("forward-sm80-bf16-d64-causal"), Workload(1, 64, 4, 64, causal=True))
+
+
+def test_small_sizes_suit_the_tile():
+    traits = Traits.parse(NAME)
+    packed = small_sizes(traits, lookup(traits, "pack_heads=8").tile)
+    assert {w.nheads // w.nheads_kv for w in packed} == {8}
+    biased = Traits.parse("forward-sm90-bf16-d64-bias_bf16")
+    assert [w.seqlen for w in small_sizes(biased, lookup(biased).tile)] == [8, 128, 520]
+    assert [w.seqlen for w in small_sizes(traits, lookup(traits).tile)] == [1, 127, 128, 513]
+
+
+def test_the_gpu_counts_calls_and_keeps_busy(monkeypatch, on_the_cpu):
+    """The card's own arithmetic, on a clock that gives a call's number as its milliseconds."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    properties = types.SimpleNamespace(uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(card_module, "query_gpu", lambda field: "580")
+    counts = []
+
+    class Clock:
+        def once(self, run, count):
+            counts.append(count)
+            run()
+            return [2.0] * (count - 1) + [50.0]
+
+    monkeypatch.setattr(card_module, "Clock", Clock)
+    read = iter([State(1755)])
+    monkeypatch.setattr(card_module, "sensor", lambda uuid: Sensor(lambda: next(read), busy_ms=20.0, every=2))
+    gpu = Gpu()
+    monkeypatch.setattr(card_module, "small_workloads", lambda traits: [])
+    monkeypatch.setattr(card_module, "_tile_of", lambda traits, tile: None)
+    calls = []
+    run = gpu.prepare(Contender("forward-sm80-bf16-d64"), Workload(1, 16, 2, 64))
+    gpu._milliseconds[counted := (lambda: calls.append(1))] = 2.0
+    assert gpu.sample(run, 25.0) == 2.0 and counts == [3, 12]
+    assert gpu.state(counted, 1) is None and not calls
+    assert gpu.state(counted, 2) == State(1755) and len(calls) == 10
+    assert (gpu.gpu, gpu.driver) == ("a GPU", "580")
+
+
+def test_a_lost_context_is_not_one_contenders_failure(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    gpu = object.__new__(Gpu)
+    gpu._checks = types.SimpleNamespace(checked=lambda *_: lost())
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    workload = Workload(1, 16, 2, 64)
+    with pytest.raises(card_module.Lost, match=r"tile_n=112 ended the GPU's context on fwd-.*illegal memory"):
+        gpu.prepare(NARROW, workload)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        gpu.prepare(NARROW, workload)
