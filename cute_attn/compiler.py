@@ -36,7 +36,9 @@ _GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"
 # All but the architecture and the folder. Options in brackets (cute.compile[...]) are dropped beside these.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
 
-_requests: dict[tuple[Any, Any, Any], "CompiledKernel"] = {}
+_LINE_INFO = " --generate-line-info"
+
+_requests: dict[tuple[Any, Any, Any, bool], "CompiledKernel"] = {}
 _kernels: dict[str, "CompiledKernel"] = {}
 # The compiler's remarks come through the process's stderr, so a process builds one kernel at a time; see prebuild.
 _building = threading.Lock()
@@ -107,7 +109,9 @@ class CompiledKernel:
         return f"CompiledKernel({self.name}, {self.tile}, target={self.target})"
 
 
-def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -> CompiledKernel:
+def compile(
+    traits: Traits | str, tile: Any = None, target: str | None = None, *, lines: bool = False
+) -> CompiledKernel:
     """Build a kernel, or load it from the cache.
 
     Args:
@@ -115,6 +119,7 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
         tile: how; a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides the default one.
         target: ``"sm80"``, ``"sm86"``, ``"sm89"`` or ``"sm90"``; by default the GPU that is present, and without one
             the kernel's own generation.
+        lines: build it with line info: the same machine code, and the source line of each instruction beside it.
 
     Raises:
         ValueError: the name, the tile's text or the target is not one.
@@ -123,20 +128,20 @@ def compile(traits: Traits | str, tile: Any = None, target: str | None = None) -
     if isinstance(traits, str):
         traits = Traits.parse(traits)
     target = target or default_target(traits.arch)
-    request = (traits, tile, target)
+    request = (traits, tile, target, lines)
     known = _requests.get(request)
     if known is not None and known._classes == kernel_classes(known._classes[0], traits):
         return known
 
     from cute_attn import registry  # loads the kernels, and with them the DSL
 
-    compiled = _requests[request] = build(registry.lookup(traits, tile, target), target)
+    compiled = _requests[request] = build(registry.lookup(traits, tile, target), target, lines=lines)
     return compiled
 
 
-def build(kernel: Any, target: str) -> CompiledKernel:
+def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
-    options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}"
+    options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}" + (_LINE_INFO if lines else "")
     key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), kernel.traits))
     compiled = _kernels.get(key)
     if compiled is None:

@@ -16,6 +16,7 @@ class StepContent:
         warps: warps of a CTA that take such steps.
         loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
             iterations). Of one iteration, the product is no loop.
+        async_bytes: what TMA and bulk reductions write to or read from shared memory in a step.
     """
 
     mma: int
@@ -23,6 +24,7 @@ class StepContent:
     elements: int
     warps: int
     loops: Loops = ()
+    async_bytes: int = 0
 
 
 def mma_sync_count(m: int, n: int, k: int, warps: int) -> int:

@@ -35,7 +35,10 @@ class BackwardSm90Layouts:
             + wgmma_count(dq_m, dq_n, tile.tile_n, groups, tile.dq_warps_n)
         )
         elements = tile.tile_m * tile.tile_n // tile.mma_threads
-        return StepContent(mma, elements * (1 + self.traits.softcap), elements, 4 * groups)
+        moved = 2 * tile.tile_m * (d + dv + (tile.tile_n if tile.bias_stages else 0))
+        moved += 4 * tile.tile_m * (2 + (d if tile.dq_bulk else 0))  # LSE and D; dQ
+        exp2 = elements * (1 + self.traits.softcap)
+        return StepContent(mma, exp2, elements, 4 * groups, async_bytes=moved)
 
     @property
     def dtype(self) -> Any:

@@ -149,7 +149,8 @@ class ForwardSm90:
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
         elements = tile.tile_n // 2
         exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
-        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups)
+        loaded = 2 * tile.tile_n * (d + dv + (tile.tile_m if tile.bias_stages else 0))
+        return StepContent(qk + pv, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 
