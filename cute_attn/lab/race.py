@@ -8,6 +8,7 @@ Both are compared with the reference before they are timed, and run in turn, so 
 that one draws slows the other too: what differs by power alone looks closer than if each ran alone.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -150,7 +151,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, with ``"kind": "comparison"``; :meth:`from_json` reads them back."""
-        return {"kind": "comparison", **asdict(self), "sentence": self.sentence}
+        values = asdict(self) | {"sentence": self.sentence}
+        return {"kind": "comparison"} | json.loads(json.dumps(values))
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> "Comparison":
