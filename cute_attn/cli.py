@@ -17,20 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
+from cute_attn.lab import commands
+from cute_attn.options import AsJson, Name, Target, TileText, make_console
 from cute_attn.traits import Traits
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
 app.add_typer(cache_app, name="cache")
-
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A kernel, such as forward-sm80-bf16-d128-causal.")]
-TileText = Annotated[
-    str, typer.Option("--tile", help="Fields of the tile to change: tile_n=128,num_stages=2.")
-]
-Target = Annotated[
-    str | None, typer.Option("--target", help="sm80, sm86, sm89 or sm90; by default the GPU that is present.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 # The instructions that a cost table lists.
 _NOTABLE = {
@@ -53,12 +46,6 @@ def main() -> None:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
-
-
-def _console() -> Console:
-    """120 columns where the output is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def _load(path: Path) -> None:
@@ -120,7 +107,7 @@ def list_kernels(
             table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
             for other in row["other_tiles"]:
                 table.add_row(f"  for {other['for']}", targets, _spaced(other["tile"]))
-    _console().print(table)
+    make_console().print(table)
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -177,7 +164,7 @@ def compile_kernel(
     if as_json:
         print(json.dumps(summary(compiled), indent=1))
     else:
-        _console().print(cost_table(compiled))
+        make_console().print(cost_table(compiled))
 
 
 def summary(compiled: Any) -> dict[str, Any]:
@@ -237,7 +224,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     from cute_attn.tiles import SHARED_MEMORY_BYTES
 
     traits = Traits.parse(name)
-    console = _console()
+    console = make_console()
     table = Table("target", "fits", title=traits.name)
     for on in (target,) if target else registry.RUNS_ON.get(traits.arch, ()):
         try:
@@ -315,7 +302,7 @@ def bench_kernel(
     for row in result["rows"]:
         numbers = (row["error"], "") if "error" in row else (f"{row['ms']:.3f}", f"{row['value']:.0f}")
         table.add_row(row["workload"], row["impl"], *numbers)
-    _console().print(table)
+    make_console().print(table)
 
 
 @app.command("show")
@@ -353,7 +340,7 @@ def cache_list(as_json: AsJson = False) -> None:
         meta = entry.meta
         tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
         table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
-    _console().print(table)
+    make_console().print(table)
 
 
 @cache_app.command("prune")
@@ -408,3 +395,6 @@ def _cache() -> Any:
     if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; the cache commands need the disk cache")
     return cache
+
+
+commands.add_to(app)

@@ -42,7 +42,7 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "fingerprint",
             "interface",
         ),
-        *("launcher", "ops", "params", "pictures", "prebuild_worker", "reference", "workers"),
+        *("launcher", "ops", "options", "params", "pictures", "prebuild_worker", "reference", "workers"),
     )
 }
 _DISTRIBUTIONS = {

@@ -105,8 +105,11 @@ class Step:
     steps: int
 
     def count(self, *names: str) -> int:
-        """Instructions of one step whose name begins with one of ``names``; all if none is given."""
-        return sum(n for i, n in self.instructions if not names or i.name.startswith(names)) // self.steps
+        """Instructions of one step called ``names``, with any further modifiers; all if none is given."""
+        starts = tuple(f"{name}." for name in names)
+        return (
+            sum(n for i, n in self.instructions if not names or f"{i.name}.".startswith(starts)) // self.steps
+        )
 
     @property
     def stalls(self) -> int:

@@ -1,0 +1,70 @@
+"""What a multiprocessor of each target holds and does a clock.
+
+From the CUDA C++ Programming Guide's tables of compute capabilities and of arithmetic instructions; the tensor cores'
+rate is the data sheet's dense fp16 rate over multiprocessors and boost clock. On Hopper mma.sync reaches 0.62 of what
+wgmma does (Luo et al. 2024, https://arxiv.org/abs/2402.13499).
+"""
+
+from dataclasses import dataclass
+
+REGISTERS = 65_536
+RESERVED_SHARED_MEMORY = 1024
+"""Of each block, by the system, in bytes."""
+SCHEDULERS = 4
+"""Warp schedulers, each of which issues one instruction a clock."""
+SPECIAL = 16
+"""Lanes of a special-function instruction a clock."""
+SHARED_BYTES = 128
+"""Bytes of shared memory a clock: a wavefront."""
+_REGISTER_UNIT = 256  # registers are given to warps in units
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """Limits and rates of one multiprocessor.
+
+    Attributes:
+        shared_memory: in bytes.
+        warps, blocks: the most that are resident.
+        mma_sync, wgmma: floating-point operations a clock of mma.sync and of wgmma with 16-bit operands.
+        count: multiprocessors of the GPU that estimates are for.
+    """
+
+    shared_memory: int
+    warps: int
+    blocks: int
+    mma_sync: float
+    wgmma: float
+    count: int
+
+
+MULTIPROCESSORS = {
+    "sm80": Multiprocessor(167_936, 64, 32, 2048, 0, 108),  # A100
+    "sm86": Multiprocessor(102_400, 48, 16, 1024, 0, 84),  # A40
+    "sm89": Multiprocessor(102_400, 48, 24, 1024, 0, 142),  # L40S
+    "sm90": Multiprocessor(233_472, 64, 32, 0.62 * 4096, 4096, 132),  # H100, H200
+}
+
+
+def resident_blocks(target: str, threads: int, registers: int, shared_memory: int) -> tuple[int, str]:
+    """How many blocks a multiprocessor holds at a time, and what limits them.
+
+    Args:
+        target: such as ``"sm90"``.
+        threads: of a block.
+        registers: of a thread when it is launched.
+        shared_memory: of a block, in bytes.
+    """
+    limits = MULTIPROCESSORS[target]
+    warps = -(-threads // 32)
+    registers_of_warp = -(-32 * registers // _REGISTER_UNIT) * _REGISTER_UNIT
+    # A scheduler has a quarter of the registers for its own warps.
+    warps_by_registers = REGISTERS // SCHEDULERS // registers_of_warp * SCHEDULERS
+    most = {
+        "shared memory": limits.shared_memory // (shared_memory + RESERVED_SHARED_MEMORY),
+        "registers": warps_by_registers // warps,
+        "warps": limits.warps // warps,
+        "blocks": limits.blocks,
+    }
+    what = min(most, key=lambda name: most[name])
+    return most[what], what

@@ -1,0 +1,425 @@
+"""What a tile costs, from its machine code: no GPU is needed.
+
+    print(verdict("forward-sm90-bf16-d128", "tile_n=160"))
+
+The clocks of a step are lower bounds, one for each pipe: what the multiprocessor's unit needs for the instructions of
+one step of one block, if nothing else made it wait. The unit with the most clocks bounds the loop; where a step takes
+far longer than that on a GPU, latencies do, of which the sum of a warp's stalls is a lower bound.
+"""
+
+import functools
+import io
+import json
+import linecache
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cute_attn.kernels.step import StepContent
+from cute_attn.lab.copies import Conflicts, conflicts
+from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
+from cute_attn.lab.sass import MMA, Code, Instruction, Step, StepNotFound
+from cute_attn.traits import Traits
+
+if TYPE_CHECKING:
+    from cute_attn.compiler import CompiledKernel
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same unit
+SPILLS = ("LDL", "STL")
+MOST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Clocks that each unit of a multiprocessor needs for one step of one block, and that one warp alone needs.
+
+    Attributes:
+        tensor: tensor cores.
+        special: special-function units.
+        issue: warp schedulers.
+        shared: shared memory: reads and writes of threads, wgmma, cp.async and TMA, bank conflicts included.
+        warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
+    """
+
+    tensor: float
+    special: float
+    issue: float
+    shared: float
+    warp: float
+
+    @property
+    def units(self) -> dict[str, float]:
+        """The units' clocks, by name."""
+        return {
+            "tensor cores": self.tensor,
+            "special functions": self.special,
+            "issue": self.issue,
+            "shared memory": self.shared,
+        }
+
+    @property
+    def bound(self) -> str:
+        """The unit with the most clocks."""
+        return max(self.units, key=lambda name: self.units[name])
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The steady step.
+
+    Attributes:
+        address: of its loop's first instruction.
+        instructions, mma, exp2: of one warp.
+        elements: scores of a thread; ``scores``: of a block.
+        clocks: see :class:`Clocks`.
+    """
+
+    address: int
+    instructions: int
+    mma: int
+    exp2: int
+    elements: int
+    scores: int
+    clocks: Clocks
+
+    @property
+    def instructions_an_element(self) -> float:
+        """Of a thread, matrix instructions included."""
+        return self.instructions / self.elements
+
+
+@dataclass(frozen=True)
+class LineCost:
+    """Instructions of a steady step, and their stalls in clocks, that come from one line of the source."""
+
+    file: str
+    line: int
+    instructions: int
+    stalls: int
+    source: str
+
+    @property
+    def place(self) -> str:
+        """Such as ``epilogues/softmax.py:100``."""
+        path = Path(self.file)
+        inside = path.parts[path.parts.index(_PACKAGE.name) + 1 :] if _PACKAGE.name in path.parts else ()
+        return f"{'/'.join(inside) or path.name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a kernel with a tile costs.
+
+    Attributes:
+        name, target, tile: which.
+        reason: why the tile does not fit, or None; all that follows is empty if it does not.
+        blocks, limited_by: blocks that a multiprocessor holds at a time, and what limits them.
+        registers, shared_memory_bytes: of a thread and of a block.
+        spills_in_step, spills_outside: instructions that spill or reload registers, in a steady step and elsewhere.
+        warnings: ptxas's.
+        instructions: in the whole code.
+        step: the steady step, or None; then ``no_step`` says why.
+        copies: the kernel's copies with their bank conflicts.
+        lines: the step's costliest source lines, where they were asked for.
+        steady, code: the machine code.
+    """
+
+    name: str
+    target: str
+    tile: str
+    reason: str | None = None
+    blocks: int = 0
+    limited_by: str = ""
+    registers: int = 0
+    shared_memory_bytes: int = 0
+    spills_in_step: int = 0
+    spills_outside: int = 0
+    warnings: tuple[str, ...] = ()
+    instructions: int = 0
+    step: StepCost | None = None
+    no_step: str = ""
+    copies: tuple[Conflicts, ...] = ()
+    lines: tuple[LineCost, ...] = ()
+    steady: Step | None = field(default=None, repr=False, compare=False)
+    code: Code | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON holds: everything but the machine code."""
+        hidden = ("steady", "code", "step", "copies", "lines")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
+        step = asdict(self.step) | {"bound": self.step.clocks.bound} if self.step else None
+        return plain | {
+            "step": step,
+            "copies": [asdict(one) for one in self.copies],
+            "lines": [asdict(line) | {"place": line.place} for line in self.lines],
+        }
+
+    def json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __rich__(self) -> Table:
+        return table(self)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120).print(table(self), *(line_table(self) for _ in self.lines[:1]))
+        return out.getvalue()
+
+
+def verdict(
+    kernel: "CompiledKernel | Traits | str",
+    tile: Any = None,
+    target: str | None = None,
+    *,
+    lines: bool = False,
+) -> Verdict:
+    """Build a kernel if need be, and read what it costs.
+
+    Args:
+        kernel: a compiled kernel, traits or their name.
+        tile: a tile, or text that changes the default one; not beside a compiled kernel.
+        target: as of :func:`cute_attn.compile`.
+        lines: also the costliest source lines, for which it is built with line info: the same machine code.
+
+    Returns:
+        the verdict; of a tile that does not fit, the reason.
+
+    Raises:
+        ValueError: the name, the target or the tile's text is not one, or a tile is given with a compiled kernel.
+    """
+    from cute_attn import registry
+    from cute_attn.compiler import CompiledKernel, compile, default_target
+
+    if isinstance(kernel, CompiledKernel):
+        if tile is not None or target is not None:
+            raise ValueError(f"tile is {tile!r} and target {target!r}; accepted with a compiled kernel: None")
+        if lines:
+            kernel = compile(kernel.traits, kernel.tile, kernel.target, lines=True)
+        return _read(kernel)
+    traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
+    target = target or default_target(traits.arch)
+    try:
+        return _read(compile(traits, tile, target, lines=lines))
+    except registry.Unsupported as error:
+        return Verdict(traits.name, target, str(tile or "the default"), str(error))
+
+
+def _read(compiled: "CompiledKernel") -> Verdict:
+    """The verdict on a kernel that is built."""
+    from cute_attn import registry
+
+    kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
+    code = Code.of(compiled.cubin, compiled.name)
+    steady, no_step, content = _steady(kernel, code)
+    found = conflicts(kernel)
+    used = compiled.resources
+    blocks, limited_by = resident_blocks(
+        compiled.target, _threads(compiled), used.registers, used.shared_memory_bytes
+    )
+    spills = sum(i.opcode in SPILLS for i in code.instructions)
+    in_step = steady.count(*SPILLS) if steady else 0
+    step = None
+    if steady is not None and content is not None:
+        step = StepCost(
+            steady.loop.header,
+            steady.count(),
+            steady.count(*MMA),
+            steady.count("MUFU.EX2"),
+            content.elements,
+            32 * content.warps * content.elements,
+            clocks(steady, content, compiled.target, found),
+        )
+    return Verdict(
+        compiled.name,
+        compiled.target,
+        str(compiled.tile),
+        blocks=blocks,
+        limited_by=limited_by,
+        registers=used.registers,
+        shared_memory_bytes=used.shared_memory_bytes,
+        spills_in_step=in_step,
+        spills_outside=max(spills - in_step, 0),
+        warnings=compiled.warnings,
+        instructions=len(code.instructions),
+        step=step,
+        no_step=no_step,
+        copies=found,
+        lines=_lines(steady) if steady else (),
+        steady=steady,
+        code=code,
+    )
+
+
+def _steady(kernel: Any, code: Code) -> tuple[Step | None, str, StepContent | None]:
+    """The steady step, or why there is none, and what the kernel says that it holds."""
+    if not hasattr(kernel, "step_content"):
+        return None, f"{type(kernel).__name__} states no step_content: it has no loop over blocks", None
+    content = kernel.step_content()
+    try:
+        return code.step(content), "", content
+    except StepNotFound as error:
+        return None, str(error), content
+
+
+def _threads(compiled: "CompiledKernel") -> int:
+    """Threads of a block."""
+    stated = re.search(r"\.reqntid (\d+), (\d+), (\d+)", compiled.ptx)
+    if stated is None:
+        raise ValueError(f"the PTX of {compiled.name} states no threads of a block (.reqntid)")
+    return math.prod(map(int, stated.groups()))
+
+
+def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> Clocks:
+    """Lower bounds of a step's clocks on one multiprocessor, for one block."""
+    machine = MULTIPROCESSORS[target]
+    tensor = wavefronts = 0.0
+    factor = _conflict_factors(copies)
+    for i, times in step.instructions:
+        if i.opcode in MMA:
+            tensor += times * _flops(i) / (machine.wgmma if i.opcode == "HGMMA" else machine.mma_sync)
+        wavefronts += times * _wavefronts(i) * factor.get(i.opcode, 1.0)
+    warps, steps = content.warps, step.steps
+    return Clocks(
+        tensor=tensor * warps / steps,
+        special=step.count(*_SPECIAL) * warps * 32 / SPECIAL,
+        issue=step.count() * warps / SCHEDULERS,
+        shared=wavefronts * warps / steps + content.async_bytes / SHARED_BYTES,
+        warp=step.stalls,
+    )
+
+
+def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:
+    """Opcode -> wavefronts over those without conflicts, in the mean of the kernel's copies with that opcode."""
+    taken, least = Counter[str](), Counter[str]()
+    for copy in copies:
+        taken[copy.opcode] += copy.wavefronts
+        least[copy.opcode] += copy.minimum
+    return {opcode: taken[opcode] / least[opcode] for opcode in taken}
+
+
+@functools.cache
+def _shape(modifiers: tuple[str, ...]) -> tuple[int, int, int]:
+    """(m, n, k) of HGMMA.64x128x16 or HMMA.16816."""
+    text = modifiers[0]
+    if "x" in text:
+        m, n, k = (int(extent) for extent in text.split("x"))
+        return m, n, k
+    return {"16816": (16, 8, 16), "1688": (16, 8, 8)}[text]
+
+
+def _flops(i: Instruction) -> float:
+    """Floating-point operations of one warp's matrix instruction; four warps issue one wgmma."""
+    m, n, k = _shape(i.modifiers)
+    return 2 * m * n * k / (4 if i.opcode == "HGMMA" else 1)
+
+
+def _wavefronts(i: Instruction) -> float:
+    """Shared-memory wavefronts of one warp's instruction without bank conflicts."""
+    if i.predicate == "@!PT":  # never executed; ptxas puts such loads before a wait for cp.async
+        return 0
+    if i.opcode == "HGMMA":
+        m, n, k = _shape(i.modifiers)
+        a_in_smem = i.operands[1].startswith("gdesc")
+        return 2 * k * (n + (m if a_in_smem else 0)) / SHARED_BYTES / 4
+    if i.opcode in ("LDSM", "STSM"):
+        return float(i.modifiers[-1]) if i.modifiers[-1].isdigit() else 1
+    if i.opcode in ("LDS", "STS", "LDGSTS"):
+        return 4 if "128" in i.modifiers else 2 if "64" in i.modifiers else 1
+    return 0
+
+
+def _lines(step: Step) -> tuple[LineCost, ...]:
+    """The costliest source lines of a step."""
+    instructions, stalls = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for i, times in step.instructions:
+        if i.line:
+            instructions[i.file, i.line] += times
+            stalls[i.file, i.line] += times * i.stall
+    costliest = sorted(instructions, key=lambda where: (-instructions[where], where))[:MOST_LINES]
+    return tuple(
+        LineCost(
+            *where,
+            instructions[where] // step.steps,
+            stalls[where] // step.steps,
+            linecache.getline(*where).strip(),
+        )
+        for where in costliest
+    )
+
+
+# ---- tables ----
+
+
+def table(*verdicts: Verdict) -> Table:
+    """Verdicts side by side, a column each."""
+    rows = [_rows(one) for one in verdicts]
+    names = {(one.name, one.target) for one in verdicts}
+    title = "{} on {}".format(*next(iter(names))) if len(names) == 1 else None
+    heads = _tiles(verdicts) if title else [f"{one.name} on {one.target}, {one.tile}" for one in verdicts]
+    made = Table("", *(head.replace(",", ", ") for head in heads), title=title)
+    for what in dict.fromkeys(key for column in rows for key in column):
+        made.add_row(what, *(column.get(what, "-") for column in rows))
+    return made
+
+
+def _tiles(verdicts: Sequence[Verdict]) -> list[str]:
+    """The first tile, and what changes in the others."""
+    first, *others = (one.tile for one in verdicts)
+    fields_of_first = first.split(",")
+    changes = [",".join(f for f in tile.split(",") if f not in fields_of_first) for tile in others]
+    return [first, *(change or "the same" for change in changes)]
+
+
+def _rows(one: Verdict) -> dict[str, str]:
+    """A verdict's column."""
+    if not one.fits:
+        return {"fits": f"[red]no: {one.reason}"}
+    spills = f"{one.spills_in_step} in the step, {one.spills_outside} instructions outside"
+    conflicting = [copy for copy in one.copies if copy.ways > 1]
+    rows = {
+        "fits": "yes",
+        "blocks a multiprocessor": f"{one.blocks}, limited by {one.limited_by}",
+        "registers a thread": str(one.registers),
+        "shared memory a block": f"{one.shared_memory_bytes:,} bytes",
+        "spills": f"[red]{spills}" if one.spills_in_step + one.spills_outside else "none",
+        "bank conflicts": "[red]" + "; ".join(f"{copy.name} {copy.ways}-way" for copy in conflicting)
+        if conflicting
+        else f"none in {len(one.copies)} copies",
+    }
+    if one.warnings:
+        rows["ptxas"] = "[red]" + " ".join(one.warnings)
+    if one.step is None:
+        return rows | {"steady step": one.no_step}
+    step, units = one.step, one.step.clocks.units
+    rows["steady step"] = (
+        f"{step.instructions} instructions a warp, {step.mma} of them matrix products, {step.exp2} exponentials"
+    )
+    rows["instructions an element"] = f"{step.instructions_an_element:.2f}"
+    for unit, count in units.items():
+        share = count / units[step.clocks.bound]
+        bound = "  [bold]bound" if unit == step.clocks.bound else f"  {share:.0%}"
+        rows[f"clocks a step: {unit}"] = f"{count:,.0f}{bound}"
+    rows["clocks a step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
+    rows["clocks for 1,000 scores"] = f"{1000 * max(units.values()) / step.scores:.1f}"
+    return rows
+
+
+def line_table(one: Verdict) -> Table:
+    """The costliest source lines of a verdict that has them."""
+    total = one.step.instructions if one.step else 0
+    made = Table("instructions", "stalls", "where", "source", title=f"{total} instructions of a steady step")
+    for line in one.lines:
+        made.add_row(str(line.instructions), str(line.stalls), line.place, line.source)
+    return made

@@ -1,0 +1,240 @@
+"""Verdicts: numbers worked out by hand, tiles that do not fit, source lines, users' kernels, and the command."""
+
+import dataclasses
+import json
+
+import pytest
+from cutlass._mlir_helpers import op
+from cutlass.base_dsl import dsl
+
+from cute_attn import compiler
+from cute_attn.kernels.step import StepContent
+from cute_attn.lab.copies import Conflicts
+from cute_attn.lab.gpu import resident_blocks
+from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
+from cute_attn.lab.verdict import Verdict, clocks, verdict
+from tests import processes, toy
+
+AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
+SMALL = "softmax-sm80-bf16-d64"  # builds in two seconds
+
+
+# ---- kernels ----
+
+
+def test_an_ampere_forward():
+    """128 queries by 96 keys at head dim 64 on an A100: 192 mma.sync of 4,096 operations in each of four warps."""
+    one = verdict(AMPERE, target="sm80")
+    assert one.fits and (one.spills_in_step, one.spills_outside, one.warnings) == (0, 0, ())
+    assert (one.registers, one.shared_memory_bytes) == (255, 2 * 64 * (128 + 2 * 2 * 96))
+    assert (one.blocks, one.limited_by) == (2, "shared memory")
+    step = one.step
+    assert (step.mma, step.exp2, step.elements, step.scores) == (192, 100, 96, 128 * 96)
+    assert step.clocks.tensor == 2 * 2 * 128 * 96 * 64 / 2048
+    assert step.clocks.special == 100 * 4 * 32 / 16
+    assert step.clocks.issue == step.instructions * 4 / 4
+    # Q, K and V by ldmatrix, four wavefronts each; K and V by cp.async.
+    ldmatrix, cp_async = (4 * one.steady.count(name) * 4 for name in ("LDSM", "LDGSTS"))
+    assert ldmatrix == 4 * (128 * 64 + 4 * 96 * 64 + 4 * 96 * 64) * 2 // 512
+    assert cp_async == 2 * 96 * 64 * 2 // 128
+    assert step.clocks.shared == ldmatrix + cp_async
+    assert step.clocks.warp > step.instructions
+    assert step.clocks.bound == "tensor cores"
+    assert len(one.copies) == 7 and all(copy.ways == 1 for copy in one.copies)
+    assert 8 < step.instructions_an_element < 11
+
+
+def test_a_hopper_forward():
+    """128 queries by 128 keys at head dim 128: Q in registers, K and V read by each of two warpgroups."""
+    one = verdict(HOPPER)
+    step = one.step
+    assert (one.blocks, one.limited_by) == (1, "shared memory")
+    assert (step.mma, step.exp2, step.scores) == (16, 64, 128 * 128)
+    assert step.clocks.tensor == 2 * 2 * 128 * 128 * 128 / 4096
+    assert step.clocks.special == 64 * 8 * 2
+    assert step.clocks.issue == step.instructions * 8 / 4
+    assert step.clocks.shared == (2 * (32768 + 32768) + 2 * 32768) / 128  # reads of K and V; TMA's writes
+    assert 4 < step.instructions_an_element < 6
+
+
+def test_every_copy_of_every_kernel_is_read(fresh_cache):
+    """Small tiles spread the compile time; layouts of all kernels are read without compiling."""
+    from cute_attn.lab.copies import conflicts
+    from cute_attn.registry import lookup
+    from cute_attn.traits import Traits
+
+    counts = {}
+    for name, tile in [
+        ("forward-sm80-bf16-d128", ""),
+        ("forward-sm90-bf16-d128", "q_in_regs=true"),
+        ("softmax-sm80-bf16-d64", ""),
+        ("backward-sm80-bf16-d64", ""),
+        ("backward-sm80-bf16-d128", ""),
+        ("backward-sm90-bf16-d128", ""),
+        ("backward-sm90-bf16-d256", ""),
+        ("backward_convert-sm80-bf16-d64", ""),
+        ("backward_convert-sm90-bf16-d64", ""),
+        ("backward_preprocess-sm80-bf16-d64", ""),
+    ]:
+        found = conflicts(lookup(Traits.parse(name), tile or None))
+        counts[name] = len(found)
+        assert all(copy.wavefronts == copy.minimum > 0 and copy.ways == 1 for copy in found), name
+    assert list(counts.values()) == [7, 2, 4, 11, 12, 3, 3, 1, 1, 0]
+    plain = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64"), "swizzle_bits=0"))
+    assert {copy.name: copy.ways for copy in plain if copy.opcode == "LDSM"} == {
+        "Q by ldmatrix": 8,
+        "K by ldmatrix": 8,
+        "V by ldmatrix.trans": 8,
+    }
+
+
+def test_a_tile_that_does_not_fit_says_why():
+    one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80")
+    assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
+    assert "fits" in str(one) and "no: forward-sm80 declined" in " ".join(str(one).split())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ("forward-sm80-bf16-d64", "tile_k=3"),
+            "tile has 'tile_k=3'; accepted: FIELD=VALUE with a field of tile_m",
+        ),
+        (("forward-sm80-bf16-d64", None, "sm70"), "target is 'sm70'; accepted: sm80, sm86, sm89, sm90"),
+        (("forwards-sm80",), "forwards-sm80"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments, message):
+    with pytest.raises(ValueError) as error:
+        verdict(*arguments)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_users_kernel_without_a_step_says_so(fresh_cache):
+    compiled = compiler.compile(toy.NAME, target="sm80")
+    one = verdict(compiled)
+    assert one.step is None and one.no_step == "Toy states no step_content: it has no loop over blocks"
+    assert one.instructions == sum(compiled.instructions.values()) and one.copies == ()
+    assert one.blocks == 16 and one.limited_by == "warps"
+    with pytest.raises(
+        ValueError, match=r"tile is 'values=8' and target None; accepted with a compiled kernel"
+    ):
+        verdict(compiled, "values=8")
+
+
+def test_spills_outside_the_step_are_counted(fresh_cache):
+    one = verdict(compiler.compile(toy.NAME, "values=256", "sm80"))
+    assert one.spills_in_step == 0 and one.spills_outside > 10
+    assert f"0 in the step, {one.spills_outside} instructions outside" in str(one)
+
+
+def test_a_step_that_is_not_in_the_code_is_said(fresh_cache, monkeypatch):
+    content = StepContent(mma=3, exp2=0, elements=1, warps=4)
+    monkeypatch.setattr(toy.Toy, "step_content", lambda self: content, raising=False)
+    one = verdict(compiler.compile(toy.NAME, target="sm80"))
+    assert one.step is None
+    assert one.no_step.startswith(f"the step was not found: no loop of {toy.NAME} has 3 matrix instructions")
+
+
+# ---- source lines ----
+
+
+@pytest.fixture
+def source_locations(no_source_locations, monkeypatch):
+    """Builds with the source line of each operation, as outside the tests."""
+    monkeypatch.setattr(dsl, "_set_enable_frame_filtering", op._set_enable_frame_filtering)
+    yield
+    op._set_enable_frame_filtering(False)
+
+
+def test_source_lines_and_the_same_machine_code(source_locations):
+    plain, lined = verdict(SMALL, target="sm80"), verdict(SMALL, target="sm80", lines=True)
+    code = [dataclasses.replace(i, file="", line=0) for i in lined.code.instructions]
+    assert code == list(plain.code.instructions)
+    assert plain.lines == () and dataclasses.replace(lined, lines=()) == plain
+    assert len(lined.lines) > 5
+    assert all(line.source and line.instructions > 0 for line in lined.lines)
+    listed = [line.instructions for line in lined.lines]
+    assert listed == sorted(listed, reverse=True) and sum(listed) <= lined.step.instructions
+    (exp2,) = (line for line in lined.lines if line.source == "return cute.math.exp2(x, fastmath=True)")
+    assert exp2.place.startswith("device/math.py:") and exp2.instructions >= lined.step.exp2
+    assert {line.place.partition(":")[0] for line in lined.lines} >= {"device/gemm.py", "device/copy.py"}
+    assert verdict(compiler.compile(SMALL, target="sm80"), lines=True).lines == lined.lines
+
+
+# ---- units ----
+
+
+def test_clocks_of_a_step():
+    """Two warpgroups: a wgmma from shared memory, an ldmatrix with conflicts, an exponential, a conversion."""
+    names = [
+        ("HGMMA", ("64x64x16", "F32", "BF16"), ("R0", "gdesc[UR4]", "RZ", "!UPT"), 2),
+        ("HGMMA", ("64x128x16", "F32", "BF16"), ("R0", "R8", "gdesc[UR4]", "R0"), 1),
+        ("LDSM", ("16", "M88", "4"), ("R4", "[R2]"), 3),
+        ("STS", ("64",), ("[R2]", "R4"), 1),
+        ("MUFU", ("EX2",), ("R4", "R4"), 4),
+        ("F2F", ("BF16", "F32"), ("R4", "R4"), 5),
+        ("F2FP", ("BF16", "F32", "PACK_AB"), ("R4", "R4", "R5"), 6),
+    ]
+    code = tuple(
+        (Instruction(BYTES * n, opcode, modifiers, operands, "", stall, ()), 2 if opcode == "MUFU" else 1)
+        for n, (opcode, modifiers, operands, stall) in enumerate(names)
+    )
+    step = Step(Loop(0, frozenset({0})), code, 1)
+    content = StepContent(mma=2, exp2=2, elements=8, warps=8, async_bytes=1280)
+    copies = [
+        Conflicts("Q by ldmatrix", "LDSM", 1024, 512, 4),
+        Conflicts("K by ldmatrix", "LDSM", 512, 512, 1),
+    ]
+    found = clocks(step, content, "sm90", copies)
+    assert found.tensor == 2 * 64 * 16 * (64 + 128) / 4096 * 2
+    assert found.special == 8 * 3 * 2
+    assert found.issue == 8 * 8 / 4
+    wgmma = 2 * (16 * 2 * (64 + 64) + 16 * 2 * 128) / 128
+    assert found.shared == pytest.approx(wgmma + 8 * (4 * 1.5 + 2) + 10)
+    assert found.warp == 2 + 1 + 3 + 1 + 2 * 4 + 5 + 6
+    assert found.bound == "shared memory"
+
+
+@pytest.mark.parametrize(
+    "target, threads, registers, shared_memory, expected",
+    [
+        ("sm80", 128, 255, 0, (2, "registers")),
+        ("sm80", 128, 32, 81_920, (2, "shared memory")),
+        ("sm86", 128, 128, 40_000, (2, "shared memory")),
+        ("sm90", 384, 168, 100_000, (1, "registers")),
+        ("sm90", 32, 24, 0, (32, "blocks")),
+        ("sm86", 256, 16, 0, (6, "warps")),
+    ],
+)
+def test_resident_blocks(target, threads, registers, shared_memory, expected):
+    """By the limits of the programming guide: 65,536 registers in units of 256 a warp, 1 KB reserved a block."""
+    blocks, limit = resident_blocks(target, threads, registers, shared_memory)
+    assert (blocks, limit) == expected
+
+
+# ---- the command ----
+
+
+def test_the_command(tmp_path):
+    name, arguments = "forward-sm80:toy-bf16-d64", ("--load", "tests/toy.py", "verdict")
+    environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    both = ("--tile", "values=4", "--tile", "values=0", "--target", "sm80")
+    done = processes.run("-m", "cute_attn", *arguments, name, *both, environment=environment)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "blocks a multiprocessor" in text and "values is 0; accepted: 1 or more" in " ".join(
+        word for word in text.split() if word not in "│┃"
+    )
+    done = processes.run("-m", "cute_attn", *arguments, name, *both, "--json", environment=environment)
+    fits, other = json.loads(done.stdout)
+    assert fits["reason"] is None and fits["registers"] > 0 and fits["step"] is None
+    assert other["reason"].endswith("values is 0; accepted: 1 or more")
+    wrong = processes.run("-m", "cute_attn", "verdict", "forward-sm99", environment=environment)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+
+
+def test_json_of_a_verdict_has_no_machine_code():
+    one = Verdict("forward-sm80-bf16-d64", "sm80", "tile_n=3", "it does not fit")
+    assert json.loads(one.json())["reason"] == "it does not fit" and "code" not in one.as_dict()
