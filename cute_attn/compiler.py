@@ -141,12 +141,27 @@ def compile(
 
 def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
-    options = f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}" + (_LINE_INFO if lines else "")
-    key = cache_key(kernel.traits, kernel.tile, target, options, kernel_classes(type(kernel), kernel.traits))
+    key = key_of(kernel, target, lines=lines)
     compiled = _kernels.get(key)
     if compiled is None:
-        compiled = _kernels[key] = _find_or_build(kernel, target, key, options)
+        compiled = _kernels[key] = _find_or_build(kernel, target, key, _options(target, lines))
     return compiled
+
+
+def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
+    """The key that :func:`build` caches it under."""
+    classes = kernel_classes(type(kernel), kernel.traits)
+    return cache_key(kernel.traits, kernel.tile, target, _options(target, lines), classes)
+
+
+def _options(target: str, lines: bool) -> str:
+    return f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}" + (_LINE_INFO if lines else "")
+
+
+def is_built(kernel: Any, target: str) -> bool:
+    """Whether :func:`build` would find it, in memory or on disk."""
+    key, cache = key_of(kernel, target), default_cache()
+    return key in _kernels or (cache is not None and cache.prepare() and cache.get(key) is not None)
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:

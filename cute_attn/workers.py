@@ -46,6 +46,10 @@ class Worker:
             self._process = self._start()
         return {"error": f"the process that built it ended with status {status}"}
 
+    def interrupt(self) -> None:
+        """End the process: the message that it works on is answered with an error."""
+        self._process.kill()
+
     def stop(self) -> None:
         """At once: what a process writes to the cache is written whole or not at all."""
         self._stopped = True
