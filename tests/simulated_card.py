@@ -35,6 +35,9 @@ class SimulatedCard:
     def now(self):
         return self.seconds
 
+    def build(self, contenders, workloads):
+        self.events += [("built", contender) for contender in contenders]
+
     def prepare(self, contender, workload):
         self.seconds += self.check_s
         self.checked[contender, workload.name] += 1

@@ -1,7 +1,7 @@
 """What is compared, and the GPU that does it: a contender is checked against the reference before it is timed."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from cute_attn.benchmark.results import first_line
 from cute_attn.benchmark.timing import Clock, query_gpu
 from cute_attn.benchmark.workload import Inputs, Workload
 from cute_attn.check import Expected, small_workloads
+from cute_attn.compiler import Request, default_target, is_built, prebuild
 from cute_attn.lab.sensors import State, sensor
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
@@ -83,6 +84,9 @@ class Card(Protocol):
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
 
+    def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
+        """Build what running these needs, in parallel. What does not build fails in :meth:`prepare`."""
+
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         """What to time, after its output was compared with the reference.
 
@@ -118,6 +122,12 @@ class Gpu:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
+        wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
+        missing = [r for r in dict.fromkeys(wanted) if not _is_built(r)]
+        for _ in prebuild(missing) if len(missing) > 1 else ():
+            pass
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         try:
@@ -160,7 +170,7 @@ class Checks:
         self._inputs: dict[Workload, Inputs] = {}
         self._parts: dict[Workload, Part] = {}
         self._small: dict[Workload, Expected] = {}
-        self._passed: set[Contender] = set()
+        self._passed: set[tuple[str, Tile]] = set()
 
     def checked(self, contender: Contender, workload: Workload) -> Run:
         """The function to time; see :meth:`Card.prepare`.
@@ -178,9 +188,10 @@ class Checks:
                 raise ValueError(
                     f"workload is {workload.name}; accepted: workloads of {traits}, with its head dims and features"
                 )
-            if contender not in self._passed:
-                self._check_small_sizes(contender, traits)
-                self._passed.add(contender)
+            tile = tile_at(contender, workload)
+            if (contender.kernel, tile) not in self._passed:
+                self._check_small_sizes(contender, traits, tile)
+                self._passed.add((contender.kernel, tile))
             implementation = peers.ours(kernel_of(traits), contender.tile or None)
         if workload not in self._inputs:
             torch.manual_seed(0)
@@ -194,12 +205,12 @@ class Checks:
             self._check_part(contender, self._parts[workload], results)
         return run
 
-    def _check_small_sizes(self, contender: Contender, traits: Traits) -> None:
-        for workload in small_sizes(traits, _tile_of(traits, contender.tile)):
+    def _check_small_sizes(self, contender: Contender, traits: Traits, tile: Tile) -> None:
+        for workload in small_sizes(traits, tile):
             if workload not in self._small:
                 self._small[workload] = Expected.of(workload)
             expected = self._small[workload]
-            accuracy = expected.accuracy(expected.run(kernel_of(traits), contender.tile or None))
+            accuracy = expected.accuracy(expected.run(kernel_of(traits), str(tile)))
             if not accuracy.passed:
                 raise Wrong(
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
@@ -238,11 +249,51 @@ def kernel_of(traits: Traits) -> str:
     return f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
 
 
-def _tile_of(traits: Traits, tile: str) -> Any:
-    from cute_attn import registry
-    from cute_attn.compiler import default_target
+def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
+    """The tile that a kernel takes on a workload: its own, or the default one, which depends on lengths and heads.
 
-    return registry.lookup(traits, tile or None, default_target(traits.arch)).tile
+    Raises:
+        Unsupported: no kernel supports it.
+    """
+    from cute_attn import registry
+
+    traits = Traits.parse(contender.kernel)
+    kernel = registry.lookup(traits, contender.tile or None, target or default_target(traits.arch))
+    if contender.tile or traits.op != "forward":
+        return kernel.tile
+    group = workload.nheads // workload.nheads_kv
+    return kernel.for_lengths(workload.longest, workload.longest_k, group).tile
+
+
+def needed_kernels(
+    contender: Contender, workloads: Sequence[Workload], target: str | None = None
+) -> Iterator[Request]:
+    """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
+    from cute_attn import registry
+    from cute_attn.backward import kernels_of
+
+    traits = Traits.parse(contender.kernel)
+    target = target or default_target(traits.arch)
+    for workload in workloads:
+        try:
+            kernel = registry.lookup(traits, tile_at(contender, workload, target), target)
+        except registry.Unsupported:  # as preparing it will say
+            continue
+        if traits.op == "forward":
+            yield traits, kernel.tile, target
+            continue
+        yield from ((*part, target) for part in kernels_of(kernel))
+        variant = traits.variant if ("forward", traits.arch, traits.variant) in registry.KERNELS else ""
+        forward = Contender(replace(traits, op="forward", bias_grad=False, variant=variant).name)
+        for size in (workload, *small_sizes(traits, kernel.tile)):
+            yield Traits.parse(forward.kernel), tile_at(forward, size, target), target
+
+
+def _is_built(request: Request) -> bool:
+    from cute_attn import registry
+
+    traits, tile, target = request
+    return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))
 
 
 def _relative(result: Tensor, exact: Tensor) -> float:

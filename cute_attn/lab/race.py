@@ -224,6 +224,8 @@ def ab(
     card = card or _gpu()
     started = datetime.now(UTC).isoformat()
     measured = []
+    progress("building")
+    card.build((first, second), shapes)
     for left, workload in zip(range(len(shapes), 0, -1), shapes, strict=True):
         progress(f"checking on {workload.name}")
         runs = [_ready(card, contender, workload) for contender in (first, second)]
@@ -380,6 +382,7 @@ def race(
     contenders = list(dict.fromkeys(map(Contender.of, candidates)))
     shapes = workloads_of(contenders, workloads)
     card = card or _gpu()
+    card.build(contenders, shapes)
     runs: dict[Contender, list[Run]] = {}
     failed: dict[Contender, str] = {}
     for contender in contenders:

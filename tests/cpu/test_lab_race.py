@@ -52,7 +52,7 @@ def test_an_ab_says_what_is_so(speed, outcome):
 def test_samples_are_taken_in_the_order_a_b_b_a_after_both_were_checked():
     simulated = card()
     ab(NARROW, DEFAULT, ["b2-s8192-h16"], card=simulated)
-    assert simulated.events[:2] == [("checked", NARROW), ("checked", DEFAULT)]
+    assert [what for what, _ in simulated.events[:4]] == ["built", "built", "checked", "checked"]
     sampled = [who for what, who in simulated.events if what == "sampled"]
     rounds = [sampled[-4 * i : -4 * i + 4 or None] for i in range(1, 22)]
     assert rounds == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 21
@@ -356,7 +356,7 @@ def test_the_gpu_counts_calls_and_keeps_busy(monkeypatch, on_the_cpu):
     monkeypatch.setattr(card_module, "sensor", lambda uuid: Sensor(lambda: next(read), busy_ms=20.0, every=2))
     gpu = Gpu()
     monkeypatch.setattr(card_module, "small_workloads", lambda traits: [])
-    monkeypatch.setattr(card_module, "_tile_of", lambda traits, tile: None)
+    monkeypatch.setattr(card_module, "default_target", lambda arch: arch)
     calls = []
     run = gpu.prepare(Contender("forward-sm80-bf16-d64"), Workload(1, 16, 2, 64))
     gpu._milliseconds[counted := (lambda: calls.append(1))] = 2.0

@@ -1,0 +1,198 @@
+"""Builds of many tiles in worker processes, while this process does something else."""
+
+import dataclasses
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cute_attn import compiler
+from cute_attn.benchmark.workload import Workload
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+from cute_attn.workers import Worker
+
+WORKER = "cute_attn.lab.tune_worker"
+# A build that takes so many times the median is given up, though not within the first seconds.
+_SLOW, _LEAST_S = 3.0, 30.0
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of one tile.
+
+    Attributes:
+        tile: it.
+        key: of the compiled kernel in the cache.
+        seconds: that building it took, 0 where it was in the cache.
+        error: why there is no kernel, or "".
+        spills_in_step: instructions that spill in the steady step.
+        estimates: by workload, what the static rank gives; empty where it gave nothing, for the reason ``no_rank``.
+    """
+
+    tile: Tile
+    key: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    spills_in_step: int = 0
+    estimates: dict[str, float] = field(default_factory=dict)
+    no_rank: str = ""
+
+
+class Builds(Protocol):
+    """Builds in the background.
+
+    Attributes:
+        workers: how many run at a time.
+    """
+
+    workers: int
+
+    @property
+    def pending(self) -> int:
+        """Submitted tiles whose result was not taken yet."""
+
+    def submit(self, tiles: Iterable[Tile]) -> None:
+        """Build these too, in this order, after what was submitted."""
+
+    def take(self, wait_s: float) -> list[Built]:
+        """Results that are there; waits up to so many seconds for the first one."""
+
+    def close(self) -> None:
+        """Stop at once."""
+
+
+class WorkerBuilds:
+    """Builds in processes, by default one a core but one, which is left for the process that times.
+
+    Kernels of the running script, which the processes do not import, are built by this process when results are taken.
+
+    Args:
+        traits, target: of all tiles.
+        workloads: to rank kernels for.
+        beside: kernels that running these needs too; they are built first, and not reported.
+        workers: processes.
+    """
+
+    def __init__(
+        self,
+        traits: Traits,
+        target: str,
+        workloads: Sequence[Workload],
+        beside: Iterable[compiler.Request] = (),
+        workers: int | None = None,
+    ) -> None:
+        self.workers = workers or max(1, len(os.sched_getaffinity(0)) - 1)
+        self._traits, self._target = traits, target
+        self._workloads = [dataclasses.asdict(workload) for workload in workloads]
+        self._wanted: queue.SimpleQueue[Tile | compiler.Request | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Built] = queue.SimpleQueue()
+        self._own: list[Tile] = []
+        self._running: dict[Worker, tuple[Tile, float]] = {}
+        self._slow: dict[Tile, float] = {}
+        self._durations: list[float] = []
+        self._threads: list[threading.Thread] = []
+        self._processes: list[Worker] = []
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._closed = False
+        for request in beside:
+            if "__main__" not in compiler.user_modules(request):
+                self._want(request)
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    def submit(self, tiles: Iterable[Tile]) -> None:
+        for tile in tiles:
+            self._pending += 1
+            if "__main__" in compiler.user_modules((self._traits, tile, self._target)):
+                self._own.append(tile)
+                continue
+            self._want(tile)
+
+    def _want(self, what: Tile | compiler.Request) -> None:
+        self._wanted.put(what)
+        if len(self._threads) < self.workers:
+            thread = threading.Thread(target=self._work, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def take(self, wait_s: float) -> list[Built]:
+        if self._own:
+            return self._taken([self._build_here(self._own.pop(0))])
+        self._stop_slow_ones()
+        found = []
+        try:
+            found.append(
+                self._done.get(timeout=max(0.0, min(wait_s, 5.0))) if wait_s else self._done.get_nowait()
+            )
+            while True:
+                found.append(self._done.get_nowait())
+        except queue.Empty:
+            return self._taken(found)
+
+    def _taken(self, found: list[Built]) -> list[Built]:
+        self._pending -= len(found)
+        return found
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in self._threads:
+            self._wanted.put(None)
+        for worker in self._processes:
+            worker.stop()
+
+    def _work(self) -> None:
+        """A thread: one process, one tile at a time."""
+        worker = Worker(WORKER)
+        self._processes.append(worker)
+        while (tile := self._wanted.get()) is not None and not self._closed:
+            if isinstance(tile, tuple):
+                worker.ask(compiler.as_message(tile, compiler.user_modules(tile)) | {"workloads": []})
+                continue
+            start = time.monotonic()
+            with self._lock:
+                self._running[worker] = (tile, start)
+            request = (self._traits, tile, self._target)
+            message = compiler.as_message(request, compiler.user_modules(request))
+            answer = worker.ask(message | {"workloads": self._workloads})
+            with self._lock:
+                del self._running[worker]
+                self._durations.append(time.monotonic() - start)
+            if tile in self._slow:
+                answer = {"error": f"its build was given up after {self._slow[tile]:.0f} s"}
+            self._done.put(_built(tile, answer))
+
+    def _stop_slow_ones(self) -> None:
+        with self._lock:
+            if len(self._durations) < 5:
+                return
+            most = max(_LEAST_S, _SLOW * statistics.median(self._durations))
+            for worker, (tile, start) in self._running.items():
+                seconds = time.monotonic() - start
+                if seconds > most and tile not in self._slow:
+                    self._slow[tile] = seconds
+                    worker.interrupt()
+
+    def _build_here(self, tile: Tile) -> Built:
+        from cute_attn.lab.tune_worker import build_parts, ranked
+
+        try:
+            compiled = compiler.compile(self._traits, tile, self._target)
+            build_parts(compiled)
+        except Exception as error:  # the result of that tile
+            return Built(tile, error=f"{type(error).__name__}: {error}")
+        seconds = 0.0 if compiled.from_cache else compiled.seconds
+        return Built(tile, compiled.key, seconds, **ranked(compiled, self._workloads))
+
+
+def _built(tile: Tile, answer: dict[str, Any]) -> Built:
+    if answer["error"] is not None:
+        return Built(tile, error=answer["error"].strip().splitlines()[0])
+    return Built(tile, **{name: value for name, value in answer.items() if name != "error"})

@@ -1,0 +1,186 @@
+"""Spaces of tiles: values of some fields around a good tile, and which of them a kernel accepts.
+
+    space = Space.parse("tile_n=64..192:16,num_stages=1|2", tile)
+    tiles, declined = space.tiles(traits, "sm90")
+
+A tile has a dozen fields, and a build takes seconds: a whole product is for a few of them. Otherwise one field at a
+time is changed (``neighbours``; ``repaired``, where that needs a second one), then what helped is combined (``pairs``).
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?::(\d+))?")
+_NEEDS_MEMORY = re.compile(r"(\d+ CTAs of )?tile .* needs? \d+ bytes of shared memory")
+_NEEDS_REGISTERS = re.compile(r"tile .* needs about \d+ registers")
+_FIELD_IS = re.compile(r"^(\w+) is \S+; ")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values of some of a tile's fields.
+
+    Attributes:
+        tile: where the search starts; its other fields keep their values.
+        values: (field, its values), in the tile's order.
+    """
+
+    tile: Tile
+    values: tuple[tuple[str, tuple[Any, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str, tile: Tile) -> "Space":
+        """From a text such as ``"tile_n=64..192:16,num_stages=1|2,q_in_regs"``.
+
+        A field's values are ``A|B|...``, ``FIRST..LAST`` or ``FIRST..LAST:STEP``; without any they are those that the
+        tile's class has for it, of a bool both.
+
+        Raises:
+            ValueError: a field that does not exist, or values that do not parse.
+        """
+        known = _known_values(tile)
+        names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
+        found: dict[str, tuple[Any, ...]] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, given = (part.strip() for part in item.partition("="))
+            if name not in names:
+                raise ValueError(
+                    f"space has {name!r}; accepted: fields of {type(tile).__name__} ({', '.join(names)})"
+                )
+            if not equals and name not in known:
+                raise ValueError(f"space has {name!r} without values; accepted: {name}=A|B or {name}=A..B")
+            found[name] = tuple(_values(name, given, tile)) if equals else known[name]
+        if not found:
+            raise ValueError(f"space is {text!r}; accepted: FIELD=VALUES of {', '.join(names)}")
+        return cls(tile, tuple((name, found[name]) for name in names if name in found))
+
+    @classmethod
+    def around(cls, tile: Tile) -> "Space":
+        """Every field of the tile that has values to try."""
+        return cls(tile, tuple(_known_values(tile).items()))
+
+    @property
+    def size(self) -> int:
+        """Tiles in the product of all values."""
+        return math.prod(len(values) for _, values in self.values)
+
+    def all(self) -> Iterator[Tile]:
+        """The product of all values."""
+        names = [name for name, _ in self.values]
+        for combination in itertools.product(*(values for _, values in self.values)):
+            yield dataclasses.replace(self.tile, **dict(zip(names, combination, strict=True)))  # type: ignore[type-var]
+
+    def neighbours(self, tile: Tile | None = None) -> Iterator[Tile]:
+        """A tile, by default the space's own, with one field changed; each field's nearest values first.
+
+        So what is left out when time runs short are the values farthest from it.
+        """
+        tile = tile or self.tile
+        orders = []
+        for name, values in self.values:
+            own = getattr(tile, name)
+            others = [value for value in values if value != own]
+            near = sorted(others, key=lambda value: abs(value - own)) if isinstance(own, int) else others
+            orders.append([dataclasses.replace(tile, **{name: value}) for value in near])  # type: ignore[type-var]
+        for steps in itertools.zip_longest(*orders):
+            yield from (step for step in steps if step is not None)
+
+    def repaired(self, traits: Traits, target: str) -> Iterator[Tile]:
+        """For each neighbour that does not fit, with the nearest change of a second field that makes it fit, if any."""
+        for tile in self.neighbours():
+            if tile.reject(traits, target) is None:
+                continue
+            (changed,) = changed_fields(self.tile, tile)
+            others = (two for two in self.neighbours(tile) if getattr(two, changed) == getattr(tile, changed))
+            found = next((two for two in others if two.reject(traits, target) is None), None)
+            if found is not None:
+                yield found
+
+    def pairs(self, helped: Sequence[Tile]) -> Iterator[Tile]:
+        """What each two of the given tiles change, together, if they change different fields; best pairs first.
+
+        Args:
+            helped: tiles that differ from the space's own, the best first.
+        """
+        changes = [changed_fields(self.tile, tile) for tile in helped]
+        order = sorted(itertools.combinations(range(len(helped)), 2), key=sum)
+        for i, j in order:
+            if not changes[i].keys() & changes[j].keys():
+                yield dataclasses.replace(self.tile, **changes[i], **changes[j])  # type: ignore[type-var]
+
+    def tiles(self, traits: Traits, target: str) -> tuple[list[Tile], Counter[str]]:
+        """The tiles of the product that fit, and how many did not for each reason."""
+        return accepted(self.all(), traits, target)
+
+
+def accepted(tiles: Iterable[Tile], traits: Traits, target: str) -> tuple[list[Tile], Counter[str]]:
+    """The tiles that fit, without repetitions, and how many did not for each reason."""
+    found: dict[Tile, None] = {}
+    declined: Counter[str] = Counter()
+    for tile in tiles:
+        reason = tile.reject(traits, target)
+        if reason is None:
+            found[tile] = None
+        else:
+            declined[kind_of(reason, target)] += 1
+    return list(found), declined
+
+
+def kind_of(reason: str, target: str) -> str:
+    """A tile's reason without its numbers, to count alike ones."""
+    if _NEEDS_MEMORY.match(reason):
+        return f"need more shared memory than {target} has"
+    if _NEEDS_REGISTERS.match(reason):
+        return "need more registers than there are"
+    return "have another " + _FIELD_IS.sub(r"\1; ", reason)
+
+
+def all_declined(declined: Counter[str]) -> str:
+    """The sentence for a space of which nothing is left."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in declined.most_common(4))
+    return f"all {declined.total()} tiles were declined: {reasons}"
+
+
+def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
+    """Field -> value where a tile differs from another of its class."""
+    names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
+    return {name: getattr(tile, name) for name in names if getattr(tile, name) != getattr(base, name)}
+
+
+def change_text(base: Tile, tile: Tile) -> str:
+    """What ``--tile`` takes to change one tile into another: ``"tile_n=112,q_in_regs=false"``."""
+    items = (item for item in str(tile).split(",") if item not in str(base).split(","))
+    return ",".join(items)
+
+
+def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:
+    """Field -> values to try: those of its metadata, of a bool both."""
+    found = {}
+    for field in dataclasses.fields(tile):  # type: ignore[arg-type]
+        values = field.metadata.get("values", (False, True) if isinstance(field.default, bool) else ())
+        if values:
+            found[field.name] = tuple(values)
+    return found
+
+
+def _values(name: str, text: str, tile: Tile) -> Iterator[Any]:
+    for part in text.split("|"):
+        found = _RANGE.fullmatch(part.strip())
+        if found is None:
+            yield getattr(tile.override(f"{name}={part.strip()}"), name)
+            continue
+        first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+        if type(getattr(tile, name)) is not int or step < 1 or first > last:
+            raise ValueError(
+                f"space has {name}={text}; accepted: FIRST..LAST[:STEP] of whole numbers that grow"
+            )
+        yield from range(first, last + 1, step)

@@ -1,0 +1,114 @@
+"""Timings on disk: one line each, so that a study that was stopped goes on, and another tile in a space times one tile.
+
+A timing is kept for the compiled kernel's cache key and the default's that it was timed against, the workload, the GPU
+and its driver. It holds log-ratios to the default in alternating rounds, which another day's clock does not change.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from cute_attn.cache import default_cache
+
+
+@dataclass(frozen=True)
+class TimingKey:
+    """What a timing is of.
+
+    Attributes:
+        kernel, default: cache keys of the kernel and of the one it was timed against.
+        workload: its name.
+        gpu, driver: what timed it.
+    """
+
+    kernel: str
+    default: str
+    workload: str
+    gpu: str
+    driver: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured under a key.
+
+    Attributes:
+        log_ratios: of the kernel's speed over the default's, one a round.
+        ms: median milliseconds of a call.
+    """
+
+    log_ratios: tuple[float, ...]
+    ms: float
+
+
+def default_path() -> Path:
+    """Beside the kernels' cache: ``cute_attn-lab/timings.jsonl`` in the user's folder for caches."""
+    cache = default_cache()
+    root = cache.root if cache is not None else Path.home() / ".cache" / "cute_attn"
+    return root.with_name(f"{root.name}-lab") / "timings.jsonl"
+
+
+class Timings:
+    """The file's timings, and the kernels that a process began to run and never returned from.
+
+    A kernel is noted before it first runs and crossed off afterwards. What is still noted hung, or lost the GPU.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or default_path()
+        self._found: dict[TimingKey, Timing] = {}
+        self._begun: set[str] = set()
+        if self.path.is_file():
+            for line in self.path.read_text().splitlines():
+                self._read(line)
+
+    def _read(self, line: str) -> None:
+        try:
+            values = json.loads(line)
+            if "timing" in values:
+                timing = values["timing"]
+                ratios = tuple(map(float, timing["log_ratios"]))
+                self._found[TimingKey(**values["key"])] = Timing(ratios, float(timing["ms"]))
+            elif values["begun"]:
+                self._begun.add(values["kernel"])
+            else:
+                self._begun.discard(values["kernel"])
+        except (ValueError, KeyError, TypeError):  # a line that a killed process did not finish is no timing
+            return
+
+    def get(self, key: TimingKey) -> Timing | None:
+        """What was measured under the key, or None."""
+        return self._found.get(key)
+
+    def put(self, key: TimingKey, log_ratios: Sequence[float], ms: float) -> Timing:
+        """Keep a timing, in place of an earlier one of that key."""
+        timing = self._found[key] = Timing(tuple(log_ratios), ms)
+        self._append({"key": asdict(key), "timing": asdict(timing)})
+        return timing
+
+    def began(self, kernel: str) -> None:
+        """Note a kernel that is about to run for the first time."""
+        self._append({"kernel": kernel, "begun": True})
+
+    def ended(self, kernel: str) -> None:
+        """Cross it off: it returned, whatever it computed."""
+        self._append({"kernel": kernel, "begun": False})
+
+    def hung(self, kernel: str) -> bool:
+        """Whether an earlier process began to run it and never returned."""
+        return kernel in self._begun
+
+    def _append(self, values: dict[str, Any]) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(self.path.with_suffix(".lock")), self.path.open("a+b") as file:
+            broken = file.tell() and not self._ends_with_newline(file)
+            file.write((b"\n" if broken else b"") + json.dumps(values).encode() + b"\n")
+
+    @staticmethod
+    def _ends_with_newline(file: Any) -> bool:
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
