@@ -20,6 +20,7 @@ BYTES_PER_STEP = 8 << 20
 MOST_TILES = 4096
 """More keep every multiprocessor busy."""
 _MOST_BLOCKS = 64  # of a sequence whose steps are counted
+_L2_BYTES = 32 << 20
 
 
 def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
@@ -58,23 +59,39 @@ def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int
     splits = [n for n in range(1, group + 1) if group % n == 0 and count * n <= MOST_TILES]
     if splits in ([], [1]):
         return 1
-    steps = [n for lengths in sequences for n in steps_of_keys(params, tile, *lengths)] * nheads_kv
+    steps = [n for lengths in sequences for n in steps_of_keys(params, tile, *lengths)]
     gradient_bytes = 2 * (params.k.numel() + params.v.numel())
+    miss = cost_of_a_head(params)
 
     def time(n: int) -> float:
-        tiles = [count * (group // n) + TILE_STEPS for count in steps]
+        heads = group // n
+        step = heads * (1 + miss * (heads - 1))
+        tiles = [count * step + TILE_STEPS for count in steps for _ in range(nheads_kv * n)]
         adding = (n + 1) * gradient_bytes / BYTES_PER_STEP + 1 if n > 1 else 0
-        return makespan(tiles * n, multiprocessors) + adding
+        return makespan(tiles, multiprocessors) + adding
 
     times = {n: time(n) for n in splits}
     least = min(times.values())
     return next(n for n, spent in times.items() if spent <= 1.05 * least)
 
 
+def cost_of_a_head(params: AttentionParams) -> float:
+    """By how much a step takes longer for each further query head of its work tile.
+
+    Under a mask key blocks have different numbers of steps, so that CTAs of one kv head soon work on different query
+    heads. Where those do not fit L2 together, Q, dO and dQ come from memory: at head dim 256 (1920 and 789 queries, 80
+    heads on 10) 8 heads a tile took 1.48 and 4 heads 1.1 of the time of 2; at 128 (4 x 598, 99 on 11) 9 took 1.1 of 1.
+    """
+    head_dim = params.q.shape[-1]
+    if not params.mask or params.q.numel() * 8 <= _L2_BYTES:  # Q, dO and dQ
+        return 0.0
+    return max(0, head_dim - 64) * 2e-4
+
+
 def makespan(costs: Sequence[float], machines: int) -> float:
-    """When the last of some jobs ends, each begun in order of decreasing cost by the machine that is free first."""
+    """When the last of some jobs ends, each begun in their order by the machine that is free first."""
     ends = [0.0] * machines
-    for cost in sorted(costs, reverse=True):
+    for cost in costs:
         heapq.heapreplace(ends, ends[0] + cost)
     return max(ends)
 
@@ -87,7 +104,7 @@ def steps_of_keys(params: AttentionParams, tile: Any, seqlen_q: int, seqlen_k: i
     for block in range(blocks):
         key = (block // every * every + min(every, blocks - block) // 2) * tile.tile_n
         begin = max(0, key + first) // tile.tile_m
-        end = -(-min(seqlen_q, key + tile.tile_n + last) // tile.tile_m)
+        end = -(-min(seqlen_q, min(key + tile.tile_n, seqlen_k) + last) // tile.tile_m)
         yield max(0, end - begin)
 
 
@@ -104,10 +121,10 @@ def _seen_by(params: AttentionParams, seqlen_q: int, seqlen_k: int) -> tuple[int
 
 
 def _sequences(params: AttentionParams) -> list[tuple[int, int]]:
-    """Lengths of queries and keys; of packed sequences the longest, and the mean of the others."""
+    """Lengths of queries and keys; of packed sequences the mean of all others, then the longest: the worst order."""
     longest, batch = params.longest, params.batch
     if not params.varlen:
         return [longest] * batch
     rows = (params.q.shape[0], params.k.shape[0])
     q, k = (max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True))
-    return [longest, *[(q, k)] * (batch - 1)]
+    return [*[(q, k)] * (batch - 1), longest]

@@ -85,9 +85,11 @@ def test_head_splits_divide_the_group_and_the_work_is_no_longer(
 ):
     params = call(seqlen_q, seqlen_k, nheads_kv * group, nheads_kv, mask="causal")
     splits = head_splits(params, TILE, processors)
-    steps = list(steps_of_keys(params, TILE, seqlen_q, seqlen_k)) * nheads_kv
+    steps = [n for n in steps_of_keys(params, TILE, seqlen_q, seqlen_k) for _ in range(nheads_kv)]
     assert group % splits == 0 and (splits == 1 or len(steps) * splits <= MOST_TILES)
-    whole, divided = (makespan([n * group // s for n in steps] * s, processors) for s in (1, splits))
+    whole, divided = (
+        makespan([n * group // s for n in steps for _ in range(s)], processors) for s in (1, splits)
+    )
     assert divided <= whole
 
 
@@ -113,4 +115,5 @@ def test_steps_of_keys_are_those_that_a_mask_leaves(seqlen_q, seqlen_k, mask, wi
 
 def test_makespan_is_that_of_a_list_of_jobs():
     assert makespan([3, 3, 2, 2, 2], 2) == 7  # 3 + 2 + 2 and 3 + 2: not the best, 6, but what a list gives
+    assert makespan([1, 1, 1, 3], 2) == 4 and makespan([3, 1, 1, 1], 2) == 3
     assert makespan([5], 132) == 5 and makespan([1] * 133, 132) == 2
