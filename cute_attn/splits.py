@@ -103,9 +103,9 @@ def steps_of_keys(params: AttentionParams, tile: Any, seqlen_q: int, seqlen_k: i
     every = -(-blocks // _MOST_BLOCKS)
     for block in range(blocks):
         key = (block // every * every + min(every, blocks - block) // 2) * tile.tile_n
-        begin = max(0, key + first) // tile.tile_m
-        end = -(-min(seqlen_q, min(key + tile.tile_n, seqlen_k) + last) // tile.tile_m)
-        yield max(0, end - begin)
+        begin = max(0, key + first)
+        end = min(seqlen_q, min(key + tile.tile_n, seqlen_k) - 1 + last)
+        yield -(-end // tile.tile_m) - begin // tile.tile_m if begin < end else 0
 
 
 def _seen_by(params: AttentionParams, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
