@@ -382,6 +382,7 @@ def race(
     contenders = list(dict.fromkeys(map(Contender.of, candidates)))
     shapes = workloads_of(contenders, workloads)
     card = card or _gpu()
+    deadline = card.now() + budget_s
     card.build(contenders, shapes)
     runs: dict[Contender, list[Run]] = {}
     failed: dict[Contender, str] = {}
@@ -396,7 +397,7 @@ def race(
     heats = dict.fromkeys(runs, 0)
     scores = {contender: [list[float]() for _ in shapes] for contender in runs}
     warm(card, [run for own in runs.values() for run in own], sample_ms)
-    alive, deadline = list(runs), card.now() + budget_s
+    alive = list(runs)
     while alive:
         for contender in alive:
             heats[contender] += 1

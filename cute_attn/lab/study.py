@@ -1,0 +1,159 @@
+"""What a search for a tile found: a value that prints as a table, and as JSON."""
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rich.table import Table
+
+from cute_attn.lab.race import Comparison
+from cute_attn.tiles import Tile
+
+Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile that was tried.
+
+    Attributes:
+        tile: all its fields.
+        change: those that differ from the default tile, as ``--tile`` takes them.
+        status: how far it came. "ranked" and "built" have not been run; "wrong" was run, and never timed.
+        reason: why it failed, is wrong or has no rank.
+        gains: by workload, its speed over the default's; the median of a few rounds, and no verdict.
+        ms: by workload, median milliseconds.
+        estimate: its estimated time over the default's, before it was run: the geometric mean over the workloads.
+        spills_in_step: instructions that spill in the steady step.
+        seconds: that building it took.
+        kept: whether its times are an earlier study's.
+    """
+
+    tile: str
+    change: str
+    status: Status = "not reached"
+    reason: str = ""
+    gains: dict[str, float] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+    estimate: float | None = None
+    spills_in_step: int = 0
+    seconds: float = 0.0
+    kept: bool = False
+
+    @property
+    def gain(self) -> float | None:
+        """The geometric mean of the gains, or None where it was not timed."""
+        return math.exp(statistics.fmean(map(math.log, self.gains.values()))) if self.gains else None
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """To sort by: timed ones by gain, then ranked ones, without spills first, then the rest."""
+        if self.gain is not None:
+            return 0, -self.gain
+        if self.status in ("ranked", "built"):
+            return 1, self.spills_in_step > 0, math.inf if self.estimate is None else self.estimate
+        return {"not reached": 2, "wrong": 3}.get(self.status, 4), 0
+
+
+@dataclass(frozen=True)
+class Study:
+    """A search.
+
+    Attributes:
+        name: the kernel's.
+        target, gpu, driver: what it was for; gpu is "" where nothing was timed.
+        workloads: their names.
+        default: the default tile.
+        candidates: all that were considered, the best first.
+        declined: how many tiles were declined before they were built, for each reason.
+        best: the tile that an A/B found faster than the default and not slower on any workload; "" for the default.
+        best_text: that tile as Python, to paste.
+        verdict: the A/B of the fastest candidate against the default; None where none was run.
+        seconds: that it took.
+        notes: sentences about it.
+        started: when, in ISO 8601 and UTC.
+    """
+
+    name: str
+    target: str
+    gpu: str
+    driver: str
+    workloads: tuple[str, ...]
+    default: str
+    candidates: tuple[Candidate, ...]
+    declined: dict[str, int]
+    best: str
+    best_text: str
+    verdict: Comparison | None
+    seconds: float
+    notes: tuple[str, ...]
+    started: str
+
+    @property
+    def sentence(self) -> str:
+        """What came of it."""
+        if not self.gpu:
+            first = next((c for c in self.candidates if c.status == "ranked"), None)
+            if first is None:
+                return f"{self.name}: no tile was ranked"
+            estimate = f"{first.estimate:.3f}" if first.estimate is not None else "an unknown share"
+            return (
+                f"{self.name}: by its code {first.change or 'the default tile'} is the best, at {estimate} of the "
+                "default's time; nothing was run"
+            )
+        if self.best:
+            assert self.verdict is not None
+            return f"{self.verdict.sentence}; --tile {self.best}"
+        if self.verdict is None:
+            return f"{self.name}: the default tile stays, no candidate was faster in the race"
+        return f"{self.name}: the default tile stays; {self.verdict.sentence}"
+
+    def table(self, most: int = 20) -> Table:
+        """The best ``most`` candidates, and all that failed."""
+        shown = Table("tile", *(f"speed, {name}" for name in self.workloads), "estimate", "spills", "")
+        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{self.default}"
+        bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
+        good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
+        for one in (*good[:most], *bad):
+            speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in self.workloads)
+            estimate = "-" if one.estimate is None else f"{one.estimate:.3f}"
+            said = "[red]" + one.reason if one in bad else one.reason or ("kept" if one.kept else "")
+            shown.add_row(one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), said)
+        left = len(good) - min(len(good), most)
+        if left:
+            shown.caption = f"{left} slower ones are left out"
+        return shown
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, with ``"kind": "study"``; :meth:`from_json` reads them back."""
+        values = asdict(self) | {"sentence": self.sentence}
+        values["verdict"] = None if self.verdict is None else self.verdict.to_json()
+        return {"kind": "study"} | json.loads(json.dumps(values))
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> "Study":
+        """What :meth:`to_json` gave."""
+        fields = {name: values[name] for name in Study.__dataclass_fields__}
+        verdict = fields["verdict"]
+        return Study(
+            **fields
+            | {
+                "workloads": tuple(fields["workloads"]),
+                "candidates": tuple(Candidate(**one) for one in fields["candidates"]),
+                "verdict": None if verdict is None else Comparison.from_json(verdict),
+                "notes": tuple(fields["notes"]),
+            }
+        )
+
+
+def as_python(tile: Tile) -> str:
+    """A tile as an expression, with the fields that differ from its class's defaults."""
+    shown = ", ".join(
+        f"{f.name}={getattr(tile, f.name)!r}"
+        for f in dataclasses.fields(tile)  # type: ignore[arg-type]
+        if getattr(tile, f.name) != f.default
+    )
+    return f"{type(tile).__name__}({shown})"

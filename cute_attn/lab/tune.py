@@ -1,0 +1,530 @@
+"""The best tile of a kernel for some workloads, within a budget of seconds.
+
+    from cute_attn.lab.tune import tune
+
+    study = tune("forward-sm90-bf16-d128-causal", workloads=["b1-s8192-h32x8"], budget_s=60)
+    print(study.sentence)
+
+What a tile declines is never built. The others are built by worker processes, while the GPU races what is ready, the
+most promising by its code first and what spills in the steady step last. Each is compared with the reference, then
+timed in a few rounds beside the default; then what helped is combined. The best are raced against each other, and an
+A/B of the winner against the default decides. Timings are kept on disk: a study that is stopped goes on where it was.
+"""
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.builds import Builds, Built, WorkerBuilds
+from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
+from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
+from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
+from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
+from cute_attn.lab.study import Candidate, Study, as_python
+from cute_attn.lab.timings import Timing, TimingKey, Timings
+from cute_attn.tiles import Tile
+from cute_attn.traits import Traits
+
+HEAT_ROUNDS = 3
+_HOPELESS = math.log(0.8)  # of the first round; more rounds would not change its place
+_CLOSE = math.log(1.02)  # how much slower than the best one still races it
+_MOST_RACED, _MOST_PAIRS = 8, 24
+_RACE = 1.5  # the time of that race and the A/B over the A/B's alone
+# To say what fits a budget: seconds of a build, of loading the workers, of a check, and of an A/B beside its samples.
+_BUILD_S, _START_S, _CHECK_S, _AB_S = 8.0, 5.0, 0.3, 1.5
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a study is.
+
+    Attributes:
+        text: what it does.
+        total, built, timed: numbers of candidates.
+        best: the fastest so far, as a change of the default tile, "" if that is the fastest.
+        gain: its speed over the default's.
+    """
+
+    text: str
+    total: int
+    built: int
+    timed: int
+    best: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a study runs on; by default this machine.
+
+    Attributes:
+        card: times kernels.
+        builds: builds them.
+    """
+
+    card: Card | None
+    builds: Builds
+
+
+def tune(
+    name: str,
+    space: Space | str | None = None,
+    *,
+    target: str | None = None,
+    workloads: Sequence[Workload | str] = (),
+    budget_s: float = 60.0,
+    static_only: bool = False,
+    resume: Path | None = None,
+    seed: int = 0,
+    equipment: Equipment | None = None,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> Study:
+    """Search for a tile of a kernel that is faster than its default one.
+
+    Args:
+        name: the kernel's.
+        space: tiles to try, see :class:`Space`; by default one field at a time around the default tile, and pairs of
+            what helped.
+        target: by default the GPU that is present; another one only with ``static_only``.
+        workloads: or their texts; by default two lengths of 16k tokens.
+        budget_s: seconds, of which the last few are the A/B's.
+        static_only: only rank by the code; needs no GPU.
+        resume: the file of timings that are kept, by default the user's own, see :mod:`cute_attn.lab.timings`.
+        seed: of the order in which a larger space is tried.
+        equipment: another card, other builds.
+        watch: is told how far it is.
+
+    Raises:
+        ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.
+        Lost: a candidate ended the GPU's context; it is left out when the study is called again.
+    """
+    traits = Traits.parse(name)
+    shapes = workloads_of([Contender(traits.name)], workloads)
+    if equipment is None and not static_only:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU; --static ranks without one")
+    search = Search.of(traits, space, target, shapes, seed)
+    if equipment is None:
+        card = None if static_only else Gpu()
+        beside = [
+            r for r in needed_kernels(search.default, shapes, search.target) if r[1] != search.space.tile
+        ]
+        builds = WorkerBuilds(traits, search.target, shapes, () if static_only else dict.fromkeys(beside))
+        equipment = Equipment(card, builds)
+    study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
+    try:
+        return study.run()
+    finally:
+        equipment.builds.close()
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which tiles are tried.
+
+    Attributes:
+        traits, target: of the kernel.
+        workloads: what it is timed on.
+        space: the tiles around its default one.
+        tiles: the first candidates, in the order in which they are built.
+        declined: how many were declined, for each reason.
+        grows: whether pairs of what helped follow.
+    """
+
+    traits: Traits
+    target: str
+    workloads: tuple[Workload, ...]
+    space: Space
+    tiles: tuple[Tile, ...]
+    declined: Counter[str]
+    grows: bool
+
+    @property
+    def default(self) -> Contender:
+        """The kernel with its default tile, which depends on a workload's lengths."""
+        return Contender(self.traits.name)
+
+    def contender(self, tile: Tile) -> Contender:
+        """The kernel with a tile."""
+        return Contender(self.traits.name, self.change(tile))
+
+    def change(self, tile: Tile) -> str:
+        """A tile as a change of the one that ``--tile`` changes: the default for long sequences."""
+        from cute_attn import registry
+
+        return change_text(registry.lookup(self.traits, None, self.target).tile, tile)
+
+    @staticmethod
+    def of(
+        traits: Traits,
+        space: Space | str | None,
+        target: str | None,
+        workloads: tuple[Workload, ...],
+        seed: int = 0,
+    ) -> "Search":
+        """The candidates of a space.
+
+        Raises:
+            ValueError: the space's text is wrong, or no tile is left.
+        """
+        from cute_attn.compiler import default_target
+
+        target = target or default_target(traits.arch)
+        start = tile_at(Contender(traits.name), workloads[0], target)
+        declined: Counter[str] = Counter()
+        if isinstance(space, str):
+            space = Space.parse(space, start)
+        if space is None:
+            space = Space.around(start)
+            found, declined = accepted([*space.neighbours(), *space.repaired(traits, target)], traits, target)
+            grows = True
+        else:
+            found, declined = space.tiles(traits, target)
+            random.Random(seed).shuffle(found)
+            found.sort(key=lambda tile: len(changed_fields(start, tile)))
+            grows = False
+        group = max(w.nheads // w.nheads_kv for w in workloads)
+        packed = [tile for tile in found if getattr(tile, "pack_heads", 1) >= max(2, 2 * group)]
+        if packed:
+            declined["pack more heads than a key head has"] += len(packed)
+        tiles = [tile for tile in found if tile not in packed and tile != start]
+        if not tiles:
+            if declined:
+                raise ValueError(all_declined(declined))
+            raise ValueError("space has the default tile alone; accepted: one with others")
+        return Search(traits, target, workloads, space, tuple(tiles), declined, grows)
+
+
+@dataclass
+class _Entry:
+    """A candidate while the study runs."""
+
+    tile: Tile
+    candidate: Candidate
+    built: Built | None = None
+    ratios: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float:
+        """The mean over workloads of the median log-ratio."""
+        return statistics.fmean(statistics.median(one) for one in self.ratios.values())
+
+
+class _Study:
+    """A search that runs."""
+
+    def __init__(
+        self,
+        search: Search,
+        equipment: Equipment,
+        timings: Timings,
+        budget_s: float,
+        static_only: bool,
+        watch: Callable[[Progress], None],
+    ) -> None:
+        self.search, self.timings, self.watch = search, timings, watch
+        self.builds = equipment.builds
+        self.card = None if static_only else equipment.card
+        self.entries: dict[Tile, _Entry] = {}
+        self.ready: list[_Entry] = []
+        self.default_built: Built | None = None
+        self.runs: dict[Workload, Run] = {}
+        self.combined: set[Tile] = set()
+        self.notes: list[str] = []
+        self.started = datetime.now(UTC).isoformat()
+        self.start = self.now()
+        self.end = self.start + budget_s
+        # Kept for the race of the best and the A/B.
+        one_ab = 4 * ROUNDS * SAMPLE_MS / 1000 * 1.2 + _AB_S
+        self.reserve = 0.0 if self.card is None else min(budget_s / 2, _RACE * one_ab * len(search.workloads))
+
+    def now(self) -> float:
+        if self.card is not None:
+            return self.card.now()
+        import time
+
+        return time.monotonic()
+
+    def run(self) -> Study:
+        """All of it."""
+        self.add(self.search.tiles)
+        self.notes.append(self.promise())
+        self.say(self.notes[0])
+        self.builds.submit([self.search.space.tile])
+        self.submit(list(self.entries.values()))
+        while self.now() < self.end - self.reserve:
+            busy = self.ready and self.default_built is not None
+            self.collect(0.0 if busy else self.end - self.reserve - self.now())
+            if self.ready and self.can_time():
+                self.ready.sort(key=_promising)
+                self.heat(self.ready.pop(0))
+            elif not self.builds.pending and not self.ready and not self.combine():
+                break
+        return self.finish()
+
+    # ---- candidates ----
+
+    def add(self, tiles: Iterable[Tile]) -> list[_Entry]:
+        """New candidates among the tiles."""
+        new = []
+        for tile in tiles:
+            if tile not in self.entries and tile != self.search.space.tile:
+                candidate = Candidate(str(tile), self.search.change(tile))
+                self.entries[tile] = _Entry(tile, candidate)
+                new.append(self.entries[tile])
+        return new
+
+    def submit(self, entries: Sequence[_Entry]) -> None:
+        """Build those whose times are not known."""
+        unknown = [entry for entry in entries if not self.recalled(entry)]
+        self.builds.submit([entry.tile for entry in unknown])
+
+    def promise(self) -> str:
+        """How many candidates fit the budget."""
+        seconds = self.end - self.start - self.reserve
+        of_builds = self.builds.workers * max(0.0, seconds - _START_S) / _BUILD_S
+        rounds = 4 * HEAT_ROUNDS * HEAT_MS / 1000 + _CHECK_S
+        of_times = math.inf if self.card is None else seconds / (rounds * len(self.search.workloads))
+        fit = min(len(self.entries), int(min(of_builds, of_times)))
+        declined = self.search.declined.total()
+        return (
+            f"{len(self.entries)} candidates, {declined} tiles declined; about {fit} fit "
+            f"{self.end - self.start:.0f} s with {self.builds.workers} builds at a time"
+            + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
+        )
+
+    def combine(self) -> bool:
+        """Submit pairs of what helped; whether there are new ones."""
+        if not self.search.grows:
+            return False
+        if self.card is None:
+            helped = [e for e in self.entries.values() if (e.candidate.estimate or 1.0) < 1 - RESOLUTION]
+            helped.sort(key=lambda entry: entry.candidate.estimate or 1.0)
+        else:
+            helped = [e for e in self.entries.values() if e.ratios and e.score > RESOLUTION]
+            helped.sort(key=lambda entry: -entry.score)
+        pairs, _ = accepted(
+            self.search.space.pairs([entry.tile for entry in helped]), self.search.traits, self.search.target
+        )
+        new = self.add([tile for tile in pairs if tile not in self.combined][:_MOST_PAIRS])
+        self.combined |= set(pairs)
+        self.submit(new)
+        return bool(new)
+
+    def collect(self, wait_s: float) -> None:
+        """Take what was built."""
+        self.say("building")
+        for built in self.builds.take(wait_s):
+            if built.tile == self.search.space.tile and self.default_built is None:
+                if built.error:
+                    raise ValueError(f"the default tile does not build: {built.error}")
+                self.default_built = built
+                self.rank_all()
+                for entry in self.entries.values():
+                    self.recalled(entry)
+                continue
+            entry = self.entries[built.tile]
+            entry.built = built
+            if built.error:
+                self.mark(entry, status="failed", reason=built.error)
+                continue
+            self.mark(
+                entry,
+                status="built",
+                reason=built.no_rank,
+                spills_in_step=built.spills_in_step,
+                seconds=built.seconds,
+            )
+            self.rank(entry)
+            if self.card is not None and not self.recalled(entry):
+                self.ready.append(entry)
+
+    def mark(self, entry: _Entry, **changes: Any) -> None:
+        entry.candidate = replace(entry.candidate, **changes)
+
+    def rank(self, entry: _Entry) -> None:
+        """Its estimate, relative to the default's, once both are there."""
+        base, own = self.default_built, entry.built
+        if base is None or own is None or not own.estimates or not base.estimates:
+            return
+        ratios = [math.log(own.estimates[name] / base.estimates[name]) for name in base.estimates]
+        changes = {} if entry.candidate.status == "timed" else {"status": "ranked"}
+        self.mark(entry, estimate=math.exp(statistics.fmean(ratios)), **changes)
+
+    def rank_all(self) -> None:
+        for entry in self.entries.values():
+            if not entry.built or not entry.built.error:
+                self.rank(entry)
+
+    # ---- times ----
+
+    def key(self, tile: Tile, workload: Workload) -> TimingKey:
+        assert self.card is not None
+        default = tile_at(self.search.default, workload, self.search.target)
+        kernel, beside = (self.cache_key(one) for one in (tile, default))
+        return TimingKey(kernel, beside, workload.name, self.card.gpu, self.card.driver)
+
+    def cache_key(self, tile: Tile) -> str:
+        from cute_attn import registry
+        from cute_attn.compiler import key_of
+
+        return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)
+
+    def recalled(self, entry: _Entry) -> bool:
+        """Whether nothing is left to time of it: an earlier study did, or never came back from it."""
+        if self.card is None or entry.candidate.status in ("timed", "failed"):
+            return self.card is not None
+        if self.timings.hung(self.cache_key(entry.tile)):
+            self.mark(entry, status="failed", reason="an earlier study ran it and never came back")
+            return True
+        found = {w: self.timings.get(self.key(entry.tile, w)) for w in self.search.workloads}
+        if None in found.values():
+            return False
+        for workload, timing in found.items():
+            assert timing is not None
+            self.note(entry, workload, timing)
+        self.mark(entry, kept=True)
+        return True
+
+    def note(self, entry: _Entry, workload: Workload, timing: Timing) -> None:
+        entry.ratios[workload.name] = timing.log_ratios
+        gains = entry.candidate.gains | {workload.name: math.exp(statistics.median(timing.log_ratios))}
+        times = entry.candidate.ms | {workload.name: timing.ms}
+        self.mark(entry, status="timed", reason="", gains=gains, ms=times)
+
+    def can_time(self) -> bool:
+        """Whether the default is ready to be timed against; it is checked and warmed up on its first call."""
+        if self.card is None or self.default_built is None:
+            return False
+        if not self.runs:
+            self.say("checking and warming up the default tile")
+            for workload in self.search.workloads:
+                self.runs[workload] = self.card.prepare(self.search.default, workload)
+            warm(self.card, list(self.runs.values()), SAMPLE_MS)
+        return True
+
+    def heat(self, entry: _Entry) -> None:
+        """Check a candidate on every workload, then time it beside the default in a few rounds."""
+        assert self.card is not None
+        contender, kernel = self.search.contender(entry.tile), self.cache_key(entry.tile)
+        self.say(f"checking {entry.candidate.change}")
+        self.timings.began(kernel)
+        try:
+            runs = {w: self.card.prepare(contender, w) for w in self.search.workloads}
+        except Lost as error:  # still noted as begun: the next study leaves it out
+            raise Lost(f"{error}; call it again, and the study goes on without this tile") from error
+        except KeyboardInterrupt:
+            self.timings.ended(kernel)
+            raise
+        except Exception as error:
+            self.timings.ended(kernel)
+            wrong = isinstance(error, Wrong)
+            self.mark(entry, status="wrong" if wrong else "failed", reason=_first_line(error))
+            return
+        self.timings.ended(kernel)
+        self.say(f"timing {entry.candidate.change}")
+        for workload, run in runs.items():
+            ratios, times = self.rounds(run, self.runs[workload])
+            key = self.key(entry.tile, workload)
+            self.note(entry, workload, self.timings.put(key, ratios, statistics.median(times)))
+
+    def rounds(self, run: Run, default: Run) -> tuple[list[float], list[float]]:
+        """Log-ratios of a few rounds, fewer for a hopeless one, and the times."""
+        assert self.card is not None
+        card, times = self.card, list[float]()
+
+        def sample() -> float:
+            times.append(card.sample(run, HEAT_MS))
+            return times[-1]
+
+        card.sample(default, HEAT_MS)  # what ran before may have let the clock rise
+        ratios: list[float] = []
+        while len(ratios) < HEAT_ROUNDS and not (ratios and ratios[0] < _HOPELESS):
+            ratios.append(abba(sample, lambda: card.sample(default, HEAT_MS)))
+        return ratios, times
+
+    # ---- the end ----
+
+    def finish(self) -> Study:
+        """The race of the best and the A/B."""
+        winner, verdict = self.decide()
+        tile = winner if verdict is not None and verdict.outcome == "faster" else None
+        late = sum(e.candidate.status == "not reached" for e in self.entries.values())
+        if late:
+            self.notes.append(f"{late} candidates were not reached within the budget")
+        known = [self.default_built, *(entry.built for entry in self.entries.values())]
+        unranked = sorted({built.no_rank for built in known if built and built.no_rank})
+        if unranked:
+            self.notes.append(f"some have no rank: {'; '.join(unranked[:3])}")
+        ordered = sorted((e.candidate for e in self.entries.values()), key=lambda one: one.order)
+        return Study(
+            self.search.traits.name,
+            self.search.target,
+            self.card.gpu if self.card is not None else "",
+            self.card.driver if self.card is not None else "",
+            tuple(workload.name for workload in self.search.workloads),
+            str(self.search.space.tile),
+            tuple(ordered),
+            dict(self.search.declined),
+            "" if tile is None else self.search.change(tile),
+            "" if tile is None else as_python(tile),
+            verdict,
+            self.now() - self.start,
+            tuple(self.notes),
+            self.started,
+        )
+
+    def decide(self) -> tuple[Tile | None, Comparison | None]:
+        """The fastest candidate and its A/B, or None if none was faster than the default so far."""
+        timed = sorted((e for e in self.entries.values() if e.ratios), key=lambda entry: -entry.score)
+        if self.card is None or not timed or timed[0].score <= 0:
+            return None, None
+        close = [entry for entry in timed if entry.score > max(0.0, timed[0].score - _CLOSE)][:_MOST_RACED]
+        winner = close[0].tile
+        left = self.end - self.now() - self.reserve / _RACE
+        if len(close) > 1 and left > 0:
+            self.say(f"racing the best {len(close)}")
+            contenders = {str(self.search.contender(entry.tile)): entry.tile for entry in close}
+            names = [self.search.contender(tile) for tile in contenders.values()]
+            places = race(names, self.search.workloads, budget_s=left, card=self.card)
+            winner = contenders[places[0].contender]
+        left = max(0.0, self.end - self.now())
+        text = self.search.change(winner)
+        return winner, ab(
+            self.search.contender(winner),
+            self.search.default,
+            self.search.workloads,
+            budget_s=left,
+            card=self.card,
+            progress=lambda what: self.say(f"A/B of {text}: {what}"),
+        )
+
+    def say(self, text: str) -> None:
+        """Tell the watcher."""
+        timed = [entry for entry in self.entries.values() if entry.ratios]
+        best = max(timed, key=lambda entry: entry.score, default=None)
+        change, gain = (
+            ("", 1.0) if best is None or best.score <= 0 else (best.candidate.change, math.exp(best.score))
+        )
+        built = sum(entry.candidate.status != "not reached" for entry in self.entries.values())
+        self.watch(Progress(text, len(self.entries), built, len(timed), change, gain))
+
+
+def _promising(entry: _Entry) -> tuple[bool, float]:
+    """To sort what is ready: without spills first, then by the estimate."""
+    estimate = entry.candidate.estimate
+    return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

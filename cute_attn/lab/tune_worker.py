@@ -1,0 +1,77 @@
+"""A process that builds kernels for :mod:`cute_attn.lab.builds` and ranks them by their code: lines of JSON in and out.
+
+    {"traits": NAME, "tile": TEXT, "target": ..., "modules": {NAME: FILE}, "workloads": [{...}, ...]}
+    {"seconds": ..., "error": TEXT or null, "key": ..., "spills_in_step": ..., "estimates": {WORKLOAD: ...},
+     "no_rank": TEXT}
+
+Without workloads the kernel is one that others need, and not ranked. A backward's preprocess and convert are built too.
+Reading the code takes half a second, which the process that times kernels should not spend.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from cute_attn.prebuild_worker import build
+
+
+def main() -> None:
+    """Build until the input ends. What users' modules print goes to stderr."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[:] = json.loads(sys.stdin.readline())
+    for line in sys.stdin:
+        print(json.dumps(build_and_rank(**json.loads(line))), file=results, flush=True)
+
+
+def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[str, Any]:
+    """The answer to one request, which is that of ``prebuild_worker`` with workloads."""
+    answer = build(**request)
+    if answer["error"] is not None or not workloads:
+        return answer
+    from cute_attn.compiler import compile
+
+    compiled = compile(request["traits"], request["tile"], request["target"])
+    try:
+        build_parts(compiled)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return answer | {"key": compiled.key} | ranked(compiled, workloads)
+
+
+def build_parts(compiled: Any) -> None:
+    """The kernels that a launch needs beside a backward's main one."""
+    if compiled.traits.op != "backward":
+        return
+    from cute_attn.backward import kernels_of
+    from cute_attn.compiler import compile
+    from cute_attn.registry import lookup
+
+    for traits, tile in kernels_of(lookup(compiled.traits, compiled.tile, compiled.target))[1:]:
+        compile(traits, tile, compiled.target)
+
+
+def ranked(compiled: Any, workloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A kernel's estimated time of each workload, and its spills; or why there is no estimate."""
+    from cute_attn.benchmark.workload import Workload
+
+    try:
+        estimate = importlib.import_module("cute_attn.lab.rank").estimate
+        from cute_attn.lab.verdict import verdict
+
+        found = verdict(compiled)
+        plain = [
+            {n: tuple(x) if isinstance(x, list) else x for n, x in values.items()} for values in workloads
+        ]
+        shapes = [Workload(**values) for values in plain]  # type: ignore[arg-type]
+        estimates = {shape.name: float(estimate(found, shape)) for shape in shapes}
+    except Exception as error:  # the kernel can be timed all the same
+        return {"spills_in_step": 0, "estimates": {}, "no_rank": f"{type(error).__name__}: {error}"}
+    return {"spills_in_step": found.spills_in_step, "estimates": estimates, "no_rank": ""}
+
+
+if __name__ == "__main__":
+    main()

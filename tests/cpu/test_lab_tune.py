@@ -1,0 +1,583 @@
+"""Spaces, timings on disk and the tuner, on a simulated card with simulated builds: no real clock."""
+
+import dataclasses
+import json
+import math
+import threading
+
+import pytest
+import torch
+
+from cute_attn import compiler, registry
+from cute_attn.lab import builds as builds_module
+from cute_attn.lab.builds import Built, WorkerBuilds
+from cute_attn.lab.card import Contender, Lost
+from cute_attn.lab.space import Space, accepted, change_text
+from cute_attn.lab.study import Study, as_python
+from cute_attn.lab.timings import TimingKey, Timings
+from cute_attn.lab.tune import Equipment, tune
+from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.traits import Traits
+from tests import toy
+from tests.simulated_card import SimulatedCard
+
+NAME = "forward-sm90-bf16-d128"
+TRAITS = Traits.parse(NAME)
+DEFAULT = registry.lookup(TRAITS).tile
+
+
+def tile_of(contender):
+    return registry.lookup(TRAITS, contender.tile or None).tile
+
+
+class SimulatedBuilds:
+    """Builds that take seconds of a card's clock, each of ``workers`` at a time.
+
+    Args:
+        failing: tiles that do not build.
+        spilling: tiles that spill.
+        estimate: a tile's estimated milliseconds, or None for no rank.
+    """
+
+    def __init__(self, card, *, seconds=8.0, workers=15, failing=(), spilling=(), estimate=None):
+        self.card, self.seconds, self.workers = card, seconds, workers
+        self.failing, self.spilling, self.estimate = set(failing), set(spilling), estimate
+        self.free, self.coming, self.submitted, self.closed = [0.0] * workers, [], [], False
+
+    @property
+    def pending(self):
+        return len(self.coming)
+
+    def submit(self, tiles):
+        for tile in tiles:
+            self.submitted.append(tile)
+            self.free.sort()
+            self.free[0] = max(self.free[0], self.card.now()) + self.seconds
+            self.coming.append((self.free[0], tile))
+
+    def take(self, wait_s):
+        now = self.card.now()
+        if wait_s and self.coming and min(self.coming, key=lambda one: one[0])[0] > now:
+            self.card.seconds = min(now + wait_s, min(done for done, _ in self.coming))
+        there = [tile for done, tile in self.coming if done <= self.card.now()]
+        self.coming = [one for one in self.coming if one[1] not in there]
+        return [self.built(tile) for tile in there]
+
+    def built(self, tile):
+        if tile in self.failing:
+            return Built(tile, error="DSLRuntimeError: it does not build")
+        rank = {"no_rank": "no step"} if self.estimate is None else {"estimates": {"w": self.estimate(tile)}}
+        return Built(tile, str(tile), self.seconds, spills_in_step=3 * (tile in self.spilling), **rank)
+
+    def close(self):
+        self.closed = True
+
+
+def run(
+    milliseconds, resume, space=None, *, budget_s=60.0, card=None, seed=0, workloads=("s8192",), **builds
+):
+    """A study on a card whose times are a function of the tile; returns it with the card and the builds."""
+    card = card or SimulatedCard(lambda contender, workload: milliseconds(tile_of(contender)), seed=seed)
+    simulated = SimulatedBuilds(card, **builds)
+    study = tune(
+        NAME,
+        space,
+        workloads=workloads,
+        budget_s=budget_s,
+        resume=resume,
+        seed=seed,
+        equipment=Equipment(card, simulated),
+    )
+    assert simulated.closed
+    return study, card, simulated
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return tmp_path / "timings.jsonl"
+
+
+# ---- landscapes ----
+
+
+def bowl(tile):
+    """One field off the default is best."""
+    return (
+        1.0
+        + 0.002 * abs(tile.tile_n - 112) / 16
+        + 0.01 * (tile.num_stages != 2)
+        + 0.05 * (tile.tile_m != 128)
+    )
+
+
+def ridge(tile):
+    """Two fields help alone, and more together."""
+    return (
+        1.0 - 0.02 * (not tile.q_in_regs) - 0.015 * tile.share_qo_smem + 0.004 * abs(tile.tile_n - 128) / 16
+    )
+
+
+def rugged(tile):
+    """No order in the values, cliffs, and the best far from the default."""
+    hills = {64: 0.93, 80: 1.2, 96: 1.0, 112: 1.3, 128: 1.0, 144: 0.99, 160: 1.1}
+    return hills.get(tile.tile_n, 1.5) * (1.0 if tile.num_stages == 2 else 1.1)
+
+
+LANDSCAPES = {
+    "bowl": (bowl, "tile_n=112"),
+    "ridge": (ridge, "q_in_regs=false,share_qo_smem=true"),
+    "rugged": (rugged, "tile_n=64"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LANDSCAPES)
+def test_the_best_tile_is_found_within_the_budget(name, seed, kept):
+    milliseconds, best = LANDSCAPES[name]
+    study, card, _ = run(lambda tile: milliseconds(tile), kept, seed=seed)
+    if name == "bowl":  # 0.2% from the default: the A/B may not see it, but nothing worse is taken
+        assert study.best in ("", best)
+    else:
+        assert study.best == best and study.verdict.outcome == "faster"
+        assert study.candidates[0].change == best
+        assert best in study.sentence and as_python(tile_of(Contender(NAME, best))) == study.best_text
+    assert card.now() <= 62 and study.seconds <= 62
+
+
+def test_the_default_stays_where_nothing_is_faster(kept):
+    study, _, _ = run(lambda tile: 1.0 if tile == DEFAULT else 1.05, kept)
+    assert (study.best, study.best_text, study.verdict) == ("", "", None)
+    assert "the default tile stays" in study.sentence
+    assert all(one.gain < 1 for one in study.candidates if one.status == "timed")
+
+
+def test_what_is_faster_on_one_workload_and_slower_on_another_is_not_taken(kept):
+    def milliseconds(contender, workload):
+        narrow = tile_of(contender).tile_n == 64
+        return (
+            1.0
+            + (narrow and {2048: -0.1, 8192: 0.03}[workload.seqlen])
+            + 0.2 * (tile_of(contender).tile_m != 128)
+        )
+
+    study, _, _ = run(None, kept, "tile_n=64", card=SimulatedCard(milliseconds), workloads=())
+    assert study.best == "" and study.verdict.outcome == "undecided"
+    assert [one.outcome for one in study.verdict.measured] == ["faster", "slower"]
+    (one,) = study.candidates
+    assert list(one.gains.values()) == pytest.approx([1 / 0.9, 1 / 1.03], rel=0.01)
+
+
+# ---- what goes wrong ----
+
+
+def test_failing_builds_and_wrong_kernels_are_left_out_and_named(kept):
+    """The fastest of all is wrong, the next does not build, the next fails when it runs."""
+    wrong, broken, crashing = (dataclasses.replace(DEFAULT, tile_n=n) for n in (112, 96, 80))
+    speeds = {wrong: 0.5, broken: 0.6, crashing: 0.7, dataclasses.replace(DEFAULT, tile_n=64): 0.9}
+    card = SimulatedCard(
+        lambda contender, workload: speeds.get(tile_of(contender), 1.0),
+        wrong=[Contender(NAME, "tile_n=112")],
+        failing={Contender(NAME, "tile_n=80"): RuntimeError("launch failed\nand more")},
+    )
+    study, _, _ = run(None, kept, card=card, failing=[broken])
+    assert study.best == "tile_n=64"
+    bad = {
+        one.change: (one.status, one.reason) for one in study.candidates if one.status in ("wrong", "failed")
+    }
+    assert bad.keys() == {"tile_n=112", "tile_n=96", "tile_n=80"}
+    assert bad["tile_n=112"][0] == "wrong" and "allowed are" in bad["tile_n=112"][1]
+    assert bad["tile_n=96"] == ("failed", "DSLRuntimeError: it does not build")
+    assert bad["tile_n=80"] == ("failed", "launch failed")
+    assert not {c.tile for c, _ in card.sampled} & bad.keys()
+
+
+def test_nothing_is_timed_before_it_was_checked(kept):
+    _, card, _ = run(ridge, kept)
+    checked = set()
+    for what, contender in card.events:
+        if what == "checked":
+            checked.add(contender)
+        elif what == "sampled":
+            assert contender in checked
+
+
+def test_a_default_that_does_not_build_is_an_error(kept):
+    with pytest.raises(ValueError, match="the default tile does not build: DSLRuntimeError"):
+        run(bowl, kept, failing=[DEFAULT])
+
+
+def test_no_survivors_is_one_sentence(kept):
+    with pytest.raises(
+        ValueError, match=r"all 3 tiles were declined: 3 need more shared memory than sm90 has"
+    ):
+        run(bowl, kept, "num_stages=8..10")
+    with pytest.raises(ValueError, match="space has the default tile alone"):
+        run(bowl, kept, "tile_n=128")
+    study, _, _ = run(bowl, kept, "tile_n=112|2048")
+    assert study.declined == {"have another tile_n; accepted: multiples of 16 up to 256 for " + NAME: 1}
+
+
+def test_without_a_gpu_only_the_static_rank_works(kept):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="there is no GPU; --static ranks without one"):
+        tune(NAME)
+
+
+# ---- stopped and resumed ----
+
+
+class Stopped(SimulatedCard):
+    """A user presses Ctrl-C at the n-th sample."""
+
+    def __init__(self, *args, at, **options):
+        super().__init__(*args, **options)
+        self.left = at
+
+    def sample(self, run, milliseconds):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().sample(run, milliseconds)
+
+
+def heats(card):
+    """Candidates in the order in which they were first sampled beside the default."""
+    return [c for c in dict.fromkeys(c for what, c in card.events if what == "sampled") if c.tile]
+
+
+def milliseconds_of(landscape):
+    return lambda contender, workload: landscape(tile_of(contender))
+
+
+def test_a_stopped_study_goes_on_without_timing_twice(kept):
+    stopped = Stopped(milliseconds_of(rugged), at=200)
+    with pytest.raises(KeyboardInterrupt):
+        run(None, kept, card=stopped)
+    done = heats(stopped)[:-1]  # the last one may have been finished or not
+    assert len(done) >= 5
+    resumed = SimulatedCard(milliseconds_of(rugged))
+    study, _, builds = run(None, kept, card=resumed)
+    assert study.best == "tile_n=64"
+    raced = {c for c in heats(resumed) if any(str(c).endswith(text) for text in ("tile_n=64", "tile_n=144"))}
+    assert not set(heats(resumed)) & set(done) - raced
+    assert {c.tile for c in done} <= {one.change for one in study.candidates if one.kept}
+    assert not {tile_of(c) for c in done} & set(builds.submitted), "what is timed need not be built"
+
+
+def test_another_tile_in_a_space_times_one_tile(kept):
+    run(bowl, kept, "tile_n=64|80")
+    study, card, builds = run(bowl, kept, "tile_n=64|80|96")
+    new = dataclasses.replace(DEFAULT, tile_n=96)
+    assert builds.submitted == [DEFAULT, new]
+    assert {c.tile for c in heats(card)} == {"tile_n=96"}
+    assert sorted(one.kept for one in study.candidates) == [False, True, True]
+
+
+def test_timings_are_of_one_gpu_driver_workload_and_default(kept):
+    run(bowl, kept, "tile_n=64|80")
+    for change in ({"gpu": "another"}, {"driver": "2.0"}):
+        card = SimulatedCard(milliseconds_of(bowl))
+        vars(card).update(change)
+        study, _, _ = run(None, kept, "tile_n=64|80", card=card)
+        assert not any(one.kept for one in study.candidates)
+    study, _, _ = run(bowl, kept, "tile_n=64|80", workloads=["s4096"])
+    assert not any(one.kept for one in study.candidates)
+    study, _, _ = run(bowl, kept, "tile_n=64|80")
+    assert all(one.kept for one in study.candidates)
+
+
+def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
+    deadly = Contender(NAME, "tile_n=80")
+    card = SimulatedCard(milliseconds_of(bowl), failing={deadly: Lost("tile_n=80 ended the GPU's context")})
+    with pytest.raises(Lost, match="call it again, and the study goes on without this tile"):
+        run(None, kept, "tile_n=64..112:16", card=card)
+    study, card, builds = run(bowl, kept, "tile_n=64..112:16")
+    (lost,) = (one for one in study.candidates if one.status == "failed")
+    assert lost.change == "tile_n=80" and lost.reason == "an earlier study ran it and never came back"
+    assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
+
+
+def test_a_line_that_was_not_finished_is_no_timing(kept):
+    keys = [TimingKey("kernel", "default", f"w{i}", "gpu", "1") for i in range(3)]
+    timings = Timings(kept)
+    timings.put(keys[0], [0.01, 0.02], 1.5)
+    with kept.open("a") as file:
+        file.write('{"key": {"kernel": "x", "defa')
+    Timings(kept).put(keys[1], [0.03], 2.5)
+    again = Timings(kept)
+    assert again.get(keys[0]).log_ratios == (0.01, 0.02) and again.get(keys[1]).ms == 2.5
+    assert again.get(keys[2]) is None
+    timings.began("a")
+    timings.began("b")
+    timings.ended("a")
+    assert not Timings(kept).hung("a") and Timings(kept).hung("b")
+
+
+# ---- order and budget ----
+
+
+def test_the_most_promising_are_timed_first_and_spilling_ones_last(kept):
+    spilling = [dataclasses.replace(DEFAULT, tile_n=n) for n in (96, 112)]
+    estimate = {96: 0.1, 112: 0.2, 64: 0.9, 80: 0.5, 144: 0.7}
+    study, card, _ = run(
+        bowl,
+        kept,
+        "tile_n=64..112:16|144",
+        spilling=spilling,
+        estimate=lambda tile: estimate.get(tile.tile_n, 1.0),
+    )
+    assert [c.tile for c in heats(card)] == [f"tile_n={n}" for n in (80, 144, 64, 96, 112)]
+    assert {one.change: one.estimate for one in study.candidates}["tile_n=80"] == pytest.approx(0.5)
+    assert {one.change: one.spills_in_step for one in study.candidates}["tile_n=96"] == 3
+
+
+def test_a_hopeless_candidate_is_timed_once(kept):
+    _, card, _ = run(lambda tile: 2.0 if tile.tile_n == 64 else 1.1, kept, "tile_n=64|80")
+    counts = {c.tile: n for (c, _), n in card.sampled.items()}
+    assert counts["tile_n=64"] == 2 and counts["tile_n=80"] == 6
+
+
+def test_the_study_says_how_many_fit_and_how_many_it_did_not_reach(kept):
+    space = "tile_n=32..144:16,num_stages=1|2,q_in_regs,speculative"
+    study, card, _ = run(bowl, kept, space, budget_s=30.0, workers=2)
+    assert study.notes[0].startswith(f"{len(study.candidates)} candidates, ")
+    assert "fit 30 s with 2 builds at a time" in study.notes[0]
+    fit = int(study.notes[0].split("about ")[1].split()[0])
+    reached = sum(one.status == "timed" for one in study.candidates)
+    late = sum(one.status == "not reached" for one in study.candidates)
+    assert abs(reached - fit) <= 2 and f"{late} candidates were not reached" in study.notes[1]
+    assert card.now() <= 32
+
+
+def test_a_watcher_sees_the_best_so_far(kept):
+    seen = []
+    card = SimulatedCard(milliseconds_of(rugged))
+    tune(
+        NAME,
+        workloads=["s8192"],
+        resume=kept,
+        equipment=Equipment(card, SimulatedBuilds(card)),
+        watch=seen.append,
+    )
+    assert seen[-1].best == "tile_n=64" and seen[-1].gain == pytest.approx(1 / 0.93, rel=0.01)
+    assert [one.timed for one in seen] == sorted(one.timed for one in seen) and seen[-1].timed > 10
+    assert any("A/B" in one.text for one in seen) and any("checking tile_n" in one.text for one in seen)
+
+
+def test_the_static_rank_needs_no_card(kept):
+    simulated = SimulatedBuilds(SimulatedCard(None), seconds=0.0, estimate=ridge)
+    study = tune(
+        NAME, static_only=True, workloads=["s8192"], resume=kept, equipment=Equipment(None, simulated)
+    )
+    assert study.gpu == "" and study.verdict is None and study.best == ""
+    assert study.candidates[0].change == "q_in_regs=false,share_qo_smem=true", (
+        "pairs of what helps are ranked too"
+    )
+    assert study.candidates[0].estimate == pytest.approx(0.965)
+    assert "is the best, at 0.965 of the default's time; nothing was run" in study.sentence
+    assert {one.status for one in study.candidates} == {"ranked"} and not kept.exists()
+
+
+def test_a_rank_that_fails_is_said(kept):
+    study, _, _ = run(bowl, kept, "tile_n=112")
+    assert "some have no rank: no step" in study.notes
+
+
+def test_a_study_is_a_table_and_json(kept):
+    from rich.console import Console
+
+    study, _, _ = run(rugged, kept, failing=[dataclasses.replace(DEFAULT, tile_n=96)], workloads=())
+    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(study.table(most=3))
+    text = console.export_text()
+    assert "tile_n=64" in text and "it does not build" in text and "slower ones are left out" in text
+    values = json.loads(json.dumps(study.to_json()))
+    assert values["kind"] == "study" and Study.from_json(values) == study
+
+
+# ---- spaces ----
+
+
+def test_spaces_by_text():
+    space = Space.parse("tile_n=64..96:16|128, num_stages=1|2,q_in_regs,speculative=true", DEFAULT)
+    assert dict(space.values) == {
+        "tile_n": (64, 80, 96, 128),
+        "num_stages": (1, 2),
+        "q_in_regs": (False, True),
+        "speculative": (True,),
+    }
+    assert space.size == len(list(space.all())) == 16
+    tiles, declined = space.tiles(TRAITS, "sm90")
+    assert len(tiles) + declined.total() == 16 and all(tile.reject(TRAITS, "sm90") is None for tile in tiles)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tile_q=3", r"space has 'tile_q'; accepted: fields of ForwardSm90Tile \(tile_m, tile_n, "),
+        ("", "space is ''; accepted: FIELD=VALUES of tile_m"),
+        ("tile_n=5..3", "accepted: FIRST..LAST"),
+        ("q_in_regs=1..2", "accepted: FIRST..LAST"),
+        ("tile_n=wide", "tile field tile_n is 'wide'; accepted: int"),
+    ],
+)
+def test_wrong_spaces(text, message):
+    with pytest.raises(ValueError, match=message):
+        Space.parse(text, DEFAULT)
+
+
+def test_neighbours_change_one_field_and_the_nearest_values_come_first():
+    space = Space.around(DEFAULT)
+    changes = [change_text(DEFAULT, tile) for tile in space.neighbours()]
+    assert all(change.count("=") == 1 for change in changes) and len(changes) == len(set(changes))
+    widths = [int(change.removeprefix("tile_n=")) for change in changes if change.startswith("tile_n=")]
+    assert widths[:4] == [112, 144, 96, 160] and DEFAULT.tile_n not in widths
+    assert {"q_in_regs=false", "speculative=false", "num_stages=3", "tile_m=192"} <= set(changes)
+
+
+def test_what_does_not_fit_alone_is_tried_with_a_second_field():
+    space = Space.around(DEFAULT)
+    singles, declined = accepted(space.neighbours(), TRAITS, "sm90")
+    repaired = list(space.repaired(TRAITS, "sm90"))
+    assert 0 < len(repaired) <= declined.total() and not set(repaired) & set(singles)
+    for tile in repaired:
+        assert tile.reject(TRAITS, "sm90") is None and change_text(DEFAULT, tile).count("=") == 2
+    assert any(tile.num_stages == 3 for tile in repaired) and not any(
+        tile.num_stages == 3 for tile in singles
+    )
+
+
+def test_pairs_combine_changes_of_different_fields():
+    space = Space.around(DEFAULT)
+    helped = [
+        dataclasses.replace(DEFAULT, **change)
+        for change in ({"tile_n": 112}, {"q_in_regs": False}, {"tile_n": 96})
+    ]
+    pairs = [change_text(DEFAULT, tile) for tile in space.pairs(helped)]
+    assert pairs == ["tile_n=112,q_in_regs=false", "tile_n=96,q_in_regs=false"]
+
+
+def test_a_users_tile_says_what_its_own_fields_may_be():
+    space = Space.around(toy.ToyTile())
+    assert dict(space.values) == {"staged": (False, True)}
+    with pytest.raises(ValueError, match="space has 'values' without values; accepted: values=A"):
+        Space.parse("values", toy.ToyTile())
+
+
+def test_every_tiles_values_contain_those_of_its_defaults():
+    for traits, target in registry.defaults():
+        if traits.op in ("forward", "backward"):
+            tile = registry.lookup(traits, None, target).tile
+            for name, values in Space.around(tile).values:
+                assert getattr(tile, name) in values, (traits, name)
+
+
+def test_as_python_is_the_tile():
+    tile = dataclasses.replace(DEFAULT, tile_n=112)
+    assert eval(as_python(tile), {"ForwardSm90Tile": ForwardSm90Tile}) == tile
+
+
+# ---- builds in processes ----
+
+
+class Worker:
+    """Answers in this process."""
+
+    running = None
+
+    def __init__(self, module):
+        self.killed = threading.Event()
+
+    def ask(self, message):
+        if "values=3" in message["tile"]:
+            return {"error": "ValueError: no\nsecond line"}
+        if "values=9" in message["tile"]:
+            self.killed.wait(5)
+            return {"error": "the process that built it ended with status -9"}
+        if message["workloads"] == []:
+            return {"seconds": 1.0, "error": None}
+        rank = {
+            "spills_in_step": 1,
+            "estimates": {w["seqlen"]: 2.0 for w in message["workloads"]},
+            "no_rank": "",
+        }
+        return {"seconds": 1.0, "error": None, "key": message["tile"]} | rank
+
+    def interrupt(self):
+        self.killed.set()
+
+    def stop(self):
+        self.killed.set()
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(builds_module, "Worker", Worker)
+
+
+def take_all(builds):
+    found = []
+    while builds.pending:
+        found += builds.take(1.0)
+    return {built.tile.values: built for built in found}
+
+
+def test_builds_in_the_background(in_this_process):
+    from cute_attn.benchmark.workload import Workload
+
+    traits = Traits.parse(toy.NAME)
+    beside = [(traits, toy.ToyTile(7), "sm80")]
+    builds = WorkerBuilds(traits, "sm80", [Workload(1, 96, 2, 64)], beside, workers=2)
+    builds.submit(toy.ToyTile(n) for n in (1, 2, 3))
+    assert builds.pending == 3
+    found = take_all(builds)
+    builds.close()
+    assert found.keys() == {1, 2, 3} and found[3].error == "ValueError: no"
+    assert found[1].estimates == {96: 2.0} and found[1].spills_in_step == 1 and "values=1" in found[1].key
+
+
+def test_a_build_that_takes_three_times_the_median_is_given_up(in_this_process, monkeypatch):
+    monkeypatch.setattr(builds_module, "_LEAST_S", 0.0)
+    builds = WorkerBuilds(Traits.parse(toy.NAME), "sm80", [], workers=2)
+    builds.submit(toy.ToyTile(n) for n in (9, 1, 2, 4, 5, 6))
+    found = take_all(builds)
+    builds.close()
+    assert found[9].error.startswith("its build was given up after")
+    assert not any(found[n].error for n in (1, 2, 4, 5, 6))
+
+
+def test_kernels_of_the_script_itself_are_built_by_it(in_this_process, monkeypatch):
+    monkeypatch.setattr(compiler, "user_modules", lambda request: {"__main__": "script.py"})
+    built = []
+
+    class Compiled:
+        from_cache, seconds, key = False, 2.0, "a key"
+
+    def compile(traits, tile, target):
+        built.append(tile)
+        if tile.values == 2:
+            raise RuntimeError("no")
+        return Compiled
+
+    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr("cute_attn.lab.tune_worker.build_parts", lambda compiled: None)
+    monkeypatch.setattr("cute_attn.lab.tune_worker.ranked", lambda compiled, workloads: {"no_rank": "none"})
+    builds = WorkerBuilds(Traits.parse(toy.NAME), "sm80", [], [(Traits.parse(toy.NAME), None, "sm80")])
+    builds.submit(toy.ToyTile(n) for n in (1, 2))
+    found = take_all(builds)
+    assert len(built) == 2 and found[1].key == "a key" and found[2].error == "RuntimeError: no"
+
+
+def test_a_study_sorts_its_candidates():
+    from cute_attn.lab.study import Candidate
+
+    candidates = [
+        Candidate("e", "e", "failed"),
+        Candidate("d", "d"),
+        Candidate("c", "c", "ranked", estimate=0.5, spills_in_step=1),
+        Candidate("b", "b", "ranked", estimate=0.9),
+        Candidate("a", "a", "timed", gains={"w": 1.1, "v": 1.0}),
+    ]
+    assert [one.tile for one in sorted(candidates, key=lambda one: one.order)] == list("abcde")
+    assert candidates[-1].gain == pytest.approx(math.sqrt(1.1))
