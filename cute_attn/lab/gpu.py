@@ -2,7 +2,8 @@
 
 From the CUDA C++ Programming Guide's tables of compute capabilities and of arithmetic instructions; the tensor cores'
 rate is the data sheet's dense fp16 rate over multiprocessors and boost clock. On Hopper mma.sync reaches 0.62 of what
-wgmma does (Luo et al. 2024, https://arxiv.org/abs/2402.13499).
+wgmma does (Luo et al. 2024, https://arxiv.org/abs/2402.13499). Memory: nine tenths of the data sheet's rate, at the
+boost clock.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Multiprocessor:
         warps, blocks: the most that are resident.
         mma_sync, wgmma: floating-point operations a clock of mma.sync and of wgmma with 16-bit operands.
         count: multiprocessors of the GPU that estimates are for.
+        bytes: bytes that all of them together read from memory in a clock.
     """
 
     shared_memory: int
@@ -36,13 +38,14 @@ class Multiprocessor:
     mma_sync: float
     wgmma: float
     count: int
+    bytes: float
 
 
 MULTIPROCESSORS = {
-    "sm80": Multiprocessor(167_936, 64, 32, 2048, 0, 108),  # A100
-    "sm86": Multiprocessor(102_400, 48, 16, 1024, 0, 84),  # A40
-    "sm89": Multiprocessor(102_400, 48, 24, 1024, 0, 142),  # L40S
-    "sm90": Multiprocessor(233_472, 64, 32, 0.62 * 4096, 4096, 132),  # H100, H200
+    "sm80": Multiprocessor(167_936, 64, 32, 2048, 0, 108, 1300),  # A100, 80 GB
+    "sm86": Multiprocessor(102_400, 48, 16, 1024, 0, 84, 360),  # A40
+    "sm89": Multiprocessor(102_400, 48, 24, 1024, 0, 142, 310),  # L40S
+    "sm90": Multiprocessor(233_472, 64, 32, 0.62 * 4096, 4096, 132, 2200),  # H200
 }
 
 

@@ -31,9 +31,12 @@ from cute_attn.traits import Traits
 if TYPE_CHECKING:
     from cute_attn.compiler import CompiledKernel
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE, _LAYOUTS = "cute_attn", "layouts"
 _SPECIAL = ("MUFU", "F2F", "I2F", "F2I")  # conversions of one number go through the same unit
 SPILLS = ("LDL", "STL")
+_MEMORY = ("LDS", "STS", "LDGSTS", "STG", "RED", "REDG", "ATOMG", *SPILLS)
+ROWS_OF_FRAGMENT = 8
+"""Rows of an accumulator that a warp's values of one register lie in."""
 MOST_LINES = 20
 
 
@@ -45,7 +48,8 @@ class Clocks:
         tensor: tensor cores.
         special: special-function units.
         issue: warp schedulers.
-        shared: shared memory: reads and writes of threads, wgmma, cp.async and TMA, bank conflicts included.
+        shared: shared memory, and the L1 cache, which is the same memory: accesses of threads, wgmma, cp.async and
+            TMA, with bank conflicts.
         warp: the sum of a warp's stalls. The other warps of its scheduler issue meanwhile.
     """
 
@@ -96,6 +100,11 @@ class StepCost:
         return self.instructions / self.elements
 
 
+def _package_of(path: Path) -> Path:
+    """The package's folder that a file lies in, or else its own folder."""
+    return next((folder for folder in path.parents if folder.name == _PACKAGE), path.parent)
+
+
 @dataclass(frozen=True)
 class LineCost:
     """Instructions of a steady step, and their stalls in clocks, that come from one line of the source."""
@@ -110,8 +119,8 @@ class LineCost:
     def place(self) -> str:
         """Such as ``epilogues/softmax.py:100``."""
         path = Path(self.file)
-        inside = path.parts[path.parts.index(_PACKAGE.name) + 1 :] if _PACKAGE.name in path.parts else ()
-        return f"{'/'.join(inside) or path.name}:{self.line}"
+        within = path.parents[1] if path.parent.name == _LAYOUTS else _package_of(path)
+        return f"{path.relative_to(within).as_posix()}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -207,77 +216,98 @@ def verdict(
             raise ValueError(f"tile is {tile!r} and target {target!r}; accepted with a compiled kernel: None")
         if lines:
             kernel = compile(kernel.traits, kernel.tile, kernel.target, lines=True)
-        return _read(kernel)
+        return _of_compiled(kernel)
     traits = Traits.parse(kernel) if isinstance(kernel, str) else kernel
     target = target or default_target(traits.arch)
     try:
-        return _read(compile(traits, tile, target, lines=lines))
+        return _of_compiled(compile(traits, tile, target, lines=lines))
     except registry.Unsupported as error:
         return Verdict(traits.name, target, str(tile or "the default"), str(error))
 
 
-def _read(compiled: "CompiledKernel") -> Verdict:
-    """The verdict on a kernel that is built."""
+def _of_compiled(compiled: "CompiledKernel") -> Verdict:
+    """The verdict on a kernel of the running sources."""
     from cute_attn import registry
 
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
-    code = Code.of(compiled.cubin, compiled.name)
-    steady, no_step, content = _steady(kernel, code)
-    found = conflicts(kernel)
-    used = compiled.resources
+    return judge(compiled, content_of(kernel), conflicts(kernel))
+
+
+def content_of(kernel: Any) -> StepContent | str:
+    """What a kernel says that a step holds, or why it does not."""
+    if not hasattr(kernel, "step_content"):
+        return f"{type(kernel).__name__} states no step_content: it has no loop over blocks"
+    return kernel.step_content()
+
+
+def judge(built: Any, content: StepContent | str, copies: tuple[Conflicts, ...]) -> Verdict:
+    """The verdict on machine code.
+
+    Args:
+        built: a :class:`CompiledKernel`, or an object with its attributes name, target, tile, cubin, ptx, resources and
+            warnings.
+        content: of the steady step, or why there is none.
+        copies: the kernel's, with their bank conflicts.
+    """
+    code = Code.of(built.cubin, built.name)
+    steady, no_step = _steady(code, content)
+    used = built.resources
     blocks, limited_by = resident_blocks(
-        compiled.target, _threads(compiled), used.registers, used.shared_memory_bytes
+        built.target, _threads(built), used.registers, used.shared_memory_bytes
     )
     spills = sum(i.opcode in SPILLS for i in code.instructions)
     in_step = steady.count(*SPILLS) if steady else 0
-    step = None
-    if steady is not None and content is not None:
-        step = StepCost(
-            steady.loop.header,
-            steady.count(),
-            steady.count(*MMA),
-            steady.count("MUFU.EX2"),
-            content.elements,
-            32 * content.warps * content.elements,
-            clocks(steady, content, compiled.target, found),
-        )
     return Verdict(
-        compiled.name,
-        compiled.target,
-        str(compiled.tile),
+        built.name,
+        built.target,
+        str(built.tile),
         blocks=blocks,
         limited_by=limited_by,
         registers=used.registers,
         shared_memory_bytes=used.shared_memory_bytes,
         spills_in_step=in_step,
         spills_outside=max(spills - in_step, 0),
-        warnings=compiled.warnings,
+        warnings=tuple(built.warnings),
         instructions=len(code.instructions),
-        step=step,
+        step=None
+        if steady is None or isinstance(content, str)
+        else step_cost(steady, content, built.target, copies),
         no_step=no_step,
-        copies=found,
-        lines=_lines(steady) if steady else (),
+        copies=copies,
+        lines=tuple(lines_of(steady)[:MOST_LINES]) if steady else (),
         steady=steady,
         code=code,
     )
 
 
-def _steady(kernel: Any, code: Code) -> tuple[Step | None, str, StepContent | None]:
-    """The steady step, or why there is none, and what the kernel says that it holds."""
-    if not hasattr(kernel, "step_content"):
-        return None, f"{type(kernel).__name__} states no step_content: it has no loop over blocks", None
-    content = kernel.step_content()
+def _steady(code: Code, content: StepContent | str) -> tuple[Step | None, str]:
+    """The steady step, or why there is none."""
+    if isinstance(content, str):
+        return None, content
     try:
-        return code.step(content), "", content
+        return code.step(content), ""
     except StepNotFound as error:
-        return None, str(error), content
+        return None, str(error)
 
 
-def _threads(compiled: "CompiledKernel") -> int:
+def step_cost(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
+    """What a steady step costs."""
+    return StepCost(
+        step.loop.header,
+        step.count(),
+        step.count(*MMA),
+        step.count("MUFU.EX2"),
+        content.elements,
+        32 * content.warps * content.elements,
+        clocks(step, content, target, copies),
+    )
+
+
+def _threads(built: Any) -> int:
     """Threads of a block."""
-    stated = re.search(r"\.reqntid (\d+), (\d+), (\d+)", compiled.ptx)
+    stated = re.search(r"\.reqntid (\d+), (\d+), (\d+)", built.ptx)
     if stated is None:
-        raise ValueError(f"the PTX of {compiled.name} states no threads of a block (.reqntid)")
+        raise ValueError(f"the PTX of {built.name} states no threads of a block (.reqntid)")
     return math.prod(map(int, stated.groups()))
 
 
@@ -335,28 +365,28 @@ def _wavefronts(i: Instruction) -> float:
         return 2 * k * (n + (m if a_in_smem else 0)) / SHARED_BYTES / 4
     if i.opcode in ("LDSM", "STSM"):
         return float(i.modifiers[-1]) if i.modifiers[-1].isdigit() else 1
-    if i.opcode in ("LDS", "STS", "LDGSTS"):
-        return 4 if "128" in i.modifiers else 2 if "64" in i.modifiers else 1
-    return 0
+    vectors = 4 if "128" in i.modifiers else 2 if "64" in i.modifiers else 1
+    if i.opcode == "LDG":  # of scores' fragments: at least one for each of eight rows
+        return max(vectors, ROWS_OF_FRAGMENT)
+    return vectors if i.opcode in _MEMORY else 0
 
 
-def _lines(step: Step) -> tuple[LineCost, ...]:
-    """The costliest source lines of a step."""
+def lines_of(step: Step) -> list[LineCost]:
+    """The source lines of a step, the costliest first; none where the kernel was built without line info."""
     instructions, stalls = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for i, times in step.instructions:
         if i.line:
             instructions[i.file, i.line] += times
             stalls[i.file, i.line] += times * i.stall
-    costliest = sorted(instructions, key=lambda where: (-instructions[where], where))[:MOST_LINES]
-    return tuple(
+    return [
         LineCost(
             *where,
             instructions[where] // step.steps,
             stalls[where] // step.steps,
             linecache.getline(*where).strip(),
         )
-        for where in costliest
-    )
+        for where in sorted(instructions, key=lambda where: (-instructions[where], where))
+    ]
 
 
 # ---- tables ----

@@ -1,0 +1,188 @@
+"""Two kernels' machine code beside each other: what a change of a tile, a layout or a source file did to the step.
+
+print(compare(verdict(name, "tile_n=128", lines=True), verdict(name, "tile_n=160", lines=True)))
+"""
+
+import difflib
+import io
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from cute_attn.lab.sass import Instruction, Step
+from cute_attn.lab.verdict import Verdict, lines_of, table
+
+CONTEXT = 3
+"""Equal instructions that are shown around a difference."""
+
+_REGISTER = re.compile(r"\b(U?[RP])\d+\b")
+
+
+@dataclass(frozen=True)
+class Count:
+    """Instructions of a steady step of each side, with one opcode or from one source line."""
+
+    what: str
+    a: int
+    b: int
+
+    @property
+    def change(self) -> int:
+        return self.b - self.a
+
+
+@dataclass(frozen=True)
+class Row:
+    """An instruction of each side, or of one; ``same``: they are equal but for their registers' numbers."""
+
+    a: str
+    b: str
+    same: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two verdicts, and how their steady steps differ.
+
+    Attributes:
+        a, b: the verdicts.
+        opcodes: opcodes with modifiers, of which one side has more, the largest change first.
+        lines: source lines likewise, by file and text, where both sides were built with line info.
+        rows: the two steps side by side; empty unless both have one.
+    """
+
+    a: Verdict
+    b: Verdict
+    opcodes: tuple[Count, ...]
+    lines: tuple[Count, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both steps have the same instructions, but for registers' numbers."""
+        return bool(self.rows) and all(row.same for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "a": self.a.as_dict(),
+            "b": self.b.as_dict(),
+            "opcodes": [asdict(one) for one in self.opcodes],
+            "lines": [asdict(one) for one in self.lines],
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1)
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [table(self.a, self.b)]
+        for title, counts in (("opcodes of a steady step", self.opcodes), ("source lines", self.lines)):
+            if counts:
+                parts.append(_count_table(title, counts))
+        if self.equal:
+            parts.append(Text("The steady steps are equal but for registers' numbers."))
+        elif self.rows:
+            parts.append(_side_by_side(self.rows))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=150).print(self)
+        return out.getvalue()
+
+
+def compare(a: Verdict, b: Verdict) -> Difference:
+    """How two kernels' steady steps differ.
+
+    Raises:
+        ValueError: one of the verdicts is on a tile that does not fit.
+    """
+    for one in (a, b):
+        if not one.fits:
+            raise ValueError(f"there is no code to compare: {one.reason}")
+    if a.steady is None or b.steady is None:
+        return Difference(a, b, (), (), ())
+    return Difference(
+        a,
+        b,
+        _changed(_opcodes(a.steady), _opcodes(b.steady)),
+        _changed(_places(a.steady), _places(b.steady)),
+        tuple(_rows(a.steady, b.steady)),
+    )
+
+
+def _changed(a: Counter[str], b: Counter[str]) -> tuple[Count, ...]:
+    """What is counted differently, the largest change first."""
+    counts = [Count(what, a[what], b[what]) for what in sorted(a | b) if a[what] != b[what]]
+    return tuple(sorted(counts, key=lambda one: -abs(one.change)))
+
+
+def _opcodes(step: Step) -> Counter[str]:
+    counts = Counter[str]()
+    for i, times in step.instructions:
+        counts[i.name] += times
+    return counts
+
+
+def _places(step: Step) -> Counter[str]:
+    """Instructions by file and source text: another revision has the same text at another line."""
+    counts = Counter[str]()
+    for line in lines_of(step):
+        counts[f"{line.place.rpartition(':')[0]}  {line.source}"] += line.instructions
+    return counts
+
+
+def _rows(a: Step, b: Step) -> list[Row]:
+    """The two steps, aligned; an inner loop's instructions once."""
+    left, right = ([i for i, _ in step.instructions] for step in (a, b))
+    matcher = difflib.SequenceMatcher(
+        None, [normalized(i) for i in left], [normalized(i) for i in right], autojunk=False
+    )
+    rows = []
+    for kind, a0, a1, b0, b1 in matcher.get_opcodes():
+        for n in range(max(a1 - a0, b1 - b0)):
+            text_a = str(left[a0 + n]) if a0 + n < a1 else ""
+            text_b = str(right[b0 + n]) if b0 + n < b1 else ""
+            rows.append(Row(text_a, text_b, kind == "equal"))
+    return rows
+
+
+def normalized(i: Instruction) -> str:
+    """An instruction without its registers' numbers and its branch's target."""
+    operands = () if i.target is not None else i.operands
+    return _REGISTER.sub(r"\1", f"{i.predicate} {i.name} {', '.join(operands)}")
+
+
+# ---- tables ----
+
+
+def _count_table(title: str, counts: tuple[Count, ...]) -> Table:
+    made = Table("", "a", "b", "change", title=title)
+    for one in counts:
+        made.add_row(Text(one.what), str(one.a), str(one.b), f"{one.change:+}")
+    return made
+
+
+def _side_by_side(rows: tuple[Row, ...]) -> Table:
+    """Differences with some equal instructions around them."""
+    made = Table("a", "b", title="steady steps, registers' numbers ignored", show_lines=False)
+    near = {m for n, row in enumerate(rows) if not row.same for m in range(n - CONTEXT, n + CONTEXT + 1)}
+    skipped = 0
+    for n, row in enumerate(rows):
+        if n not in near:
+            skipped += 1
+            continue
+        if skipped:
+            made.add_row(Text(f"... {skipped} equal", style="dim"), "")
+            skipped = 0
+        style_a, style_b = ("", "") if row.same else ("red", "green")
+        made.add_row(Text(row.a, style=style_a), Text(row.b, style=style_b))
+    if skipped:
+        made.add_row(Text(f"... {skipped} equal", style="dim"), "")
+    return made

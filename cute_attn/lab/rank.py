@@ -1,0 +1,133 @@
+"""A static rank: which of several tiles is likely to be faster, from their verdicts alone.
+
+The model has few parts, and no constant of a single kernel:
+
+* A block's step takes the square root of the sum of the squares of what it needs of each unit (tensor cores, special
+  functions, issue, shared memory): units overlap, though not entirely. Blocks that share a multiprocessor divide it.
+  A step takes no less than its warps' stalls.
+* A work tile takes its steps, half a step more, whose products overlap nothing, and ``LATENCY``.
+* Work tiles go to the blocks that are resident on all multiprocessors, longest first, as the kernels' schedules do.
+* No launch is faster than its operands come from memory.
+
+What it cannot model, and where the ledger (bench/notes.md) has it wrong: in which order products, reductions and reads
+of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys a step); latencies
+of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values that reach
+shared memory conflict-free but late. Differences below 2% mean nothing: an A/B on the GPU decides.
+"""
+
+import heapq
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from cute_attn.lab.gpu import MULTIPROCESSORS
+from cute_attn.lab.verdict import Clocks, Verdict
+from cute_attn.traits import Traits
+
+if TYPE_CHECKING:
+    from cute_attn.benchmark.workload import Workload
+
+LATENCY = 1500
+"""Clocks of a work tile that nothing hides: its first loads, the last stores. From the ledger's times at s512."""
+MOST_SIMULATED = 50_000
+"""Work tiles whose schedule is simulated; of more, the mean says enough."""
+
+
+def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
+    """Clocks of one launch for a workload, or without one, clocks of a multiprocessor for 1,000 scores.
+
+    Estimates are comparable only for the same traits, target and workload; smaller is faster.
+
+    Raises:
+        ValueError: the tile does not fit, has no steady step, or has not the traits of the workload's op.
+    """
+    if not verdict.fits:
+        raise ValueError(f"there is nothing to estimate: {verdict.reason}")
+    if verdict.step is None:
+        raise ValueError(f"there is nothing to estimate: {verdict.no_step}")
+    step, blocks = verdict.step, max(verdict.blocks, 1)
+    alone = together(step.clocks)
+    # Of all blocks on a multiprocessor, as each of them sees it.
+    clocks_of_step = max(blocks * alone, step.clocks.warp)
+    if workload is None:
+        return 1000 * clocks_of_step / blocks / step.scores
+    traits = Traits.parse(verdict.name)
+    if workload.op != traits.op:
+        raise ValueError(
+            f"workload is {workload.name}; accepted: one of {traits.op}, which {traits} computes"
+        )
+    machine = MULTIPROCESSORS[verdict.target]
+    tiles = {
+        steps * clocks_of_step + alone / 2 + LATENCY: count
+        for steps, count in work_tiles(workload, _fields(verdict)).items()
+    }
+    return max(makespan(tiles, blocks * machine.count), operand_bytes(workload) / machine.bytes)
+
+
+def together(clocks: Clocks) -> float:
+    """Clocks of a step with all its units."""
+    return math.hypot(*clocks.units.values())
+
+
+def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
+    """How many work tiles of a launch have so many steps; those without any are left out."""
+    m, n, packed = tile["tile_m"], tile["tile_n"], tile.get("pack_heads", 1)
+    left, right = workload.band
+    found = Counter[int]()
+    for (queries, keys), sequences in Counter(workload.sequences).items():
+        offset = keys - queries  # the last query's own key is the last one
+        if workload.op == "forward":
+            group = workload.nheads // workload.nheads_kv
+            heads = workload.nheads_kv * -(-group // packed)
+            steps = _steps(queries, keys, max(m // packed, 1), n, offset, left, right)
+        else:
+            heads = workload.nheads
+            steps = _steps(keys, queries, n, m, -offset, right, left)
+        for count, tiles in steps.items():
+            found[count] += tiles * heads * sequences
+    del found[0]
+    return found
+
+
+def _steps(
+    rows: int, cols: int, block: int, step: int, offset: int, before: int | None, after: int | None
+) -> Counter[int]:
+    """Steps of each block of rows: blocks of columns from ``before`` before its own column to ``after`` after it."""
+    found = Counter[int]()
+    for first in range(0, rows, block):
+        last = min(first + block, rows) - 1
+        begin = 0 if before is None else max(first + offset - before, 0)
+        end = cols if after is None else min(last + offset + after + 1, cols)
+        found[-(-end // step) - begin // step if end > begin else 0] += 1
+    return found
+
+
+def makespan(tiles: dict[float, int], slots: int) -> float:
+    """The time until the last of these work tiles ends: each duration so many times, longest first, on ``slots``."""
+    total = sum(duration * count for duration, count in tiles.items())
+    count = sum(tiles.values())
+    if count > MOST_SIMULATED:
+        return total / slots + total / count / 2
+    free = [0.0] * slots
+    for duration in sorted(tiles, reverse=True):
+        for _ in range(tiles[duration]):
+            heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def operand_bytes(workload: "Workload") -> int:
+    """Bytes of the operands and results in memory, each once."""
+    queries, keys = (sum(lengths) for lengths in zip(*workload.sequences, strict=True))
+    per_query = workload.nheads * (workload.head_dim + workload.head_dim_v)
+    per_key = workload.nheads_kv * (workload.head_dim + workload.head_dim_v)
+    times = 2 if workload.op == "forward" else 4  # gradients as well, and dO and O
+    return times * (queries * per_query + keys * per_key)
+
+
+def _fields(verdict: Verdict) -> dict[str, int]:
+    """The tile's fields that are numbers."""
+    fields: dict[str, Any] = dict(field.split("=") for field in verdict.tile.split(","))
+    numbers = {name: int(value) for name, value in fields.items() if value.lstrip("-").isdigit()}
+    if not {"tile_m", "tile_n"} <= numbers.keys():
+        raise ValueError(f"tile is {verdict.tile!r}; accepted for an estimate: with tile_m and tile_n")
+    return numbers
