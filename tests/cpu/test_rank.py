@@ -1,0 +1,122 @@
+"""The static rank: its parts by hand, and pairs of tiles whose winner the ledger states."""
+
+import dataclasses
+
+import pytest
+
+from cute_attn.benchmark.workload import Workload, standard, visible_pairs
+from cute_attn.lab.gpu import MULTIPROCESSORS
+from cute_attn.lab.rank import LATENCY, estimate, makespan, operand_bytes, together, work_tiles
+from cute_attn.lab.verdict import Clocks, StepCost, Verdict, verdict
+from tests.ledger_pairs import PAIRS, Pair
+
+
+def pytest_generate_tests(metafunc):
+    if "pair" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--every-default", default=False)
+        metafunc.parametrize("pair", [p for p in PAIRS if whole or p.quick], ids=lambda pair: pair.what)
+
+
+# ---- the ledger ----
+
+
+def test_the_winner_of_a_pair(pair: Pair):
+    faster, slower = (verdict(pair.name, tile or None, "sm90") for tile in (pair.faster, pair.slower))
+    assert (estimate(faster, pair.load) < estimate(slower, pair.load)) == pair.right
+
+
+def test_the_pairs_are_a_test_of_the_rank():
+    """``test_the_winner_of_a_pair`` tests ``right`` of each."""
+    assert sum(pair.right for pair in PAIRS) >= len(PAIRS) * 3 / 4 and len(PAIRS) >= 12
+    held_out = [pair for pair in PAIRS if pair.held_out]
+    assert len(held_out) >= 3 and len({pair.what for pair in PAIRS}) == len(PAIRS)
+    assert {pair.load.op for pair in PAIRS} == {"forward", "backward"}
+
+
+# ---- the model ----
+
+CLOCKS = Clocks(tensor=300.0, special=0.0, issue=400.0, shared=0.0, warp=100.0)
+STEP = StepCost(0, 100, 16, 64, 32, 8192, CLOCKS)
+PLAIN = Verdict("forward-sm90-bf16-d64", "sm90", "tile_m=128,tile_n=64,pack_heads=1", blocks=2, step=STEP)
+LOAD = Workload(1, 256, 4, 64)
+
+
+def with_clocks(**changes: float) -> Verdict:
+    return dataclasses.replace(
+        PLAIN, step=dataclasses.replace(STEP, clocks=dataclasses.replace(CLOCKS, **changes))
+    )
+
+
+def test_units_overlap_in_part():
+    assert together(CLOCKS) == 500
+    assert estimate(PLAIN) == 1000 * 500 / 8192
+
+
+def test_blocks_share_a_multiprocessor_and_hide_stalls():
+    alone, shared = (dataclasses.replace(with_clocks(warp=900), blocks=blocks) for blocks in (1, 2))
+    assert estimate(alone) == 1000 * 900 / 8192
+    assert estimate(shared) == 1000 * 500 / 8192
+
+
+def test_a_launch():
+    """2 work tiles of 4 heads, 4 steps each, on fewer than all multiprocessors: one round of blocks."""
+    assert estimate(PLAIN, LOAD) == 4 * 2 * 500 + 500 / 2 + LATENCY
+
+
+def test_a_launch_that_memory_bounds():
+    decode = Workload(64, 1, 64, 64, nheads_kv=64, seqlen_k=16384)
+    fast = with_clocks(tensor=1, issue=1, warp=1)
+    assert estimate(fast, decode) == operand_bytes(decode) / MULTIPROCESSORS["sm90"].bytes
+    keys = 2 * 64 * 64 * 16384 * 128
+    assert operand_bytes(decode) == keys + 2 * 64 * 64 * 128
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 100, 1000])
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window": 100, "causal": True}])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_work_tiles_cover_what_is_visible(op, features, seqlen_k):
+    """With blocks of one query and one key, steps are the pairs that see each other."""
+    load = Workload(2, 300, 3, 64, op=op, seqlen_k=seqlen_k, **features)
+    tiles = work_tiles(load, {"tile_m": 1, "tile_n": 1})
+    pairs = visible_pairs(300, seqlen_k or 300, *load.band)
+    assert sum(steps * count for steps, count in tiles.items()) == 2 * 3 * pairs
+
+
+def test_work_tiles_by_hand():
+    tile = {"tile_m": 128, "tile_n": 64}
+    assert work_tiles(Workload(2, 256, 4, 64), tile) == {4: 2 * 2 * 4}
+    assert work_tiles(Workload(2, 256, 4, 64, causal=True), tile) == {2: 8, 4: 8}
+    assert work_tiles(Workload(1, 256, 4, 64, causal=True, op="backward"), tile) == {1: 8, 2: 8}
+    packed = {"tile_m": 128, "tile_n": 64, "pack_heads": 4}
+    assert work_tiles(Workload(1, 1, 8, 64, nheads_kv=2, seqlen_k=640), packed) == {10: 2}
+    assert work_tiles(Workload(1, 0, 2, 64, lengths=(128, 256, 128)), tile) == {2: 4, 4: 4}
+
+
+def test_list_scheduling():
+    assert makespan({3.0: 3, 2.0: 2}, 2) == 7  # 3 + 3 and 3 + 2 + 2
+    assert makespan({5.0: 4}, 4) == 5 and makespan({5.0: 5}, 4) == 10
+    many = 60_000
+    assert makespan({2.0: many}, 100) == pytest.approx(2 * many / 100, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "one, load, message",
+    [
+        (dataclasses.replace(PLAIN, reason="it is too large"), None, "nothing to estimate: it is too large"),
+        (
+            dataclasses.replace(PLAIN, step=None, no_step="it has no loop"),
+            None,
+            "nothing to estimate: it has no loop",
+        ),
+        (dataclasses.replace(PLAIN, tile="values=3"), LOAD, "tile is 'values=3'; accepted for an estimate"),
+        (
+            PLAIN,
+            standard(64, 512, op="backward"),
+            "accepted: one of forward, which forward-sm90-bf16-d64 computes",
+        ),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(one, load, message):
+    with pytest.raises(ValueError) as error:
+        estimate(one, load)
+    assert message in str(error.value) and "\n" not in str(error.value)
