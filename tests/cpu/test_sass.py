@@ -11,14 +11,22 @@ from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
 from tests import toy
 from tests.defaults import Default, cover, every
 
-COVER = [default for default in cover(every()) if hasattr(default.kernel, "step_content")]
+
+def each_tile() -> list[Default]:
+    """Of the cover of the defaults, one kernel with a steady step for each tile."""
+    chosen: dict[tuple[str, ...], Default] = {}
+    for default in cover(every()):
+        if hasattr(default.kernel, "step_content"):
+            key = (default.traits.op, default.traits.arch, str(default.kernel.tile))
+            chosen.setdefault(key, default)
+    return list(chosen.values())
 
 
 def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--every-default", default=False)
-        chosen = [d for d in every() if hasattr(d.kernel, "step_content")] if whole else COVER
-        metafunc.parametrize("default", chosen, ids=str)
+        all_of_them = [default for default in every() if hasattr(default.kernel, "step_content")]
+        metafunc.parametrize("default", all_of_them if whole else each_tile(), ids=str)
 
 
 def code_of(default: Default) -> Code:
