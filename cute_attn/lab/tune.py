@@ -107,12 +107,12 @@ def tune(
     """
     traits = Traits.parse(name)
     shapes = workloads_of([Contender(traits.name)], workloads)
+    search = Search.of(traits, space, target, shapes, seed)
     if equipment is None and not static_only:
         import torch
 
         if not torch.cuda.is_available():
             raise ValueError("there is no GPU; --static ranks without one")
-    search = Search.of(traits, space, target, shapes, seed)
     if equipment is None:
         card = None if static_only else Gpu()
         beside = [

@@ -8,7 +8,6 @@ Without workloads the kernel is one that others need, and not ranked. A backward
 Reading the code takes half a second, which the process that times kernels should not spend.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -59,7 +58,7 @@ def ranked(compiled: Any, workloads: Sequence[dict[str, Any]]) -> dict[str, Any]
     from cute_attn.benchmark.workload import Workload
 
     try:
-        estimate = importlib.import_module("cute_attn.lab.rank").estimate
+        from cute_attn.lab.rank import estimate
         from cute_attn.lab.verdict import verdict
 
         found = verdict(compiled)
