@@ -187,7 +187,7 @@ def tune_tile(
         print(json.dumps(study.to_json(), indent=1))
         return
     console.print(study.table())
-    for note in study.notes:
+    for note in study.notes[1:]:  # the first was said at the start
         console.print(note, highlight=False, markup=False)
     console.print(study.sentence, highlight=False, markup=False)
     if study.best_text:

@@ -97,12 +97,13 @@ class Study:
         """What came of it."""
         if not self.gpu:
             first = next((c for c in self.candidates if c.status == "ranked"), None)
-            if first is None:
+            if first is None or first.estimate is None:
                 return f"{self.name}: no tile was ranked"
-            estimate = f"{first.estimate:.3f}" if first.estimate is not None else "an unknown share"
+            if first.estimate >= 1:
+                return f"{self.name}: by its code no tile is faster than the default; nothing was run"
             return (
-                f"{self.name}: by its code {first.change or 'the default tile'} is the best, at {estimate} of the "
-                "default's time; nothing was run"
+                f"{self.name}: by its code {first.change} is the fastest, at {first.estimate:.3f} of the default's "
+                "time; nothing was run"
             )
         if self.best:
             assert self.verdict is not None
@@ -113,12 +114,13 @@ class Study:
 
     def table(self, most: int = 20) -> Table:
         """The best ``most`` candidates, and all that failed."""
-        shown = Table("tile", *(f"speed, {name}" for name in self.workloads), "estimate", "spills", "")
+        timed = self.workloads if self.gpu else ()
+        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "")
         shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{self.default}"
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
         for one in (*good[:most], *bad):
-            speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in self.workloads)
+            speeds = (f"{100 * (one.gains[w] - 1):+.1f}%" if w in one.gains else "-" for w in timed)
             estimate = "-" if one.estimate is None else f"{one.estimate:.3f}"
             said = "[red]" + one.reason if one in bad else one.reason or ("kept" if one.kept else "")
             shown.add_row(one.change or "(default)", *speeds, estimate, str(one.spills_in_step or "-"), said)

@@ -375,7 +375,7 @@ def test_the_static_rank_needs_no_card(kept):
         "pairs of what helps are ranked too"
     )
     assert study.candidates[0].estimate == pytest.approx(0.965)
-    assert "is the best, at 0.965 of the default's time; nothing was run" in study.sentence
+    assert "is the fastest, at 0.965 of the default's time; nothing was run" in study.sentence
     assert {one.status for one in study.candidates} == {"ranked"} and not kept.exists()
 
 
@@ -581,3 +581,14 @@ def test_a_study_sorts_its_candidates():
     ]
     assert [one.tile for one in sorted(candidates, key=lambda one: one.order)] == list("abcde")
     assert candidates[-1].gain == pytest.approx(math.sqrt(1.1))
+
+
+def test_the_static_rank_says_where_the_default_is_the_best(kept):
+    simulated = SimulatedBuilds(
+        SimulatedCard(None), seconds=0.0, estimate=lambda tile: 1.0 + 0.1 * (tile != DEFAULT)
+    )
+    study = tune(NAME, "tile_n=96|112", static_only=True, resume=kept, equipment=Equipment(None, simulated))
+    assert study.sentence == f"{NAME}: by its code no tile is faster than the default; nothing was run"
+    unranked = SimulatedBuilds(SimulatedCard(None), seconds=0.0)
+    study = tune(NAME, "tile_n=96|112", static_only=True, resume=kept, equipment=Equipment(None, unranked))
+    assert study.sentence == f"{NAME}: no tile was ranked"
