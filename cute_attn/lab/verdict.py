@@ -128,7 +128,7 @@ class Verdict:
     """What a kernel with a tile costs.
 
     Attributes:
-        name, target, tile: which.
+        name, target, tile: which; ``revision``: of the sources, where they are not the running ones.
         reason: why the tile does not fit, or None; all that follows is empty if it does not.
         blocks, limited_by: blocks that a multiprocessor holds at a time, and what limits them.
         registers, shared_memory_bytes: of a thread and of a block.
@@ -157,6 +157,7 @@ class Verdict:
     no_step: str = ""
     copies: tuple[Conflicts, ...] = ()
     lines: tuple[LineCost, ...] = ()
+    revision: str = ""
     steady: Step | None = field(default=None, repr=False, compare=False)
     code: Code | None = field(default=None, repr=False, compare=False)
 
@@ -409,7 +410,9 @@ def _tiles(verdicts: Sequence[Verdict]) -> list[str]:
     first, *others = (one.tile for one in verdicts)
     fields_of_first = first.split(",")
     changes = [",".join(f for f in tile.split(",") if f not in fields_of_first) for tile in others]
-    return [first, *(change or "the same" for change in changes)]
+    heads = [first, *(change or "the same" for change in changes)]
+    at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
+    return [head + where for head, where in zip(heads, at, strict=True)]
 
 
 def _rows(one: Verdict) -> dict[str, str]:
@@ -417,16 +420,13 @@ def _rows(one: Verdict) -> dict[str, str]:
     if not one.fits:
         return {"fits": f"[red]no: {one.reason}"}
     spills = f"{one.spills_in_step} in the step, {one.spills_outside} instructions outside"
-    conflicting = [copy for copy in one.copies if copy.ways > 1]
     rows = {
         "fits": "yes",
         "blocks a multiprocessor": f"{one.blocks}, limited by {one.limited_by}",
         "registers a thread": str(one.registers),
         "shared memory a block": f"{one.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if one.spills_in_step + one.spills_outside else "none",
-        "bank conflicts": "[red]" + "; ".join(f"{copy.name} {copy.ways}-way" for copy in conflicting)
-        if conflicting
-        else f"none in {len(one.copies)} copies",
+        "bank conflicts": _bank_conflicts(one),
     }
     if one.warnings:
         rows["ptxas"] = "[red]" + " ".join(one.warnings)
@@ -444,6 +444,13 @@ def _rows(one: Verdict) -> dict[str, str]:
     rows["clocks a step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
     rows["clocks for 1,000 scores"] = f"{1000 * max(units.values()) / step.scores:.1f}"
     return rows
+
+
+def _bank_conflicts(one: Verdict) -> str:
+    conflicting = [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
+    if conflicting:
+        return "[red]" + "; ".join(conflicting)
+    return f"none in {len(one.copies)} copies" if one.copies else "not counted"
 
 
 def line_table(one: Verdict) -> Table:

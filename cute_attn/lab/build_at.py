@@ -1,0 +1,40 @@
+"""Builds a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
+
+It is run as a file, so that its own package is not the one that it imports. It uses what all revisions have: Traits,
+``registry.lookup`` and ``compile``.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+
+def main(name: str, tile: str, target: str, folder: str) -> None:
+    """Write what the build leaves to ``folder``: kernel.cubin, kernel.ptx and kernel.json."""
+    from cute_attn import compile, registry
+    from cute_attn.traits import Traits
+
+    traits = Traits.parse(name)
+    kernel = registry.lookup(traits, tile or None, target or None)
+    compiled = compile(traits, tile or None, target or None)
+    content = getattr(kernel, "step_content", None)
+    facts = {
+        "name": compiled.name,
+        "target": compiled.target,
+        "tile": str(compiled.tile),
+        "resources": asdict(compiled.resources),
+        "warnings": list(compiled.warnings),
+        "content": None if content is None else asdict(content()),
+    }
+    files = Path(folder)
+    (files / "kernel.cubin").write_bytes(compiled.cubin)
+    (files / "kernel.ptx").write_text(compiled.ptx)
+    (files / "kernel.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (ValueError, KeyError) as error:
+        sys.exit(str(error.args[0] if error.args else error))

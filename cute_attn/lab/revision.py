@@ -1,0 +1,102 @@
+"""The verdict on a kernel as another git revision of this package builds it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cute_attn.cubin import Resources
+from cute_attn.kernels.step import StepContent
+from cute_attn.lab.verdict import Verdict, content_of, judge
+from cute_attn.traits import Traits
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_AT = Path(__file__).with_name("build_at.py")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build leaves, with the names of a compiled kernel's attributes."""
+
+    name: str
+    target: str
+    tile: str
+    cubin: bytes
+    ptx: str
+    resources: Resources
+    warnings: tuple[str, ...]
+
+
+def verdict_at(revision: str, traits: Traits, tile: str = "", target: str | None = None) -> Verdict:
+    """The verdict of the revision's kernel, with its source lines; its copies' bank conflicts are not counted.
+
+    The revision is checked out into a temporary folder, and a process builds the kernel there.
+
+    Args:
+        revision: of the git repository that this package lies in.
+        traits: of one of the package's own kernels.
+        tile: text that changes the revision's default tile.
+        target: as of :func:`cute_attn.compile`.
+
+    Raises:
+        ValueError: it is no revision, the traits are a variant's or have users' epilogues, or it has no such kernel.
+    """
+    if traits.variant or traits.epilogues:
+        raise ValueError(
+            f"{traits} is not the package's own; accepted with a revision: kernels without a variant"
+        )
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder:
+        sources, result = Path(folder) / "sources", Path(folder) / "result"
+        result.mkdir()
+        _check_out(revision, sources)
+        command = [sys.executable, "-P", str(BUILD_AT), traits.name, tile, target or "", str(result)]
+        environment = os.environ | {"PYTHONPATH": str(sources), "CUTE_DSL_LINEINFO": "1"}
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+            raise ValueError(f"{traits} could not be built at {revision}: {last}")
+        facts = json.loads((result / "kernel.json").read_text())
+        built = Built(
+            facts["name"],
+            facts["target"],
+            facts["tile"],
+            (result / "kernel.cubin").read_bytes(),
+            (result / "kernel.ptx").read_text(),
+            Resources(**facts["resources"]),
+            tuple(facts["warnings"]),
+        )
+        found = judge(built, _content(facts["content"], traits, built), ())
+        return replace(found, revision=revision)
+
+
+def _content(stated: dict[str, Any] | None, traits: Traits, built: Built) -> StepContent | str:
+    """What the revision states of a step; of one that states nothing, what today's kernel with that tile does."""
+    if stated is not None:
+        loops = tuple((mma, times) for mma, times in stated.pop("loops"))
+        return StepContent(**stated, loops=loops)
+    from cute_attn import registry
+
+    return content_of(registry.lookup(traits, built.tile, built.target))
+
+
+def _check_out(revision: str, folder: Path) -> None:
+    """The revision's files in ``folder``."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", "--format=tar", f"{revision}^{{commit}}"],
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ValueError(
+            f"revision is {revision!r}; accepted: a commit of the git repository that {ROOT.name} lies in"
+        )
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")

@@ -1,0 +1,231 @@
+"""Differences of two kernels: opcodes, source lines, aligned steps, another revision, and the command."""
+
+import json
+import subprocess
+
+import pytest
+
+from cute_attn import compiler
+from cute_attn.lab import revision
+from cute_attn.lab.commands import _sides
+from cute_attn.lab.compare import Row, compare, normalized
+from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
+from cute_attn.lab.verdict import Verdict, verdict
+from cute_attn.traits import Traits
+from tests import processes, toy
+
+SMALL = "softmax-sm80-bf16-d64"
+
+
+def step(*lines: str, line: int = 0) -> Step:
+    """Instructions such as ``"FADD R1, R2"``, once each; all from one source line."""
+    made = []
+    for n, text in enumerate(lines):
+        name, _, operands = text.partition(" ")
+        opcode, *modifiers = name.split(".")
+        made.append(
+            Instruction(
+                BYTES * n, opcode, tuple(modifiers), tuple(operands.split(", ")), "", 1, (), __file__, line
+            )
+        )
+    return Step(Loop(0, frozenset({0})), tuple((i, 1) for i in made), 1)
+
+
+def of(steady: Step | None, name: str = "a kernel") -> Verdict:
+    return Verdict(name, "sm80", "tile_n=64", steady=steady)
+
+
+# ---- steps ----
+
+
+def test_registers_numbers_do_not_matter():
+    a, b = (
+        step("FADD R1, R2", "UMOV UR4, 0x7", "BRA 0x100"),
+        step("FADD R7, R9", "UMOV UR3, 0x7", "BRA 0x500"),
+    )
+    assert [normalized(i) for i, _ in a.instructions] == [" FADD R, R", " UMOV UR, 0x7", " BRA "]
+    same = compare(of(a), of(b))
+    assert same.equal and same.opcodes == same.lines == ()
+    assert "equal but for registers' numbers" in str(same)
+    assert not compare(of(a), of(step("FADD R7, R9", "UMOV UR3, 0x8", "BRA 0x500"))).equal
+
+
+def test_what_was_added_is_beside_nothing():
+    a = step("MUFU.EX2 R1, R2", "FADD R3, R1", "BRA 0x0", line=3)
+    b = step("MUFU.EX2 R5, R6", "FMNMX R4, R5", "FMNMX R4, R6", "FADD R3, R5", "BRA 0x0", line=4)
+    found = compare(of(a), of(b))
+    assert found.rows == (
+        Row("MUFU.EX2 R1, R2", "MUFU.EX2 R5, R6", True),
+        Row("", "FMNMX R4, R5", False),
+        Row("", "FMNMX R4, R6", False),
+        Row("FADD R3, R1", "FADD R3, R5", True),
+        Row("BRA 0x0", "BRA 0x0", True),
+    )
+    assert [(one.what, one.change) for one in found.opcodes] == [("FMNMX", 2)]
+    changes = {one.what.partition("  ")[2]: one.change for one in found.lines}
+    assert changes == {"import json": -3, "import subprocess": 5}  # this file's lines 3 and 4
+    shown = json.loads(found.json())
+    assert shown["rows"][1] == {"a": "", "b": "FMNMX R4, R5", "same": False}
+
+
+def test_equal_instructions_far_from_a_difference_are_counted_only():
+    many = [f"FADD R1, 0x{n}" for n in range(20)]
+    text = str(compare(of(step(*many, "FMUL R1, R2")), of(step(*many, "FFMA R1, R2"))))
+    assert "... 17 equal" in text and "FMUL R1, R2" in text and "FADD R1, 0x2 " not in text
+
+
+def test_a_side_without_code_is_one_sentence():
+    with pytest.raises(ValueError, match="there is no code to compare: it does not fit"):
+        compare(of(step("NOP R")), Verdict("a", "sm80", "tile_n=1", "it does not fit"))
+    assert compare(of(None), of(step("NOP R"))).rows == ()
+
+
+def test_two_tiles_of_a_kernel():
+    """Half as many keys a step: half of the products and exponentials."""
+    found = compare(verdict(SMALL, target="sm80"), verdict(SMALL, "tile_n=32", "sm80"))
+    changes = {one.what: (one.a, one.b) for one in found.opcodes}
+    assert changes["HMMA.16816.F32.BF16"] == (32, 16) and changes["MUFU.EX2"] == (32, 16)
+    assert found.lines == () and len(found.rows) > 100
+    assert "steady steps, registers' numbers ignored" in str(found)
+
+
+# ---- another revision ----
+
+OLD_PACKAGE = {
+    "__init__.py": """
+from pathlib import Path
+from types import SimpleNamespace
+from dataclasses import dataclass
+import os
+
+@dataclass
+class Used:
+    registers: int = 40
+    shared_memory_bytes: int = 512
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
+    local_bytes: int = 0
+
+def compile(traits, tile, target):
+    if tile == "values=0":
+        raise ValueError("values is 0; accepted: 1 or more")
+    assert os.environ["CUTE_DSL_LINEINFO"] == "1"
+    files = Path(__file__).parent
+    return SimpleNamespace(
+        name=traits.name, target=target, tile=tile, resources=Used(), warnings=(),
+        cubin=(files / "old.cubin").read_bytes(), ptx=".reqntid 128, 1, 1",
+    )
+""",
+    "traits.py": """
+from types import SimpleNamespace
+
+class Traits:
+    parse = staticmethod(lambda name: SimpleNamespace(name=name))
+""",
+    "registry.py": """
+from cute_attn.step import Kernel
+
+def lookup(traits, tile, target):
+    return Kernel()
+""",
+    "step.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Content:
+    mma: int = 7
+    exp2: int = 1
+    elements: int = 8
+    warps: int = 4
+    loops: tuple = ((1, 2),)
+    async_bytes: int = 0
+
+class Kernel:
+    step_content = staticmethod(Content)
+""",
+}
+
+
+@pytest.fixture
+def old_revision(fresh_cache, tmp_path, monkeypatch):
+    """A git repository with another version of the package, as its revision HEAD."""
+    package = tmp_path / "repository" / "cute_attn"
+    package.mkdir(parents=True)
+    for name, text in OLD_PACKAGE.items():
+        (package / name).write_text(text)
+    (package / "old.cubin").write_bytes(compiler.compile(toy.NAME, target="sm80").cubin)
+    git = ("git", "-C", str(package.parent), "-c", "user.name=n", "-c", "user.email=e")
+    for arguments in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "old")):
+        subprocess.run((*git, *arguments), check=True)
+    monkeypatch.setattr(revision, "ROOT", package.parent)
+
+
+def test_a_revision_is_built_from_its_own_sources(old_revision):
+    traits = Traits.parse("forward-sm80-bf16-d64")
+    found = revision.verdict_at("HEAD", traits, "values=8", "sm80")
+    assert (found.name, found.tile, found.registers, found.revision) == (traits.name, "values=8", 40, "HEAD")
+    assert "no loop of forward-sm80-bf16-d64 has 7 matrix instructions and 1 MUFU.EX2" in found.no_step
+    assert found.instructions > 20 and "values=8 at HEAD" in str(found)
+
+
+@pytest.mark.parametrize(
+    "name, tile, at, message",
+    [
+        (
+            "forward-sm80-bf16-d64",
+            "",
+            "nonsense",
+            "revision is 'nonsense'; accepted: a commit of the git repository",
+        ),
+        (
+            "forward-sm80-bf16-d64",
+            "values=0",
+            "HEAD",
+            "could not be built at HEAD: values is 0; accepted: 1 or more",
+        ),
+        (toy.NAME, "", "HEAD", "accepted with a revision: kernels without a variant"),
+    ],
+)
+def test_a_wrong_revision_is_one_sentence(old_revision, name, tile, at, message):
+    with pytest.raises(ValueError) as error:
+        revision.verdict_at(at, Traits.parse(name), tile, "sm80")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- the command ----
+
+
+@pytest.mark.parametrize(
+    "other, tiles, at, expected",
+    [
+        (None, ["b"], None, (("k", None), ("k", "b"))),
+        (None, ["a", "b"], None, (("k", "a"), ("k", "b"))),
+        ("other", [], None, (("k", None), ("other", None))),
+        ("other", ["a"], None, (("k", "a"), ("other", "a"))),
+        ("other", ["a", "b"], None, (("k", "a"), ("other", "b"))),
+        (None, [], "HEAD", (("k", None), ("k", None))),
+        (None, ["a"], "HEAD", (("k", "a"), ("k", "a"))),
+    ],
+)
+def test_sides(other, tiles, at, expected):
+    assert _sides("k", other, tiles, at) == expected
+
+
+def test_the_command(tmp_path):
+    def run(*arguments):
+        environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+        return processes.run(
+            "-m", "cute_attn", "--load", "tests/toy.py", "diff", *arguments, environment=environment
+        )
+
+    done = run(toy.NAME, "--tile", "values=4", "--target", "sm80", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "values=8" in found["a"]["tile"] and "values=4" in found["b"]["tile"] and found["rows"] == []
+    for arguments, message in (
+        ((toy.NAME,), "there is nothing to compare; accepted: two tiles, two names, or --at a revision"),
+        ((toy.NAME, *["--tile", "values=4"] * 3), "--tile is given 3 times; accepted: two tiles at most"),
+        ((toy.NAME, "--tile", "values=0"), "there is no code to compare: "),
+    ):
+        wrong = run(*arguments)
+        assert wrong.returncode == 2 and wrong.stderr.startswith(f"error: {message}"), wrong.stderr
