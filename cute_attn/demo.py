@@ -1,8 +1,8 @@
 """``make demo``: what this project does, in a few minutes; all but the last part without a GPU.
 
-The kernels and the cost of an Ampere and a Hopper one; the score tiles and epilogues of both, run on the CPU for every
-thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both against torch at
-Llama-3-8B's shapes.
+The kernels; the cost of an Ampere and a Hopper one, and what bounds the latter; the score tiles and epilogues of both,
+run on the CPU for every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both
+against torch at Llama-3-8B's shapes.
 """
 
 import sys
@@ -17,6 +17,7 @@ import cute_attn
 from cute_attn import cli, emulate, pictures, reference, registry
 from cute_attn.benchmark.workload import Workload
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.lab.verdict import verdict
 from cute_attn.traits import Traits
 
 FLAGSHIP = "forward-sm80-bf16-d128-causal"
@@ -41,6 +42,8 @@ def main() -> None:
         cute_attn.compile(name, target=target) for name, target in ((FLAGSHIP, "sm80"), (HOPPER, "sm90"))
     )
     console.print(cli.cost_table(*built))
+    heading("What bounds a steady step of the Hopper one, from its machine code")
+    console.print(verdict(HOPPER, target="sm90"))
     wrong = epilogues_on_the_cpu() + attention_on_the_cpu()
     heading("The layouts of both")
     for name in (FLAGSHIP, HOPPER):
@@ -121,10 +124,10 @@ def kernel_against_torch() -> str:
         if default_target(traits.arch) not in registry.RUNS_ON[traits.arch]:
             continue
         for workload, accuracy in check.check_workloads(traits, [shape]):
-            verdict = "ok" if accuracy.passed else "[red]wrong"
+            outcome = "ok" if accuracy.passed else "[red]wrong"
             console.print(
                 f"  {traits.arch} {workload.name:40} error {accuracy.error:.1e}, "
-                f"plain torch's {accuracy.plain:.1e}  {verdict}"
+                f"plain torch's {accuracy.plain:.1e}  {outcome}"
             )
             wrong += "" if accuracy.passed else f"{traits.arch} {workload.name} is wrong. "
     return wrong
