@@ -2,7 +2,7 @@
 
 The model has few parts, and no constant of a single kernel:
 
-* A block's step takes the square root of the sum of the squares of what it needs of each unit (tensor cores, special
+* A block's step takes the root of the sum of the squares of what it needs of each unit (tensor cores, special
   functions, issue, shared memory): units overlap, though not entirely. Blocks that share a multiprocessor divide it.
   A step takes no less than its warps' stalls.
 * A work tile takes its steps, half a step more, whose products overlap nothing, and ``LATENCY``.
@@ -16,12 +16,11 @@ shared memory conflict-free but late. Differences below 2% mean nothing: an A/B 
 """
 
 import heapq
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from cute_attn.lab.gpu import MULTIPROCESSORS
-from cute_attn.lab.verdict import Clocks, Verdict
+from cute_attn.lab.verdict import Verdict
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
     if verdict.step is None:
         raise ValueError(f"there is nothing to estimate: {verdict.no_step}")
     step, blocks = verdict.step, max(verdict.blocks, 1)
-    alone = together(step.clocks)
+    alone = step.clocks.estimate
     # Of all blocks on a multiprocessor, as each of them sees it.
     clocks_of_step = max(blocks * alone, step.clocks.warp)
     if workload is None:
@@ -62,11 +61,6 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
         for steps, count in work_tiles(workload, _fields(verdict)).items()
     }
     return max(makespan(tiles, blocks * machine.count), operand_bytes(workload) / machine.bytes)
-
-
-def together(clocks: Clocks) -> float:
-    """Clocks of a step with all its units."""
-    return math.hypot(*clocks.units.values())
 
 
 def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
