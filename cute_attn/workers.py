@@ -29,6 +29,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # Ctrl-C is the caller's, which stops its workers
             env=os.environ | {"PYTHONPATH": paths},
         )
         _send(process, [str(path) for path in sys.path])

@@ -168,6 +168,7 @@ class WorkerBuilds:
             if tile in self._slow:
                 answer = {"error": f"its build was given up after {self._slow[tile]:.0f} s"}
             self._done.put(_built(tile, answer))
+        worker.stop()
 
     def _stop_slow_ones(self) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ A/B of the winner against the default decides. Timings are kept on disk: a study
 import math
 import random
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ def tune(
         ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.
         Lost: a candidate ended the GPU's context; it is left out when the study is called again.
     """
+    began = time.monotonic()
     traits = Traits.parse(name)
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
@@ -120,6 +122,7 @@ def tune(
         ]
         builds = WorkerBuilds(traits, search.target, shapes, () if static_only else dict.fromkeys(beside))
         equipment = Equipment(card, builds)
+        budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
     study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
     try:
         return study.run()
@@ -250,8 +253,6 @@ class _Study:
     def now(self) -> float:
         if self.card is not None:
             return self.card.now()
-        import time
-
         return time.monotonic()
 
     def run(self) -> Study:

@@ -37,6 +37,14 @@ def test_runs_as_a_script(name):
     assert "No GPU here" in done.stdout
 
 
+def test_an_experiment_is_twenty_lines_without_a_guard():
+    source = (EXAMPLES / "experiment.py").read_text()
+    assert sum(map(bool, source.splitlines())) < 20 and "__main__" not in source
+    done = processes.run(str(EXAMPLES / "experiment.py"))
+    assert done.returncode == 0, done.stderr
+    assert "8-way" in done.stdout and "none in 7 copies" in done.stdout and "No GPU here" in done.stdout
+
+
 # ---- a layout ----
 
 

@@ -1,0 +1,112 @@
+"""The laboratory on the card: an A/B, a study and their commands, with few kernels."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_attn.benchmark.workload import Workload
+from cute_attn.lab import ledger, report
+from cute_attn.lab.card import Contender, Gpu, Wrong, needed_kernels
+from cute_attn.lab.race import ab, race
+from cute_attn.lab.tune import tune
+from tests.gpu.archs import runnable_archs
+
+ARCH = runnable_archs()[0]
+NAME = f"forward-{ARCH}-bf16-d128-causal"
+SLOW = {"sm80": "tile_m=64,tile_n=16", "sm90": "tile_m=64,tile_n=32,num_stages=1"}[ARCH]
+WORKLOAD = Workload(2, 2048, 16, 128, causal=True)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def guarded_outputs():
+    """No guards: they would keep the outputs of thousands of calls."""
+
+
+def test_a_kernel_against_itself_is_not_faster():
+    found = ab(NAME, NAME, [WORKLOAD], budget_s=10)
+    (one,) = found.measured
+    assert found.outcome in ("same", "undecided"), found.sentence
+    assert one.low <= 1.005 and one.high >= 0.995 and one.rounds >= 21
+    assert found.gpu == torch.cuda.get_device_name()
+    assert one.state.clock_mhz is None or one.state.clock_mhz > 300, "the state is read under load"
+
+
+def test_a_plainly_slower_tile_is_slower():
+    found = ab((NAME, SLOW), NAME, [WORKLOAD], budget_s=10)
+    assert found.outcome == "slower" and found.measured[0].high < 0.95, found.sentence
+
+
+def test_a_peer_that_torch_has():
+    found = ab(NAME, "fa2", [WORKLOAD], budget_s=5)
+    assert found.measured[0].ms_b > 0 and "fa2" in found.sentence
+
+
+def test_a_backward_is_compared_with_the_reference_and_timed():
+    name = NAME.replace("forward", "backward")
+    (one,) = ab(name, "fa2", [Workload(2, 1024, 8, 128, causal=True, op="backward")], budget_s=5).measured
+    assert one.rounds >= 21 and one.ms_a > 0
+
+
+def test_a_race_ranks_the_slow_tile_last():
+    places = race([(NAME, SLOW), NAME, "fa2"], [WORKLOAD], budget_s=5)
+    assert places[0].contender == f"{NAME} (default tile)" and places[0].slower == 1.0
+    slow = next(place for place in places if SLOW in place.contender)
+    assert slow.slower > 1.05 and not any(place.failed for place in places)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    from cute_attn import interface
+
+    attention = interface.attention
+
+    def broken(*args, tile=None, **options):
+        out = attention(*args, tile=tile, **options)
+        return out * 1.1 if tile else out
+
+    monkeypatch.setattr(interface, "attention", broken)
+    with pytest.raises(Wrong, match="is wrong on fwd-"):
+        Gpu().prepare(Contender(NAME, SLOW), WORKLOAD)
+
+
+def test_a_study_of_a_few_tiles_ends_with_a_checked_winner(tmp_path):
+    timings = tmp_path / "timings.jsonl"
+    fields = {"sm80": "tile_n=32|48,num_stages=1|2", "sm90": "tile_n=64|96,num_stages=1|2"}[ARCH]
+    study = tune(NAME, fields, workloads=[WORKLOAD], budget_s=60, resume=timings)
+    assert study.gpu and {one.status for one in study.candidates} == {"timed"}, study.candidates
+    assert all(0.1 < one.gain < 3 for one in study.candidates)
+    assert (study.best != "") == (study.verdict is not None and study.verdict.outcome == "faster")
+    if study.verdict is not None:  # the fastest in the race
+        assert study.verdict.measured[0].high > 0.99
+    assert all(one.estimate is not None for one in study.candidates), study.notes
+    again = tune(NAME, fields, workloads=[WORKLOAD], budget_s=60, resume=timings)
+    assert all(one.kept for one in again.candidates) and again.seconds < study.seconds + 5
+    page = report.write(study, tmp_path / "study.html")
+    assert page.stat().st_size < report.MAX_BYTES
+
+
+def test_an_ab_with_a_prediction_is_in_the_ledger(tmp_path):
+    book, result = tmp_path / "ledger.jsonl", tmp_path / "ab.json"
+    arguments = ("--workload", "b2-s2048-h16", "--budget", "5", "--ledger", str(book), "-o", str(result))
+    prediction = ("--predict=-90..-5%", "--why", "a quarter of the keys a step")
+    command = (sys.executable, "-m", "cute_attn", "ab", NAME, "--tile", SLOW, *arguments, *prediction)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "% slower than its default tile" in done.stdout.replace("\n", " ")
+    (entry,) = ledger.entries(book)
+    assert entry.outcome == "right" and json.loads(result.read_text())["kind"] == "comparison"
+    assert entry.static and "opcodes" in entry.static
+
+
+def test_what_a_contender_needs_is_built_beforehand():
+    from cute_attn import compiler, registry
+
+    gpu, contenders = Gpu(), [Contender(NAME), Contender(NAME, SLOW)]
+    gpu.build(contenders, [WORKLOAD])
+    for one in contenders:
+        for traits, tile, target in needed_kernels(one, [WORKLOAD]):
+            assert compiler.is_built(registry.lookup(traits, tile, target), target)
