@@ -9,6 +9,14 @@ BARRIER = 15
 
 
 @dataclass(frozen=True)
+class WorkItemId:
+    """A work tile of a section: the CTA's n-th, and its index in the order."""
+
+    n: Int32
+    index: Int32
+
+
+@dataclass(frozen=True)
 class Replay:
     """The failed work tiles of a CTA's current section.
 
@@ -36,22 +44,22 @@ class Replay:
             self.slots[i + lane] = Int32(0)
 
     @cute.jit
-    def mark(self, n: Int32, index: Int32) -> None:
-        """By any thread: the CTA's n-th work tile, ``index`` in the order, failed."""
-        self.slots[n % Replay.SECTION] = index + 1
+    def mark(self, item: WorkItemId) -> None:
+        """By any thread: the work tile failed."""
+        self.slots[item.n % Replay.SECTION] = item.index + 1
         self.slots[Replay.SECTION] = Int32(1)
 
     @cute.jit
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Synchronize all threads, at the end of a section."""
         cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.threads)
 
     def any(self) -> Boolean:
-        """After :meth:`meet`: whether any work tile failed."""
+        """After :meth:`sync`: whether any work tile failed."""
         return Boolean(self.slots[Replay.SECTION] != 0)
 
     def failed(self, slot: Int32) -> Boolean:
-        """After :meth:`meet`: whether the work tile in ``slot`` failed."""
+        """After :meth:`sync`: whether the work tile in ``slot`` failed."""
         return Boolean(self.slots[slot] != 0)
 
     def index(self, slot: Int32) -> Int32:
@@ -59,9 +67,9 @@ class Replay:
         return cute.arch.make_warp_uniform(self.slots[slot]) - 1
 
     @cute.jit
-    def reset(self, lane: Int32, clears: Constexpr) -> None:
+    def reset(self, clears: Constexpr) -> None:
         """By all threads, after the replay; one warp has ``clears``."""
-        self.meet()
+        self.sync()
         if cutlass.const_expr(clears):
-            self.clear(lane)
-        self.meet()
+            self.clear(cute.arch.lane_idx())
+        self.sync()

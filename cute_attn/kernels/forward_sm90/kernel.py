@@ -36,58 +36,33 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
 
 import layouts
-from cute_attn.device.math import LOG2_E, convert_to_16_bits, optimization_barrier, rematerialize
-from cute_attn.device.pipeline import WARPGROUP, PingPong, warpgroup_any, warpgroup_barrier
-from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.wgmma import start_gemm
-from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.forward_sm90.bias_producer import BiasProducer
+from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.heuristics import preferred_tiles, tile_for_lengths
-from cute_attn.kernels.forward_sm90.output import store_output, wait_for_stores
 from cute_attn.kernels.forward_sm90.params import (
-    Consumer,
+    ConsumerThread,
     ForwardInputs,
     ForwardOutputs,
     ForwardParams,
-    ForwardStorage,
-    Fragments,
-    PipelineState,
-    QueryTileContext,
-    all_rows,
-    make_fragments,
     make_storage,
 )
-from cute_attn.kernels.forward_sm90.producer import load_all, load_all_bias, loads_queries
+from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.step import StepContent, wgmma_count
-from cute_attn.outputs.lse import store_lse
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
-from cute_attn.work.block_range import BlockRange
-from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, QueryTileOrder
-from cute_attn.work.replay import Replay
-
-LARGEST_SUM = 2.0**40
-"""Largest sum of a thread's probabilities of a row that a frozen maximum may leave: far below fp32's largest."""
-HIDDEN = -64.0
-"""log2: a row whose frozen maximum is below this has only seen keys that a bias hides."""
-
-
-@dataclass(frozen=True)
-class WorkItemId:
-    """A work tile for :class:`Replay`: the CTA's n-th, and its index in the order."""
-
-    n: Int32
-    index: Int32
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
 
 
 @dataclass(frozen=True)
@@ -207,10 +182,10 @@ class ForwardSm90:
         """Whether a row of a speculative kernel may have seen no key after the masked blocks, because of a bias."""
         return self.tile.speculative and self.epilogues.may_mask_rows
 
-    @property
-    def releases_q_late(self) -> bool:
-        """Whether Q's stage is released only after O, which shares its memory, has been stored."""
-        return self.tile.share_qo_smem
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """The scores that a consumer thread holds."""
+        tile = self.tile
+        return ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, thread, heads=tile.pack_heads)
 
     # ---- host ----
 
@@ -267,322 +242,16 @@ class ForwardSm90:
         if warp == 0:
             for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
-            with cute.arch.elect_one():
-                for pipeline in (storage.pipeline_q, storage.pipeline_k, storage.pipeline_v):
-                    pipeline.init(4 * self.tile.warpgroups)
-                storage.work.pipeline.init((4 + self.loads_bias_by_tma) * self.tile.warpgroups)
-                if cutlass.const_expr(self.loads_bias_by_tma):
-                    storage.bias.init()
-            cute.arch.mbarrier_init_fence()
-            storage.replay.clear(thread)
+            storage.init(self.tile.warpgroups, thread)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                load_all(self, params, inputs, storage)
+                Producer(self, params, storage, inputs).run()
             if cutlass.const_expr(self.loads_bias_by_tma):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
-                    load_all_bias(self, params, inputs, storage, warp - 1)
+                    BiasProducer(self, params, storage, inputs.bias, warp - 1).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            self.compute_all(params, outputs, storage, thread - WARPGROUP)
-
-    def begin(self, params: ForwardParams, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
-        """The epilogues' context and state for one work tile."""
-        chain, args = self.epilogues, params.score_args
-        context = chain.context(
-            args, params.seqlens, tile.info, tile.batch, tile.head, params.nheads, params.softmax_scale
-        )
-        return context, chain.begin(args, context)
-
-    def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
-        """The key blocks that one work tile visits."""
-        end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
-        return BlockRange.of_queries(state.band, tile.row0, end_row, self.tile.tile_n)
-
-    # ---- the consumer warpgroups ----
-
-    @cute.jit
-    def compute_all(
-        self, params: ForwardParams, outputs: ForwardOutputs, storage: ForwardStorage, thread: Int32
-    ) -> None:
-        """Every work tile that this CTA claims, section by section, and each section's replays."""
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        ping_pong = PingPong(group, self.tile.warpgroups, self.tile.warpgroups > 1)
-        consumer = Consumer(group, thread, ping_pong, make_fragments(self, storage, group))
-        ping_pong.start()
-        pipeline_state, n, more = PipelineState(Int32(0), Int32(0)), Int32(0), Boolean(True)
-        while more:
-            item = storage.work.take(n)
-            n += 1
-            while item.index >= 0:
-                tile = params.order.of(item.row0, item.head, item.batch, params.seqlens)
-                item_id = WorkItemId(n, item.index)
-                pipeline_state = self.compute_tile(
-                    params, outputs, storage, consumer, tile, pipeline_state, item_id, self.tile.speculative
-                )
-                item = storage.work.take(n)
-                n += 1
-            if cutlass.const_expr(self.tile.speculative):
-                # A replayed O must not be overwritten by its first version.
-                cute.arch.cp_async_bulk_wait_group(0)
-                pipeline_state = self.compute_replayed(params, outputs, storage, consumer, pipeline_state)
-            more = item.index == WorkItem.SECTION_END
-        ping_pong.finish()
-        cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def compute_replayed(
-        self,
-        params: ForwardParams,
-        outputs: ForwardOutputs,
-        storage: ForwardStorage,
-        consumer: Consumer,
-        pipeline_state: PipelineState,
-    ) -> PipelineState:
-        """Replay the section's failed work tiles with exact online softmax."""
-        storage.replay.meet()
-        if storage.replay.any():
-            for slot in cutlass.range(Replay.SECTION, unroll=1):
-                if storage.replay.failed(slot):
-                    index = storage.replay.index(slot)
-                    tile = params.order.tile(index, params.seqlens)
-                    item_id = WorkItemId(slot, index)
-                    pipeline_state = self.compute_tile(
-                        params, outputs, storage, consumer, tile, pipeline_state, item_id, False
-                    )
-            storage.replay.reset(consumer.thread, False)
-        return pipeline_state
-
-    @cute.jit
-    def compute_tile(
-        self,
-        params: ForwardParams,
-        outputs: ForwardOutputs,
-        storage: ForwardStorage,
-        consumer: Consumer,
-        tile: QueryTile,
-        pipeline_state: PipelineState,
-        item_id: WorkItemId,
-        speculative: Constexpr,
-    ) -> PipelineState:
-        """One work tile; returns the pipeline state after it."""
-        queries, keys = pipeline_state.queries, pipeline_state.keys
-        fragments, thread = consumer.fragments, consumer.thread
-        context, state = self.begin(params, tile)
-        blocks = self.key_blocks(tile, state)
-        score_map = self.score_map(thread)
-        rows = len(score_map.modes.rows)
-        softmax = OnlineSoftmax.make(
-            rows,
-            context.score_scale * LOG2_E,
-            self.epilogues.may_mask_rows,
-            threshold=self.tile.rescale_threshold,
-        )
-        lane = thread % WARPGROUP
-        ctx = QueryTileContext(
-            storage,
-            fragments,
-            consumer.ping_pong,
-            blocks,
-            state,
-            score_map,
-            tile,
-            consumer.group,
-            lane,
-            softmax,
-            keys,
-        )
-        fragments.acc_o.fill(0.0)
-        if loads_queries(self, blocks):
-            storage.pipeline_q.consumer_wait(queries)
-        if blocks.begin < blocks.end:
-            if cutlass.const_expr(self.tile.q_in_regs):
-                self.read_queries(storage, fragments, thread)
-                if cutlass.const_expr(not self.releases_q_late):
-                    storage.pipeline_q.consumer_release(queries)
-            self.compute_blocks(ctx, queries, speculative)
-            if cutlass.const_expr(speculative):
-                if self.overflowed(ctx, self.score_map(rematerialize(thread))):
-                    storage.replay.mark(item_id.n, item_id.index)
-        # Otherwise coordinates derived from it stay in registers through the main loop.
-        thread = rematerialize(thread)
-        lse = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
-        softmax.normalize(fragments.acc_o_rows, lse, self.epilogues.rescale(state))
-        store_lse(outputs.mLSE, lse, self.score_map(thread), tile, self.traits.varlen)
-        store_output(self, outputs, storage, fragments, tile, consumer.group, thread % WARPGROUP)
-        if loads_queries(self, blocks):
-            if cutlass.const_expr(self.releases_q_late):
-                wait_for_stores(self, consumer.group, thread % WARPGROUP)
-                storage.pipeline_q.consumer_release(queries)
-            queries += 1
-            keys += blocks.end - blocks.begin
-        return PipelineState(queries, keys)
-
-    @cute.jit
-    def overflowed(self, ctx: QueryTileContext, score_map: ScoreMap) -> Boolean:
-        """Whether, in the thread's part of a row below seqlen_q, the sum is above LARGEST_SUM, NaN, or O not finite."""
-        failed = Boolean(False)
-        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            exists = ctx.tile.row0 + score_map.query(r) < ctx.tile.info.seqlen_q
-            too_large = ~ctx.softmax.within(r, LARGEST_SUM)
-            if cutlass.const_expr(self.traits.dtype == "fp16"):
-                # A probability above 2^16 is inf in fp16, and its product with any V is not finite.
-                o = ctx.fragments.acc_o_rows[r, 0]
-                too_large = too_large | ~(o - o == 0.0)
-            failed = failed | (exists & too_large)
-        return failed
-
-    @cute.jit
-    def some_row_hidden(self, ctx: QueryTileContext) -> Boolean:
-        """Whether a row of the warpgroup has seen only hidden keys yet; a barrier of all its threads."""
-        hidden, score_map = Boolean(False), self.score_map(rematerialize(ctx.lane + ctx.group * WARPGROUP))
-        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
-            exists = ctx.tile.row0 + score_map.query(r) < ctx.tile.info.seqlen_q
-            hidden = hidden | (exists & ~ctx.softmax.has_seen(r, HIDDEN))
-        return warpgroup_any(ctx.group, hidden)
-
-    def score_map(self, thread: Int32) -> ScoreMap:
-        """The scores that a consumer thread holds."""
-        tile = self.tile
-        return ScoreMap.make(self.mma_qk(), tile.tile_m, tile.tile_n, thread, heads=tile.pack_heads)
-
-    @cute.jit
-    def read_queries(self, storage: ForwardStorage, fragments: Fragments, thread: Int32) -> None:
-        """Q from shared memory into registers, for the whole work tile."""
-        copy = layouts.ldmatrix_copy_a(self.mma_qk(), self.dtype)
-        mine = copy.get_slice(thread)
-        cute.copy(copy, mine.partition_S(all_rows(storage.s_q)), mine.retile(fragments.q))
-
-    @cute.jit
-    def compute_blocks(self, ctx: QueryTileContext, queries: Int32, speculative: Constexpr) -> None:
-        """All key blocks of one work tile, last one first."""
-        blocks = ctx.blocks
-        self.first_step(ctx)
-        last = blocks.end - 1
-        self.steps(ctx, cutlass.min(blocks.full_end, last), last, True, False)
-        begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
-        if cutlass.const_expr(speculative and self.may_hide_rows):
-            if self.some_row_hidden(ctx):
-                self.steps(ctx, begin, end, False, False)
-            else:
-                self.steps(ctx, begin, end, False, True)
-        else:
-            self.steps(ctx, begin, end, False, speculative)
-        if cutlass.const_expr(self.traits.windowed):
-            self.steps(ctx, blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
-        if cutlass.const_expr(not (self.releases_q_late or self.tile.q_in_regs)):
-            ctx.storage.pipeline_q.consumer_release(queries)
-        self.last_product(ctx)
-
-    @cute.jit
-    def steps(
-        self, ctx: QueryTileContext, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr
-    ) -> None:
-        """Key blocks [begin, end), last one first; ``frozen``: with frozen row maxima."""
-        # Otherwise the compiler recomputes their minima and maxima in every step.
-        begin, end = optimization_barrier(begin), optimization_barrier(end)
-        for i in cutlass.range(end - begin, unroll=1):
-            self.step(ctx, end - 1 - i, masked, frozen)
-
-    @cute.jit
-    def first_step(self, ctx: QueryTileContext) -> None:
-        """S, softmax and P of the last key block, the first one visited."""
-        block, storage, n = ctx.blocks.end - 1, ctx.storage, ctx.first_use
-        scores, acc_s, loaded = self.score_tile(ctx, block, n)
-        storage.pipeline_k.consumer_wait(n)
-        self.start_qk(ctx, acc_s, n)
-        warpgroup.wait_group(0)
-        storage.pipeline_k.consumer_release(n)
-        self.probabilities(ctx, scores, loaded, True, False)
-        self.convert(ctx, scores, acc_s)
-        self.zero_values_out_of_bounds(ctx, block, n)
-
-    @cute.jit
-    def step(self, ctx: QueryTileContext, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """S and P of ``block``, overlapped with P V of the block visited before it."""
-        storage, n = ctx.storage, ctx.first_use + (ctx.blocks.end - 1 - block)
-        scores, acc_s, loaded = self.score_tile(ctx, block, n)
-        storage.pipeline_k.consumer_wait(n)
-        ctx.ping_pong.sync()
-        self.start_qk(ctx, acc_s, n)
-        storage.pipeline_v.consumer_wait(n - 1)
-        self.start_pv(ctx, n - 1)
-        ctx.ping_pong.pass_on()
-        warpgroup.wait_group(1)
-        storage.pipeline_k.consumer_release(n)
-        self.probabilities(ctx, scores, loaded, masked, frozen)
-        warpgroup.wait_group(0)
-        storage.pipeline_v.consumer_release(n - 1)
-        self.convert(ctx, scores, acc_s)
-        if cutlass.const_expr(not frozen):
-            ctx.softmax.rescale(ctx.fragments.acc_o_rows, ctx.fragments.factors)
-
-    @cute.jit
-    def last_product(self, ctx: QueryTileContext) -> None:
-        """O += P V of the first key block, the last one visited."""
-        n = ctx.first_use + (ctx.blocks.end - 1 - ctx.blocks.begin)
-        ctx.storage.pipeline_v.consumer_wait(n)
-        self.start_pv(ctx, n)
-        warpgroup.wait_group(0)
-        ctx.storage.pipeline_v.consumer_release(n)
-
-    @cute.jit
-    def score_tile(self, ctx: QueryTileContext, block: Int32, n: Int32):
-        """Registers for the scores of ``block``, use n of K's pipeline, and the epilogues' loads from global memory."""
-        acc_s = cute.make_rmem_tensor(
-            self.mma_qk().get_slice(0).partition_shape_C((self.tile.tile_m, self.tile.tile_n)), Float32
-        )
-        scores = ctx.score_map.tile(acc_s, ctx.tile.row0, block * self.tile.tile_n)
-        if cutlass.const_expr(self.loads_bias_by_tma):
-            scores = dataclasses.replace(scores, tma_bias=ctx.storage.bias.tile(ctx.group, ctx.lane, n))
-        return scores, acc_s, self.epilogues.load(ctx.state, scores)
-
-    @cute.jit
-    def start_qk(self, ctx: QueryTileContext, acc_s: cute.Tensor, n: Int32) -> None:
-        """Issue acc_s = Q K^T with use n of K's pipeline."""
-        op, stage = ctx.fragments, ctx.storage.pipeline_k.stage(n)
-        start_gemm(self.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
-
-    @cute.jit
-    def start_pv(self, ctx: QueryTileContext, n: Int32) -> None:
-        """Issue O += P V with use n of V's pipeline."""
-        op, stage = ctx.fragments, ctx.storage.pipeline_v.stage(n)
-        start_gemm(self.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
-
-    @cute.jit
-    def probabilities(
-        self, ctx: QueryTileContext, scores: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr
-    ) -> None:
-        """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors."""
-        self.epilogues.forward(ctx.state, scores, loaded, masked)
-        if cutlass.const_expr(frozen):
-            ctx.softmax.advance_frozen(scores.acc)
-        else:
-            ctx.softmax.advance(scores.acc, ctx.fragments.factors, masked)
-
-    @cute.jit
-    def convert(self, ctx: QueryTileContext, scores: ScoreTile, acc_s: cute.Tensor) -> None:
-        """P to 16 bits with dropout, into the operand of P V, whose last use must be complete."""
-        p = ctx.fragments.p
-        convert_to_16_bits(acc_s, p)
-        self.epilogues.drop(ctx.state, scores, ctx.score_map.view(p))
-
-    @cute.jit
-    def zero_values_out_of_bounds(self, ctx: QueryTileContext, block: Int32, n: Int32) -> None:
-        """Zero the rows of V beyond the sequence in shared memory, where it does not own them."""
-        if cutlass.const_expr(self.has_values_out_of_bounds):
-            rows = ctx.state.band.seqlen_k - block * self.tile.tile_n
-            if rows < self.tile.tile_n:
-                storage = ctx.storage
-                storage.pipeline_v.consumer_wait(n)
-                s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
-                lane = cute.arch.thread_idx()[0] % WARPGROUP
-                vectors = padded(self.traits.head_dim_v) // 8
-                zeros = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
-                zeros.fill(0.0)
-                for i in cutlass.range(lane, (self.tile.tile_n - rows) * vectors, WARPGROUP, unroll=1):
-                    row = cute.local_tile(s_v, (1, 8), (rows + i // vectors, i % vectors))
-                    cute.autovec_copy(zeros, row[0, None])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup_barrier(ctx.ping_pong.warpgroup)
+            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+            Consumer(self, params, storage, outputs, consumer).run()

@@ -3,21 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, cute, memory
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
 import layouts
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
-from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.epilogues.chain import ScoreState
-from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES
+from cute_attn.kernels.forward_sm90.query_buffer import QueryBuffer
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
-from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import STAGES, WorkBroadcast
-from cute_attn.work.query_tiles import QueryTile, QueryTileOrder
+from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
 
 
@@ -25,16 +23,28 @@ from cute_attn.work.replay import Replay
 class ForwardStorage:
     """Shared storage: operands with their stages last, their pipelines, the work broadcast and replay slots."""
 
-    s_q: cute.Tensor  # (64, head_dim, warpgroup)
+    q: QueryBuffer
     s_k: cute.Tensor
     s_v: cute.Tensor
     s_o: cute.Tensor  # (64, head_dim_v, warpgroup)
-    pipeline_q: Pipeline
     pipeline_k: Pipeline
     pipeline_v: Pipeline
     work: WorkBroadcast
     replay: Replay
     bias: Any  # TmaBias, or None
+
+    @cute.jit
+    def init(self, warpgroups: Constexpr, lane: Int32) -> None:
+        """By one warp, before the CTA synchronizes: the barriers and the replay slots."""
+        with cute.arch.elect_one():
+            for pipeline in (self.q.pipeline, self.pipeline_k, self.pipeline_v):
+                pipeline.init(4 * warpgroups)
+            bias_warps = 1 if self.bias is not None else 0
+            self.work.pipeline.init((4 + bias_warps) * warpgroups)
+            if cutlass.const_expr(self.bias is not None):
+                self.bias.init()
+        cute.arch.mbarrier_init_fence()
+        self.replay.clear(lane)
 
 
 @dataclass(frozen=True)
@@ -83,23 +93,6 @@ class Fragments:
 
 
 @dataclass(frozen=True)
-class QueryTileContext:
-    """What the steps of a consumer warpgroup need of its work tile."""
-
-    storage: ForwardStorage
-    fragments: Fragments
-    ping_pong: PingPong
-    blocks: BlockRange
-    state: ScoreState
-    score_map: ScoreMap
-    tile: QueryTile
-    group: Int32
-    lane: Int32
-    softmax: OnlineSoftmax
-    first_use: Int32  # of the pipelines of K and V
-
-
-@dataclass(frozen=True)
 class PipelineState:
     """Uses so far of Q's pipeline, and of K's and V's."""
 
@@ -108,13 +101,25 @@ class PipelineState:
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """A consumer thread: its warpgroup, its index among all consumers, its barrier and registers."""
+class ConsumerThread:
+    """A consumer thread: its warpgroup, its index among all consumers, its warpgroup's barrier, its registers."""
 
     group: Int32
-    thread: Int32
+    index: Int32
     ping_pong: PingPong
     fragments: Fragments
+
+    @property
+    def lane(self) -> Int32:
+        """The thread's index in its warpgroup."""
+        return self.index % WARPGROUP
+
+    @staticmethod
+    def make(kernel: Any, storage: ForwardStorage, index: Int32) -> "ConsumerThread":
+        """The running thread, ``index`` among all consumers."""
+        group, groups = cute.arch.make_warp_uniform(index // WARPGROUP), kernel.tile.warpgroups
+        ping_pong = PingPong(group, groups, groups > 1)
+        return ConsumerThread(group, index, ping_pong, make_fragments(kernel, storage, group))
 
 
 def make_storage(kernel: Any) -> ForwardStorage:
@@ -141,11 +146,12 @@ def make_storage(kernel: Any) -> ForwardStorage:
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES
     return ForwardStorage(
-        smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups),
+        QueryBuffer(
+            smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups), pipelines[0], tile
+        ),
         smem_tensor(kernel, base + k_start, tile.tile_n, d, tile.num_stages),
         smem_tensor(kernel, base + v_start, tile.tile_n, dv, tile.num_stages),
         smem_tensor(kernel, base + o_start, 64, dv, tile.warpgroups),
-        pipelines[0],
         pipelines[1],
         pipelines[2],
         work,
@@ -196,7 +202,7 @@ def make_fragments(kernel: Any, storage: ForwardStorage, group: Int32) -> Fragme
     p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
     acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, dv))
     return Fragments(
-        qk.make_fragment_A(mine_qk.partition_A(all_rows(storage.s_q))),
+        qk.make_fragment_A(mine_qk.partition_A(all_rows(storage.q.tensor))),
         qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
         pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
         p,

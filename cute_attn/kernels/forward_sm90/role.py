@@ -1,0 +1,90 @@
+"""Roles of the Hopper forward: what a warp, or a warpgroup, does with each work tile of its CTA."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, cute
+
+from cute_attn.device.score_tile import ScoreContext
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.forward_sm90.params import ForwardParams, ForwardStorage, PipelineState
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import WorkItem
+from cute_attn.work.query_tiles import QueryTile
+from cute_attn.work.replay import Replay, WorkItemId
+
+
+@dataclass(frozen=True)
+class ForwardRole:
+    """A role: a subclass says what it does with one work tile, :meth:`run` takes all of them.
+
+    All roles of a CTA take the same work tiles in the same order: those of a section as the producer broadcasts them,
+    then with ``speculative`` the section's failed ones again, in the order of their slots.
+    """
+
+    kernel: Constexpr
+    params: ForwardParams
+    storage: ForwardStorage
+
+    CLEARS_REPLAY: ClassVar[bool] = False
+    """Whether this role, one warp of the CTA, clears the replay slots."""
+
+    def run_tile(
+        self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
+    ) -> PipelineState:
+        """One work tile; returns the pipeline state after it. ``item``: its mark if it fails, or None in a replay."""
+        raise NotImplementedError
+
+    def finish_section(self) -> None:
+        """All work tiles of a section are done, and its replays come next."""
+
+    @cute.jit
+    def run(self) -> None:
+        """Every work tile that the producer broadcasts, section by section, and each section's replays."""
+        order, work = self.params.order, self.storage.work
+        pipeline_state, n, more = PipelineState(Int32(0), Int32(0)), Int32(0), Boolean(True)
+        while more:
+            item = work.take(n)
+            n += 1
+            while item.index >= 0:
+                tile = order.of(item.row0, item.head, item.batch, self.params.seqlens)
+                pipeline_state = self.run_tile(tile, pipeline_state, WorkItemId(n, item.index))
+                item = work.take(n)
+                n += 1
+            if cutlass.const_expr(self.kernel.tile.speculative):
+                self.finish_section()
+                pipeline_state = self.replay(pipeline_state)
+            more = item.index == WorkItem.SECTION_END
+
+    @cute.jit
+    def replay(self, pipeline_state: PipelineState) -> PipelineState:
+        """Replay the section's failed work tiles with exact online softmax."""
+        replay = self.storage.replay
+        replay.sync()
+        if replay.any():
+            for slot in cutlass.range(Replay.SECTION, unroll=1):
+                if replay.failed(slot):
+                    tile = self.params.order.tile(replay.index(slot), self.params.seqlens)
+                    pipeline_state = self.run_tile(tile, pipeline_state, None)
+            replay.reset(self.CLEARS_REPLAY)
+        return pipeline_state
+
+    def begin(self, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
+        """The epilogues' context and state for one work tile."""
+        chain, params = self.kernel.epilogues, self.params
+        context = chain.context(
+            params.score_args,
+            params.seqlens,
+            tile.info,
+            tile.batch,
+            tile.head,
+            params.nheads,
+            params.softmax_scale,
+        )
+        return context, chain.begin(params.score_args, context)
+
+    def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
+        """The key blocks that one work tile visits."""
+        end_row = cutlass.min(tile.row0 + self.kernel.tile.queries, tile.info.seqlen_q)
+        return BlockRange.of_queries(state.band, tile.row0, end_row, self.kernel.tile.tile_n)
