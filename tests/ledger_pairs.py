@@ -48,7 +48,6 @@ PAIRS = [
         f"{FORWARD}-d128-causal",
         "",
         "speculative=false",
-        quick=True,
     ),
     Pair("Hopper forward 5 and 6, d128: +3%", f"{FORWARD}-d128-causal", "", "q_in_regs=false"),
     Pair(

@@ -235,6 +235,21 @@ def test_the_command(tmp_path):
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
 
 
+def test_a_users_epilogue_and_layout():
+    """The examples, which other tests build: an epilogue's loads, and rows without a swizzle."""
+    files = ("--load", "examples/custom_epilogue.py", "--load", "examples/custom_layout.py")
+    costs = []
+    for name in ("forward-sm80-bf16-d64-causal-relative_position", "forward-sm80:plain-bf16-d64"):
+        done = processes.run("-m", "cute_attn", *files, "verdict", name, "--target", "sm80", "--json")
+        assert done.returncode == 0, done.stderr
+        costs += json.loads(done.stdout)
+    epilogue, plain = costs
+    assert epilogue["step"]["mma"] == plain["step"]["mma"] == 192
+    assert epilogue["step"]["instructions"] > plain["step"]["instructions"] + 96  # one addition an element, and more
+    assert plain["step"]["bound"] == "shared memory" and not epilogue["no_step"]
+    assert {copy["ways"] for copy in plain["copies"] if copy["opcode"] == "LDSM"} == {8}
+
+
 def test_json_of_a_verdict_has_no_machine_code():
     one = Verdict("forward-sm80-bf16-d64", "sm80", "tile_n=3", "it does not fit")
     assert json.loads(one.json())["reason"] == "it does not fit" and "code" not in one.as_dict()
