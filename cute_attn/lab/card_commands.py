@@ -48,7 +48,6 @@ def ab_of_tiles(
         str | None, typer.Option("--peer", help="B: fa4, fa3, cudnn, fa2 or mem_efficient.")
     ] = None,
     workloads: Workloads = None,
-    rounds: Annotated[int, typer.Option(min=6, help="At least so many rounds.")] = 21,
     resolution: Annotated[
         float, typer.Option(min=0, help="Differences below this share count as none.")
     ] = 0.005,
@@ -59,7 +58,6 @@ def ab_of_tiles(
     why: Annotated[str, typer.Option("--why", help="The reason for the prediction.")] = "",
     ledger_file: LedgerFile = None,
     output: Output = None,
-    as_json: AsJson = False,
 ) -> None:
     """Whether tile A is faster than tile B, or than a peer, on this GPU: an interval and one sentence.
 
@@ -91,7 +89,6 @@ def ab_of_tiles(
             a,
             b,
             shapes,
-            rounds=rounds,
             resolution=resolution,
             budget_s=budget,
             card=card,
@@ -102,9 +99,6 @@ def ab_of_tiles(
     if entry is not None:
         entry = ledger.settle(entry, found, static=_static(a, b, shapes[0]), path=ledger_file)
         outcome = f"The prediction of {entry.predicted} was {entry.outcome} (ledger entry {entry.id})."
-    if as_json:
-        print(json.dumps(found.to_json(), indent=1))
-        return
     console = make_console()
     console.print(found.table())
     console.print(found.sentence, highlight=False, markup=False)
@@ -148,7 +142,6 @@ def tune_tile(
         typer.Option("--timings", help="The file of timings that are kept; by default the user's own."),
     ] = None,
     output: Output = None,
-    as_json: AsJson = False,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
     from cute_attn.lab.tune import Progress as Seen
@@ -183,9 +176,6 @@ def tune_tile(
             progress.console.print("stopped; the same command goes on where it was")
             raise typer.Exit(130) from None
     _write(output, study.to_json())
-    if as_json:
-        print(json.dumps(study.to_json(), indent=1))
-        return
     console.print(study.table())
     for note in study.notes[1:]:  # the first was said at the start
         console.print(note, highlight=False, markup=False)

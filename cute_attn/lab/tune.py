@@ -34,6 +34,7 @@ from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 
 HEAT_ROUNDS = 3
+_NEVER_BACK = "an earlier study ran it and never came back; with another file of timings it is tried again"
 _HOPELESS = math.log(0.8)  # of the first round; more rounds would not change its place
 _CLOSE = math.log(1.02)  # how much slower than the best one still races it
 _MOST_RACED, _MOST_PAIRS = 8, 24
@@ -385,7 +386,7 @@ class _Study:
         if self.card is None or entry.candidate.status in ("timed", "failed"):
             return self.card is not None
         if self.timings.hung(self.cache_key(entry.tile)):
-            self.mark(entry, status="failed", reason="an earlier study ran it and never came back")
+            self.mark(entry, status="failed", reason=_NEVER_BACK)
             return True
         found = {w: self.timings.get(self.key(entry.tile, w)) for w in self.search.workloads}
         if None in found.values():

@@ -294,7 +294,9 @@ def test_a_tile_that_ended_the_gpus_context_is_left_out_the_next_time(kept):
         run(None, kept, "tile_n=64..112:16", card=card)
     study, card, builds = run(bowl, kept, "tile_n=64..112:16")
     (lost,) = (one for one in study.candidates if one.status == "failed")
-    assert lost.change == "tile_n=80" and lost.reason == "an earlier study ran it and never came back"
+    assert lost.change == "tile_n=80" and lost.reason.startswith(
+        "an earlier study ran it and never came back; "
+    )
     assert tile_of(deadly) not in builds.submitted and deadly not in heats(card)
 
 
@@ -592,3 +594,25 @@ def test_the_static_rank_says_where_the_default_is_the_best(kept):
     unranked = SimulatedBuilds(SimulatedCard(None), seconds=0.0)
     study = tune(NAME, "tile_n=96|112", static_only=True, resume=kept, equipment=Equipment(None, unranked))
     assert study.sentence == f"{NAME}: no tile was ranked"
+
+
+def test_a_worker_builds_and_ranks():
+    """In this process; a default that the tests of the static rank build too."""
+    from cute_attn.lab import tune_worker
+    from cute_attn.lab.workloads import default_workloads
+
+    name = "forward-sm90-bf16-d128-causal"
+    workloads = default_workloads(Traits.parse(name))
+    plain = json.loads(json.dumps([dataclasses.asdict(workload) for workload in workloads]))
+    request = {"traits": name, "tile": None, "target": "sm90", "modules": {}}
+    answer = json.loads(json.dumps(tune_worker.build_and_rank(plain, **request)))
+    kernel = registry.lookup(Traits.parse(name))
+    assert answer["error"] is None and answer["key"] == compiler.key_of(kernel, "sm90")
+    assert answer["no_rank"] == "" and answer["spills_in_step"] == 0
+    clocks = [answer["estimates"][workload.name] for workload in workloads]
+    assert 0 < clocks[0] < clocks[1], "four times the scores"
+    assert tune_worker.build_and_rank([], **request) == {"seconds": 0.0, "error": None}
+    failed = tune_worker.build_and_rank(plain, **request | {"tile": "tile_n=2048"})
+    assert "shared memory" in failed["error"] or "accepted" in failed["error"]
+    built = builds_module._built(kernel.tile, answer)
+    assert built.estimates == answer["estimates"] and built.key == answer["key"] and not built.error
