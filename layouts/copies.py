@@ -52,16 +52,19 @@ def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = Fals
     return cute.make_tiled_copy_B(_ldmatrix(dtype, transpose), tiled_mma)
 
 
-def store_copy_c(tiled_mma: cute.TiledMma, dtype: Any, arch: str, transpose: bool = False) -> cute.TiledCopy:
+def store_copy_c(
+    tiled_mma: cute.TiledMma, dtype: Any, arch: str, transpose: bool = False, columns: int = 16
+) -> cute.TiledCopy:
     """Stores an accumulator, converted to ``dtype``, to row-major shared memory.
 
-    arch: "sm80" stores pairs of elements, "sm90" uses stmatrix (16-bit types, 16 columns at once).
+    arch: "sm80" stores pairs of elements, "sm90" uses stmatrix (16-bit types).
     transpose: M is contiguous, stmatrix only.
+    columns: of N that a stmatrix stores at once, 16 or 8.
     """
     if arch not in ("sm80", "sm90"):
         raise ValueError(f"arch={arch!r}: accepted are 'sm80' and 'sm90'")
     if arch == "sm90" and dtype.width == 16:
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, 4), dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, columns // 4), dtype)
     elif transpose:
         raise ValueError(f"transpose=True: accepted with 16-bit types on 'sm90', not {dtype} on {arch!r}")
     else:

@@ -78,6 +78,7 @@ BY_LENGTHS = {
     DECODE_FEW: tuple(f"d{dim}-window-softcap-alibi-varlen-seqused_k" for dim in (64, 128, 256)),
     CHUNK: ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
     (1, 4096, 1): ("d128",),
+    (4096, 77, 1): ("d64", "d128-causal_top_left", "d192x128"),
 }
 
 

@@ -183,9 +183,12 @@ class BackwardSm90Tile(Tile):
 
     Attributes:
         tile_m: queries of a step, a multiple of 16 (of 64 unless ``dq_transposed``).
-        tile_n: keys of a key tile, 64 for each consumer warpgroup, or 64 in all with ``p_in_smem``.
+        tile_n: keys of a key tile, 64 for each consumer warpgroup; with ``p_in_smem`` a multiple of 64 in all, or with
+            ``dkv_transposed`` of 16.
         p_in_smem: P goes through shared memory as dS does, and the warpgroups divide the head dims of dK and dV.
             Otherwise they divide the keys, and P and dS are register operands.
+        dkv_transposed: dK and dV are computed transposed, so that the warpgroups divide the keys, which need not be a
+            multiple of 64. With ``p_in_smem``, head dims in multiples of 64 and no dropout.
         num_stages_q, num_stages_do: stages of Q and dO.
         num_stages_ds: stages of dS (and P); with 2 a step has one barrier, with 1 it has two.
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
@@ -200,8 +203,9 @@ class BackwardSm90Tile(Tile):
     """
 
     tile_m: int = choice(64, *range(16, 129, 16))
-    tile_n: int = choice(128, 64, 128, 192)
+    tile_n: int = choice(128, *range(48, 193, 16))
     p_in_smem: bool = False
+    dkv_transposed: bool = False
     num_stages_q: int = choice(2, 1, 2, 3)
     num_stages_do: int = choice(2, 1, 2, 3)
     num_stages_ds: int = choice(2, 1, 2)
@@ -250,7 +254,13 @@ class BackwardSm90Tile(Tile):
     @property
     def dkv_warps_n(self) -> int:
         """Warpgroups along the head dims of dK and dV."""
-        return self.warpgroups // math.gcd(self.warpgroups, self.tile_n // 64) if self.p_in_smem else 1
+        divided = self.p_in_smem and not self.dkv_transposed
+        return self.warpgroups // math.gcd(self.warpgroups, self.tile_n // 64) if divided else 1
+
+    @property
+    def ds_warps_n(self) -> int:
+        """Warpgroups that each read some keys of P and dS as the second operand of dV and dK."""
+        return self.warpgroups if self.dkv_transposed else 1
 
     def dk_leaves_k(self, traits: Traits) -> bool:
         """Whether dK is stored from the memory of dS and P instead of K's, so that the next K loads meanwhile.
@@ -304,13 +314,25 @@ class BackwardSm90Tile(Tile):
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.mma_threads
         acc_dkv, acc_s = self.tile_n * (d + dv) // threads, self.tile_m * self.tile_n // threads
         acc_dq = self.tile_m * d // threads
+        if self.p_in_smem:  # where S and dP are gone when dQ comes
+            return acc_dkv + max(2 * acc_s, acc_dq) + 28
         return acc_dkv + max(2 * acc_s, acc_dq + acc_s) + 20
+
+    @property
+    def store_columns(self) -> int:
+        """Columns of P, dS, dK and dV that a stmatrix stores at once."""
+        return 8 if self.dkv_transposed and self.tile_n % 32 else 16
 
     def shape_reason(self, traits: Traits) -> str | None:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        keys = 64 if self.p_in_smem else 128
+        keys = 16 if self.dkv_transposed else 64 if self.p_in_smem else 128
         if self.tile_n <= 0 or self.tile_n % keys or (not self.p_in_smem and self.tile_n != keys):
             return f"tile_n is {self.tile_n}; accepted: {keys} with p_in_smem={str(self.p_in_smem).lower()}"
+        if self.dkv_transposed and (not self.p_in_smem or d % 64 or dv % 64 or traits.dropout):
+            return (
+                "dkv_transposed is true; accepted: with p_in_smem, head dims in multiples of 64 and no dropout, "
+                f"not {traits}"
+            )
         rows = 16 if self.dq_transposed and not self.p_in_smem else 64
         if self.tile_m <= 0 or self.tile_m % rows or self.tile_m > 256:
             return f"tile_m is {self.tile_m}; accepted: multiples of {rows} up to 256"
@@ -321,7 +343,7 @@ class BackwardSm90Tile(Tile):
             )
         along_n = self.warpgroups // min(self.warpgroups, self.tile_m // 64) if self.p_in_smem else 1
         if self.p_in_smem and (
-            self.tile_m % (64 * self.warpgroups // along_n) or self.tile_n % (16 * along_n)
+            self.tile_m % (64 * self.warpgroups // along_n) or self.tile_n % (self.store_columns * along_n)
         ):
             return (
                 f"warpgroups is {self.warpgroups}; accepted with p_in_smem: divisors of {self.tile_m} queries"

@@ -38,6 +38,7 @@ def all_but(*names: str) -> tuple[str, ...]:
 
 
 UNTIL_D96 = all_but("causal-d128", "causal-d256")
+WHOLE_64S = (*D96_D256, "dropout-causal", "everything-causal-dropout", "everything-window-mem_efficient")
 WITHOUT_FLASH_DROPOUT = all_but("dropout-causal", "everything-causal-dropout")
 TILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sm80": {
@@ -61,6 +62,8 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64": (),
         f"{_BARE},p_in_smem=true,tile_m=64,tile_n=64,num_stages_ds=1": (),
         f"{_BARE},p_in_smem=true,tile_m=128,tile_n=64,num_stages_q=1,num_stages_do=1,num_stages_ds=1": D256,
+        f"{_BARE},p_in_smem=true,dkv_transposed=true,tile_m=64,tile_n=96,num_stages_do=1": WHOLE_64S,
+        f"{_BARE},p_in_smem=true,dkv_transposed=true,tile_m=64,tile_n=112,num_stages_ds=1,num_stages_do=1": WHOLE_64S,
         "dq_bulk=true,mask_warps=0": D256,
         "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1": D256,
         f"{_BARE},tile_m=64": (),

@@ -96,12 +96,15 @@ def to_smem(
     target: cute.Tensor,
     thread: Int32,
 ) -> None:
-    """An accumulator times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
+    """An accumulator of dK or dV times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
     fragment = cute.make_rmem_tensor_like(acc, kernel.dtype)
     fragment.store((acc.load() * factor).to(kernel.dtype))
-    store = layouts.store_copy_c(tiled_mma, kernel.dtype, "sm90")
+    transpose: Constexpr = kernel.tile.dkv_transposed
+    columns: Constexpr = kernel.tile.store_columns
+    store = layouts.store_copy_c(tiled_mma, kernel.dtype, "sm90", transpose, columns)
     mine = store.get_slice(thread)
-    cute.copy(store, mine.retile(fragment), mine.partition_D(target))
+    as_accumulator = layouts.transposed(target) if cutlass.const_expr(transpose) else target
+    cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 
 
 @cute.jit
@@ -116,6 +119,9 @@ def store_rows(
 ) -> None:
     """The first ``rows`` keys of a block to packed ``target``."""
     cols = padded(head_dim)
+    rows = cutlass.min(
+        rows, kernel.tile.tile_n
+    )  # which need not be a multiple of the rows that a copy takes at once
     plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
     tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (key_tile.block, 0))
     RowCopy(kernel.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)

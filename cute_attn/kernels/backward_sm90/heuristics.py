@@ -14,7 +14,7 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 128:
-        return _wide_tiles()
+        return _wide_tiles(traits)
     tiles = [*tma_bias_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
     return [_drawn_ahead(tile, traits) for tile in tiles]
 
@@ -71,10 +71,13 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     return [tile]
 
 
-def _wide_tiles() -> list[BackwardSm90Tile]:
-    """For head dims above 128."""
+def _wide_tiles(traits: Traits) -> list[BackwardSm90Tile]:
+    """For head dims above 128. More keys a step where dK and dV leave registers for them."""
     tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
+    more_keys = dataclasses.replace(tile, dkv_transposed=True)
     return [
+        *(dataclasses.replace(more_keys, tile_n=n) for n in (112, 96) if not _laden(traits)),
+        *(dataclasses.replace(more_keys, tile_n=n, num_stages_do=1) for n in (112, 96) if not _laden(traits)),
         tile,
         dataclasses.replace(tile, num_stages_do=1),
         dataclasses.replace(tile, num_stages_do=1, num_stages_ds=1),

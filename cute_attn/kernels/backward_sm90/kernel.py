@@ -328,15 +328,26 @@ class BackwardSm90(BackwardSm90Predicates):
             scores.make_fragment_B(in_scores.partition_B(b_scores)),
             scores.make_fragment_A(in_scores.partition_A(a_dp)),
             scores.make_fragment_B(in_scores.partition_B(b_dp)),
-            dv_mma.make_fragment_B(in_dv.partition_B(turn(shared.s_do))),
-            dk.make_fragment_B(in_dk.partition_B(turn(shared.s_q))),
+            self.operand(dv_mma, in_dv, turn(shared.s_do), tile.dkv_transposed),
+            self.operand(dk, in_dk, turn(shared.s_q), tile.dkv_transposed),
             dq.make_fragment_A(in_dq.partition_A(a_dq)),
             dq.make_fragment_B(in_dq.partition_B(b_dq)),
-            dv_mma.make_fragment_A(in_dv.partition_A(turn(shared.s_p))) if upright else None,
-            dk.make_fragment_A(in_dk.partition_A(turn(shared.s_ds))) if upright else None,
-            cute.make_rmem_tensor(in_dk.partition_shape_C((tile.tile_n, d)), Float32),
-            cute.make_rmem_tensor(in_dv.partition_shape_C((tile.tile_n, dv)), Float32),
+            self.operand(dv_mma, in_dv, turn(shared.s_p), not tile.dkv_transposed) if upright else None,
+            self.operand(dk, in_dk, turn(shared.s_ds), not tile.dkv_transposed) if upright else None,
+            cute.make_rmem_tensor(in_dk.partition_shape_C(self.gradient_shape(d)), Float32),
+            cute.make_rmem_tensor(in_dv.partition_shape_C(self.gradient_shape(dv)), Float32),
         )
+
+    def operand(self, mma: cute.TiledMma, own: cute.TiledMma, smem: cute.Tensor, is_a: bool) -> cute.Tensor:
+        """Descriptors of a product's first operand, or of its second, in a warpgroup's slice ``own``."""
+        if is_a:
+            return mma.make_fragment_A(own.partition_A(smem))
+        return mma.make_fragment_B(own.partition_B(smem))
+
+    def gradient_shape(self, head_dim: int) -> tuple[int, int]:
+        """(M, N) of dK or dV."""
+        tile_n = self.tile.tile_n
+        return (head_dim, tile_n) if self.tile.dkv_transposed else (tile_n, head_dim)
 
     @cute.jit
     def query_loop(self, ctx: HeadContext) -> None:
@@ -449,11 +460,19 @@ class BackwardSm90(BackwardSm90Predicates):
         ):  # only here, where the registers of a TMA-loaded bias are free again
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
         probabilities(scores, lse, ctx.scale_log2)
+        # In 16 bits at once where registers are left, while dP runs.
+        early: Constexpr = self.tile.p_in_smem
+        p = self.p_in_16_bits(ctx, acc_s, mask) if cutlass.const_expr(early) else None
         warpgroup.wait_group(0)
         ds = self.to_gradients(ctx, scores, acc_dp, saved, mask, n)
+        return p if cutlass.const_expr(early) else self.p_in_16_bits(ctx, acc_s, mask), ds
+
+    @cute.jit
+    def p_in_16_bits(self, ctx: HeadContext, acc_s: cute.Tensor, mask: tuple) -> cute.Tensor:
+        """P, dropped elements zero; acc_s stays as it is."""
         p = converted(acc_s, self.dtype)
         self.epilogues.zero_dropped(mask, ctx.score_map.view(p))
-        return p, ds
+        return p
 
     @cute.jit
     def to_gradients(
@@ -523,15 +542,23 @@ class BackwardSm90(BackwardSm90Predicates):
     def start_dv(self, ctx: HeadContext, p: cute.Tensor, n: Int32) -> None:
         """dV += P dO."""
         op, stage = ctx.fragments, ctx.shared.pipeline_do.stage(n)
-        a = self.keys_operand(p, op.p_smem, n)
-        start_gemm(self.mma_dkv(self.dims[1]), op.acc_dv, a, op.do[None, None, None, stage], True)
+        a, b = self.keys_operand(p, op.p_smem, n), op.do[None, None, None, stage]
+        self.start_dkv(op.acc_dv, a, b, self.dims[1])
 
     @cute.jit
     def start_dk(self, ctx: HeadContext, ds: cute.Tensor, n: Int32) -> None:
         """dK += dS Q."""
         op, stage = ctx.fragments, ctx.shared.pipeline_q.stage(n)
-        a = self.keys_operand(ds, op.ds_smem, n)
-        start_gemm(self.mma_dkv(self.dims[0]), op.acc_dk, a, op.q[None, None, None, stage], True)
+        a, b = self.keys_operand(ds, op.ds_smem, n), op.q[None, None, None, stage]
+        self.start_dkv(op.acc_dk, a, b, self.dims[0])
+
+    @cute.jit
+    def start_dkv(
+        self, acc: cute.Tensor, keys: cute.Tensor, queries: cute.Tensor, head_dim: Constexpr
+    ) -> None:
+        """acc += keys queries, of P and dO or of dS and Q, or its transpose."""
+        a, b = (queries, keys) if self.tile.dkv_transposed else (keys, queries)
+        start_gemm(self.mma_dkv(head_dim), acc, a, b, True)
 
     def keys_operand(self, registers: cute.Tensor, smem: cute.Tensor | None, n: Int32) -> cute.Tensor:
         """P or dS as (keys, queries), from wherever the tile takes it."""
@@ -570,7 +597,8 @@ class BackwardSm90(BackwardSm90Predicates):
     def store_scores(self, ctx: HeadContext, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
-        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose=not upright)
+        columns: Constexpr = self.tile.store_columns
+        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", not upright, columns)
         # Otherwise addresses are kept in registers through the loop.
         mine = store.get_slice(rematerialize_each(ctx.thread, n))
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)

@@ -78,7 +78,8 @@ class BackwardSm90Layouts:
     def layout_ds(self) -> cute.ComposedLayout:
         """dS and P, (tile_m, tile_n, stage)."""
         tile = self.tile
-        return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=tile.num_stages_ds)
+        stages, parts = tile.num_stages_ds, tile.ds_warps_n
+        return operand_layout(tile.tile_m, tile.tile_n, self.dtype, stages=stages, parts=parts)
 
     def layout_bias(self) -> cute.ComposedLayout:
         """The bias, (tile_m, tile_n, stage)."""
@@ -98,8 +99,21 @@ class BackwardSm90Layouts:
         return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
 
     def mma_dkv(self, head_dim: int) -> cute.TiledMma:
-        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory."""
+        """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory.
+
+        With dkv_transposed Q^T dS and dO^T P, (head_dim, keys).
+        """
         tile = self.tile
+        if tile.dkv_transposed:
+            return layouts.tiled_mma_sm90(
+                self.dtype,
+                head_dim,
+                tile.tile_n,
+                warpgroups=tile.warpgroups,
+                warpgroups_n=tile.warpgroups,
+                a_major="mn",
+                b_major="mn",
+            )
         return layouts.tiled_mma_sm90(
             self.dtype,
             tile.tile_n,

@@ -11,12 +11,25 @@ SHORT_SEQLEN = 1024
 PACKS = (1, 2, 4, 8, 16, 32, 64)
 GAIN = 1.1
 """Heads are packed where so many times as many rows would be computed without."""
+FEW_KEYS = (64, 80, 96)
+"""Keys of a step for sequences of no more, such as a text's 77."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
 
 
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
     """The tile for sequences of at most these lengths, ``group`` query heads per key head; None: the default one."""
+    tile = _tile_for_queries(traits, seqlen_q, seqlen_k, group)
+    if seqlen_k > max(FEW_KEYS) or traits.bias:
+        return tile
+    chosen = tile or first_that_fits(preferred_tiles(traits), traits, "sm90")
+    enough = [
+        n for n in FEW_KEYS if seqlen_k <= n < chosen.tile_n and (n % 32 == 0 or traits.dropout != "flash")
+    ]
+    return dataclasses.replace(chosen, tile_n=enough[0]) if enough else tile
+
+
+def _tile_for_queries(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
     short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT_SEQLEN else None
     if not may_pack_heads(traits):
         return short
@@ -111,8 +124,9 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
             ),
             ForwardSm90Tile(128, 64, rescale_threshold=8),
         ]
+    plain = ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True)
+    more_keys = padded(traits.head_dim_v) <= 192 and not needs_registers
     return [
-        ForwardSm90Tile(128, 80, rescale_threshold=8, share_qo_smem=True),
-        ForwardSm90Tile(128, 64, rescale_threshold=8, share_qo_smem=True),
-        ForwardSm90Tile(128, 32, rescale_threshold=8, share_qo_smem=True),
+        *(dataclasses.replace(plain, tile_n=n, speculative=True) for n in (128, 112, 96) if more_keys),
+        *(dataclasses.replace(plain, tile_n=n) for n in (80, 64, 32)),
     ]
