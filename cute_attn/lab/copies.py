@@ -137,23 +137,21 @@ def _backward_sm80(kernel: Any) -> Iterator[SmemCopy]:
 
 
 def _backward_sm90(kernel: Any) -> Iterator[SmemCopy]:
-    upright, dtype = kernel.tile.p_in_smem, kernel.dtype
+    tile = kernel.tile
 
-    def smem_ds() -> Any:
-        return kernel.layout_ds() if upright else layouts.transposed(kernel.layout_ds())
+    def seen(layout: Callable[[], Any], transpose: bool) -> Callable[[], Any]:
+        return (lambda: layouts.transposed(layout())) if transpose else layout
 
     yield SmemCopy(
-        "dS to shared memory",
-        "STSM",
-        lambda: _store(kernel.mma_scores(), dtype, "sm90", not upright),
-        smem_ds,
+        "dS to shared memory", "STSM", kernel.scores_store, seen(kernel.layout_ds, not tile.p_in_smem)
     )
-
-    def store_gradient(head_dim: int) -> Any:
-        return _store(kernel.mma_dkv(head_dim), dtype, "sm90")
-
     for name, dim, layout in zip(("dK", "dV"), kernel.dims, (kernel.layout_k, kernel.layout_v), strict=True):
-        yield SmemCopy(f"{name} to shared memory", "STSM", partial(store_gradient, dim), layout)
+        yield SmemCopy(
+            f"{name} to shared memory",
+            "STSM",
+            partial(kernel.gradient_store, dim),
+            seen(layout, tile.dkv_transposed),
+        )
 
 
 def _convert(kernel: Any) -> Iterator[SmemCopy]:
@@ -164,8 +162,8 @@ def _convert(kernel: Any) -> Iterator[SmemCopy]:
     )
 
 
-def _store(mma: Any, dtype: Any, arch: str, transpose: bool = False) -> Any:
-    return layouts.store_copy_c(mma, dtype, arch, transpose=transpose)
+def _store(mma: Any, dtype: Any, arch: str) -> Any:
+    return layouts.store_copy_c(mma, dtype, arch)
 
 
 _COPIES: dict[tuple[str, str], Callable[[Any], Iterator[SmemCopy]]] = {

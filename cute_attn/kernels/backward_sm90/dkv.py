@@ -40,9 +40,9 @@ def store_keys(
     consumer_barrier(kernel.tile.warpgroups)  # no product reads K, V and dS any more
     if cutlass.const_expr(leaves_k):
         shared.pipeline_k.consumer_release(i)
-    to_smem(kernel, fragments.acc_dv, rescale, kernel.mma_dkv(dv), shared.s_v[None, None, 0], thread)
+    to_smem(kernel, fragments.acc_dv, rescale, dv, shared.s_v[None, None, 0], thread)
     scale = rescale * params.softmax_scale
-    to_smem(kernel, fragments.acc_dk, scale, kernel.mma_dkv(d), shared.s_dk[None, None, 0], thread)
+    to_smem(kernel, fragments.acc_dk, scale, d, shared.s_dk[None, None, 0], thread)
     cute.arch.fence_proxy("async.shared", space="cta")
     consumer_barrier(kernel.tile.warpgroups)
     if cutlass.const_expr(kernel.traits.varlen):
@@ -92,17 +92,16 @@ def to_smem(
     kernel: Constexpr,
     acc: cute.Tensor,
     factor: Float32,
-    tiled_mma: cute.TiledMma,
+    head_dim: Constexpr,
     target: cute.Tensor,
     thread: Int32,
 ) -> None:
     """An accumulator of dK or dV times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
     fragment = cute.make_rmem_tensor_like(acc, kernel.dtype)
     fragment.store((acc.load() * factor).to(kernel.dtype))
-    transpose: Constexpr = kernel.tile.dkv_transposed
-    columns: Constexpr = kernel.tile.store_columns
-    store = layouts.store_copy_c(tiled_mma, kernel.dtype, "sm90", transpose, columns)
+    store = kernel.gradient_store(head_dim)
     mine = store.get_slice(thread)
+    transpose: Constexpr = kernel.tile.dkv_transposed
     as_accumulator = layouts.transposed(target) if cutlass.const_expr(transpose) else target
     cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 

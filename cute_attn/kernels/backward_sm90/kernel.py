@@ -344,11 +344,6 @@ class BackwardSm90(BackwardSm90Predicates):
             return mma.make_fragment_A(own.partition_A(smem))
         return mma.make_fragment_B(own.partition_B(smem))
 
-    def gradient_shape(self, head_dim: int) -> tuple[int, int]:
-        """(M, N) of dK or dV."""
-        tile_n = self.tile.tile_n
-        return (head_dim, tile_n) if self.tile.dkv_transposed else (tile_n, head_dim)
-
     @cute.jit
     def query_loop(self, ctx: HeadContext) -> None:
         """All query blocks of one head that see the key block."""
@@ -597,8 +592,7 @@ class BackwardSm90(BackwardSm90Predicates):
     def store_scores(self, ctx: HeadContext, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
         upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
-        columns: Constexpr = self.tile.store_columns
-        store = layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", not upright, columns)
+        store = self.scores_store()
         # Otherwise addresses are kept in registers through the loop.
         mine = store.get_slice(rematerialize_each(ctx.thread, n))
         as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)

@@ -30,8 +30,8 @@ class BackwardSm90Layouts:
         mma = (
             wgmma_count(m, n, d, groups, scores_n)
             + wgmma_count(m, n, dv, groups, scores_n)
-            + wgmma_count(tile.tile_n, d, tile.tile_m, groups, tile.dkv_warps_n)
-            + wgmma_count(tile.tile_n, dv, tile.tile_m, groups, tile.dkv_warps_n)
+            + wgmma_count(*self.gradient_shape(d), tile.tile_m, groups, self.gradient_warps_n)
+            + wgmma_count(*self.gradient_shape(dv), tile.tile_m, groups, self.gradient_warps_n)
             + wgmma_count(dq_m, dq_n, tile.tile_n, groups, tile.dq_warps_n)
         )
         elements = tile.tile_m * tile.tile_n // tile.mma_threads
@@ -98,28 +98,27 @@ class BackwardSm90Layouts:
         along_n = groups // min(groups, m // 64) if self.tile.p_in_smem else 1
         return layouts.tiled_mma_sm90(self.dtype, m, n, warpgroups=groups, warpgroups_n=along_n)
 
+    def gradient_shape(self, head_dim: int) -> tuple[int, int]:
+        """(M, N) of dK or dV: (keys, head_dim), or with dkv_transposed (head_dim, keys)."""
+        tile_n = self.tile.tile_n
+        return (head_dim, tile_n) if self.tile.dkv_transposed else (tile_n, head_dim)
+
+    @property
+    def gradient_warps_n(self) -> int:
+        """Warpgroups along N of dK and dV."""
+        return self.tile.ds_warps_n if self.tile.dkv_transposed else self.tile.dkv_warps_n
+
     def mma_dkv(self, head_dim: int) -> cute.TiledMma:
         """dK += dS Q and dV += P dO, (keys, head_dim): dS and P from registers, with p_in_smem from shared memory.
 
         With dkv_transposed Q^T dS and dO^T P, (head_dim, keys).
         """
         tile = self.tile
-        if tile.dkv_transposed:
-            return layouts.tiled_mma_sm90(
-                self.dtype,
-                head_dim,
-                tile.tile_n,
-                warpgroups=tile.warpgroups,
-                warpgroups_n=tile.warpgroups,
-                a_major="mn",
-                b_major="mn",
-            )
         return layouts.tiled_mma_sm90(
             self.dtype,
-            tile.tile_n,
-            head_dim,
+            *self.gradient_shape(head_dim),
             warpgroups=tile.warpgroups,
-            warpgroups_n=tile.dkv_warps_n,
+            warpgroups_n=self.gradient_warps_n,
             a_source="smem" if tile.p_in_smem else "rmem",
             a_major="mn" if tile.p_in_smem else "k",
             b_major="mn",
@@ -129,6 +128,18 @@ class BackwardSm90Layouts:
         """dQ = dS K, (queries, head_dim), or transposed K^T dS^T; K and dS as they lie in shared memory."""
         a, b = ("mn", "k") if self.tile.dq_transposed else ("k", "mn")
         return mma_dq(self.traits, self.tile, a_major=a, b_major=b)
+
+    def scores_store(self) -> cute.TiledCopy:
+        """P or dS from registers to shared memory, (queries, keys) with p_in_smem, otherwise transposed."""
+        tile = self.tile
+        transpose = not tile.p_in_smem
+        return layouts.store_copy_c(self.mma_scores(), self.dtype, "sm90", transpose, tile.store_columns)
+
+    def gradient_store(self, head_dim: int) -> cute.TiledCopy:
+        """dK or dV from registers to shared memory, (keys, head_dim), or with dkv_transposed transposed."""
+        tile = self.tile
+        mma = self.mma_dkv(head_dim)
+        return layouts.store_copy_c(mma, self.dtype, "sm90", tile.dkv_transposed, tile.store_columns)
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
         """BackwardStorage to global memory, where TMA would write rows of the next sequence."""
