@@ -51,7 +51,7 @@ def ab_of_tiles(
     resolution: Annotated[
         float, typer.Option(min=0, help="Differences below this share count as none.")
     ] = 0.005,
-    budget: Budget = 60.0,
+    budget: Budget = 30.0,
     predict: Annotated[
         str | None, typer.Option("--predict", help="How much faster A is: '+2..+5%'. Needs --why.")
     ] = None,

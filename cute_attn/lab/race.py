@@ -196,15 +196,15 @@ def ab(
     *,
     rounds: int = ROUNDS,
     resolution: float = RESOLUTION,
-    budget_s: float = 60.0,
+    budget_s: float = 30.0,
     sample_ms: float = SAMPLE_MS,
     card: Card | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Whether a is faster than b, each a kernel's name, (name, tile), or a peer's name.
 
-    Rounds of samples in the order a, b, b, a until the interval of the ratio is narrower than the resolution, or lies
-    beyond it, or the budget ends.
+    Rounds of samples in the order a, b, b, a, every other one b, a, a, b, until the interval of the ratio is narrower
+    than the resolution, or lies beyond it, or the budget ends.
 
     Args:
         workloads: or their texts; by default two lengths of 16k tokens.
@@ -304,7 +304,9 @@ def _measure(
         return found
 
     def one_round() -> float | None:
-        ratio = abba(lambda: sample(0), lambda: sample(1))
+        # What precedes a round may favour its first sample, so that is a's and b's in turn.
+        first = len(states) % 2
+        ratio = abba(lambda: sample(first), lambda: sample(1 - first)) * (-1 if first else 1)
         states.append(card.state(runs[len(states) % 2], len(states)))
         progress(f"round {len(states)} on {workload.name}")
         latest = states[-1]

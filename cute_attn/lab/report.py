@@ -128,8 +128,8 @@ def _comparison(found: Comparison) -> Section:
     texts = (
         f"a is {found.a}; b is {found.b}.",
         f"{found.gpu}, driver {found.driver}, commit {found.commit}, {found.started[:16]}. Rounds of samples in the "
-        "order a, b, b, a, each call on a cold L2; the interval is of the median, by order statistics. Differences "
-        f"below {100 * found.resolution:g}% count as none.",
+        "order a, b, b, a and b, a, a, b, each call on a cold L2; the interval is of the median, by order statistics. "
+        f"Differences below {100 * found.resolution:g}% count as none.",
     )
     head = (
         "workload",

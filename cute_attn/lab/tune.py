@@ -451,7 +451,8 @@ class _Study:
         card.sample(default, HEAT_MS)  # what ran before may have let the clock rise
         ratios: list[float] = []
         while len(ratios) < HEAT_ROUNDS and not (ratios and ratios[0] < _HOPELESS):
-            ratios.append(abba(sample, lambda: card.sample(default, HEAT_MS)))
+            pair = (sample, lambda: card.sample(default, HEAT_MS))
+            ratios.append(-abba(*reversed(pair)) if len(ratios) % 2 else abba(*pair))
         return ratios, times
 
     # ---- the end ----

@@ -49,13 +49,14 @@ def test_an_ab_says_what_is_so(speed, outcome):
     assert (found.gpu, found.driver) == ("simulated", "1.0")
 
 
-def test_samples_are_taken_in_the_order_a_b_b_a_after_both_were_checked():
+def test_samples_are_taken_in_turn_after_both_were_checked():
     simulated = card()
     ab(NARROW, DEFAULT, ["b2-s8192-h16"], card=simulated)
     assert [what for what, _ in simulated.events[:4]] == ["built", "built", "checked", "checked"]
     sampled = [who for what, who in simulated.events if what == "sampled"]
-    rounds = [sampled[-4 * i : -4 * i + 4 or None] for i in range(1, 22)]
-    assert rounds == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 21
+    rounds = [sampled[len(sampled) - 84 + 4 * i :][:4] for i in range(21)]
+    assert rounds[::2] == [[NARROW, DEFAULT, DEFAULT, NARROW]] * 11
+    assert rounds[1::2] == [[DEFAULT, NARROW, NARROW, DEFAULT]] * 10
 
 
 def test_a_kernel_against_itself_is_the_same_in_19_of_20():
