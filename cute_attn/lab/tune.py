@@ -331,8 +331,6 @@ class _Study:
                     raise ValueError(f"the default tile does not build: {built.error}")
                 self.default_built = built
                 self.rank_all()
-                for entry in self.entries.values():
-                    self.recalled(entry)
                 continue
             entry = self.entries[built.tile]
             entry.built = built
@@ -461,7 +459,8 @@ class _Study:
         """The race of the best and the A/B."""
         winner, verdict = self.decide()
         tile = winner if verdict is not None and verdict.outcome == "faster" else None
-        late = sum(e.candidate.status == "not reached" for e in self.entries.values())
+        waiting = ("not reached",) if self.card is None else ("not reached", "built", "ranked")
+        late = sum(entry.candidate.status in waiting for entry in self.entries.values())
         if late:
             self.notes.append(f"{late} candidates were not reached within the budget")
         known = [self.default_built, *(entry.built for entry in self.entries.values())]
