@@ -124,9 +124,9 @@ def sweep(count: int, seed: int, num_configurations: int = len(_KINDS)) -> list[
     palette = configurations(rng, num_configurations)
     found: dict[str, Workload] = {}
     while len(found) < count:
-        turn = len(found)
-        relation = RELATIONS[turn // len(palette) % len(RELATIONS)]
-        workload = _shape(rng, palette[turn % len(palette)], relation)
+        index = len(found)
+        relation = RELATIONS[index // len(palette) % len(RELATIONS)]
+        workload = _shape(rng, palette[index % len(palette)], relation)
         if _bounded(workload):
             found.setdefault(workload.name, workload)
     return list(found.values())
@@ -229,7 +229,7 @@ def _log_uniform(rng: random.Random, low: int, high: int) -> int:
 
 
 def workloads(shapes: Sequence[Workload], op: str) -> list[Workload]:
-    """The shapes for an operation, "forward" or "backward", or for "both" in turn."""
+    """The shapes for an operation, "forward" or "backward", or, with "both", alternating."""
     ops = ("forward", "backward") if op == "both" else (op,)
     return [replace(shape, op=op) for shape in shapes for op in ops]
 

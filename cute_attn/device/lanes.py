@@ -15,10 +15,10 @@ from cutlass._mlir.dialects import nvvm
 from cute_attn.device.math import byte_permute, on_device
 
 COLUMN_LANES = (4, 8, 16)
-"""Lane bits that tell an accumulator's 8 quads apart: same columns upright, same rows transposed."""
+"""Lane bits that tell an accumulator's 8 quads apart: same columns, or rows of a transposed tile."""
 
 QUAD_LANES = (1, 2)
-"""Lane bits that tell the 4 lanes of a quad apart: same rows upright, same columns transposed."""
+"""Lane bits that tell the 4 lanes of a quad apart: same rows, or columns of a transposed tile."""
 
 
 def lanes_or(compute: Callable[[Int32], Int32], number: Int32, offsets: tuple[int, ...]) -> Int32:

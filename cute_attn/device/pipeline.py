@@ -147,7 +147,7 @@ FIRST_WARPGROUP_BARRIER = 5
 
 @dataclass(frozen=True)
 class PingPong:
-    """Ping-pong scheduling: warpgroups issue products in turn, each beside the others' softmax."""
+    """Ping-pong scheduling: warpgroups alternate in issuing products, which overlap the others' softmax."""
 
     warpgroup: Int32
     warpgroups: Constexpr
@@ -155,22 +155,22 @@ class PingPong:
 
     @cute.jit
     def start(self) -> None:
-        """Once, by all, at the beginning: the turn is the first warpgroup's."""
+        """Once, by all, at the beginning: the first warpgroup may issue."""
         if cutlass.const_expr(self.enabled):
             if self.warpgroup == self.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=FIRST_PING_PONG_BARRIER, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def sync(self) -> None:
-        """Wait for this warpgroup's turn."""
+        """Wait until the previous warpgroup has issued its products."""
         if cutlass.const_expr(self.enabled):
             cute.arch.barrier(
                 barrier_id=FIRST_PING_PONG_BARRIER + self.warpgroup, number_of_threads=2 * WARPGROUP
             )
 
     @cute.jit
-    def pass_on(self) -> None:
-        """Pass the turn to the next warpgroup."""
+    def arrive(self) -> None:
+        """This warpgroup's products are issued: the next one may issue."""
         if cutlass.const_expr(self.enabled):
             following = Int32(0) if self.warpgroup == self.warpgroups - 1 else self.warpgroup + 1
             cute.arch.barrier_arrive(

@@ -105,7 +105,7 @@ class ScoreMap:
 class ScoreTile:
     """A thread's elements of one score tile: acc (rows, cols), fp32 in registers.
 
-    Upright, a thread holds pairs of neighbouring keys, and a quad of lanes shares a row. Transposed, it holds pairs of
+    A thread holds pairs of neighbouring keys, and a quad of lanes shares a row. If ``transposed`` it holds pairs of
     neighbouring queries, and a quad shares a column.
 
     A tile may reach beyond the sequences: query indices row0 + rows[r] from seqlen_q on and key indices col0 + cols[c]

@@ -5,7 +5,7 @@ begins once a work tile, and is applied to each of its score tiles.
 
 To add one, subclass :class:`Epilogue`, decorate the class with :func:`register_epilogue`, and name it in
 ``Traits(..., epilogues=("my_name",))`` or in ``attention(..., epilogues=("my_name",))``. With a ``backward`` it is
-differentiable. Tiles come upright and transposed (``ScoreTile``), with any number of rows and columns a thread: write
+differentiable. Tiles are transposed or not (``ScoreTile``), with any number of rows and columns a thread: write
 an epilogue in terms of ``tile.rows`` and ``tile.cols``.
 
 Tiles reach beyond the sequences: an epilogue that indexes a tensor must clamp its indices. Query ``tile.row0 +
@@ -55,7 +55,7 @@ class Epilogue:
         raise NotImplementedError(f"epilogue {self.name!r} has no forward")
 
     def backward(self, state: Any, tile: ScoreTile, saved: Any) -> None:
-        """Turn d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
+        """Convert d(loss)/d(score after) in ``tile.acc`` into d(loss)/d(score before), in place, both in natural units.
 
         ``saved`` is the result of ``forward`` for the same tile; it occupies registers in between. Gradients in
         ``tile.acc`` lack the factor ``context.gradient_scale``: multiply by it any gradient that the epilogue writes.

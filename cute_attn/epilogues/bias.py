@@ -59,8 +59,8 @@ class Bias(Epilogue):
     A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
     clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
 
-    In a transposed tile pairs are neighbours in a column. 16-bit elements are loaded, and gradients stored, in an
-    upright tile's order, and exchanged between lanes; fp32 is accessed by single elements.
+    In a transposed tile pairs are neighbours in a column. 16-bit elements are loaded, and gradients stored, in
+    the order of a tile that is not transposed, and exchanged between lanes; fp32 is accessed by single elements.
 
     With ``tile.tma_bias`` the kernel loads 16-bit tiles to shared memory by TMA. They are read when they are added, and
     occupy no registers before.
@@ -134,10 +134,10 @@ class Bias(Epilogue):
         return tile.transposed and self._pair_words == 1 and on_device()
 
     def load(self, state: BiasRows, tile: ScoreTile) -> Any:
-        """The bias of the tile in registers, or where lanes exchange elements, of :func:`upright_of` the tile."""
+        """The bias of the tile in registers, or where lanes exchange elements, of :func:`untransposed` the tile."""
         if tile.tma_bias is not None:
             return None
-        return self._load(state, upright_of(tile) if self._exchanged(tile) else tile)
+        return self._load(state, untransposed(tile) if self._exchanged(tile) else tile)
 
     @cute.jit
     def _load(self, state: BiasRows, tile: ScoreTile) -> cute.Tensor:
@@ -267,7 +267,7 @@ class Bias(Epilogue):
             gradient, row0 = state.gradient, rematerialize(tile.row0)
             if uniform(Uint32(gradient.summed)) == Uint32(0):
                 if cutlass.const_expr(self._exchanged(tile)):
-                    self._write_exchanged(state, tile, upright_of(tile))
+                    self._write_exchanged(state, tile, untransposed(tile))
                 elif cutlass.const_expr(tile.transposed):
                     self._store(state, tile, row0, SINGLE)
                 elif uniform(Uint32(gradient.paired)) != Uint32(0):
@@ -281,7 +281,7 @@ class Bias(Epilogue):
 
     @cute.jit
     def _write_exchanged(self, state: BiasRows, tile: ScoreTile, other: ScoreTile) -> None:
-        """Store 16-bit gradients as pairs of ``other``, :func:`upright_of` the tile."""
+        """Store 16-bit gradients as pairs of ``other``, :func:`untransposed` the tile."""
         row0 = rematerialize(other.row0)
         if uniform(Uint32(state.gradient.paired & (_end(other) <= state.seqlen_k))) != Uint32(0):
             rows = _row_pointers(state.gradient.pointer, state.gradient.row_stride, other, row0)
@@ -387,10 +387,10 @@ class Bias(Epilogue):
                 add_to(first + tile.cols[c], total)
 
 
-def upright_of(tile: ScoreTile) -> ScoreTile:
+def untransposed(tile: ScoreTile) -> ScoreTile:
     """The elements of a transposed tile that a lane accesses in global memory, before or after an exchange.
 
-    In each 8 x 8 matrix they are those that the lane would hold in an upright tile.
+    In each 8 x 8 matrix they are those that the lane would hold in a tile that is not transposed.
     """
     query, key = tile.row0 & 7, tile.col0 & 7
     cols = tuple(column + i for column in tile.cols for i in range(2))

@@ -183,7 +183,7 @@ class EpilogueChain:
         ``tile.acc`` is not read, so that products may still run. By whole warps, with shuffles.
         """
         if self.dropout and state.dropout:
-            return self.dropout.draw(state.dropout, tile)
+            return self.dropout.packed_mask(state.dropout, tile)
         return ()
 
     def zero_dropped(self, mask: tuple, view: cute.Tensor) -> None:

@@ -33,7 +33,9 @@ FLASH_BLOCK = (16, 32)
 FLASH_ROUNDS = 7
 _TOP = 1 << 63  # the top bit of a number
 _SIGNS = 0x80008000  # of two elements of 16 bits
-PAIRS = 16  # in a word of a mask that is drawn early: of the first elements in its low half, the second in its high
+PAIRS = (
+    16  # in a word of a packed mask: their first elements in its low half, the second ones in its high half
+)
 
 
 def philox(counter: tuple, key: tuple, rounds: int) -> tuple:
@@ -98,7 +100,7 @@ class DropoutState:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Applied to P rather than to scores, so it is not a score epilogue; its arguments travel with theirs."""
+    """Applied to P rather than to scores, so it is not a score epilogue; its arguments are passed with theirs."""
 
     kind: str  # "flash" or "mem_efficient"
     varlen: bool = False  # whether sequences are packed, by cumulative lengths
@@ -147,38 +149,38 @@ class Dropout:
             both = byte_permute(signs[2 * i], signs[2 * i + 1], 0xFFBB)
             pairs[i] = pairs[i] & ~(both & _signed(_SIGNS))
 
-    def draw(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
-        """The tile's mask, a bit an element in words of 16 pairs, for when there is what to drop.
+    def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
+        """The tile's mask, a bit an element in words of ``PAIRS`` pairs, for :meth:`zero_dropped`.
 
-        Drawn before the products are there, or while they run, it takes next to no registers beside them.
+        It can be generated before the products, or while they run: a word holds 32 elements.
         """
-        drawn: dict[int, Int32] = {}
+        mask: dict[int, Int32] = {}
         for first, second, dropped in self._masks(state, tile):
             pair = _pair_index(tile.acc, first, second)
             word, own = pair // PAIRS, dropped & _signed(0x00010001 << _pair_bit(pair))
-            drawn[word] = drawn[word] | own if word in drawn else own
-        return tuple(drawn[word] for word in sorted(drawn))
+            mask[word] = mask[word] | own if word in mask else own
+        return tuple(mask[word] for word in sorted(mask))
 
     @staticmethod
-    def zero_dropped(drawn: tuple[Int32, ...], view: cute.Tensor) -> None:
-        """Zero the dropped elements of ``view``, (rows, cols) of 16 bits or of fp32, laid out as the tile was."""
+    def zero_dropped(mask: tuple[Int32, ...], view: cute.Tensor) -> None:
+        """Zero the dropped elements of ``view``, (rows, cols), 16-bit or fp32; ``mask``: the tile's packed one."""
         elements = registers(view)
         if elements.element_type is Float32:
             # Bit by bit: ptxas then tests several at once.
-            for i in sorted(range(cute.size(elements)), key=_drawn_bit):
-                word, bit = _drawn_bit(i)
-                dropped = (drawn[word] & _signed(1 << bit)) != Int32(0)
+            for i in sorted(range(cute.size(elements)), key=_mask_bit):
+                word, bit = _mask_bit(i)
+                dropped = (mask[word] & _signed(1 << bit)) != Int32(0)
                 elements[i] = cutlass.select_(dropped, Float32(0.0), elements[i])
         else:
             pairs = cute.recast_tensor(elements, Int32)
             for i in range(cute.size(pairs)):
-                pairs[i] = pairs[i] & ~Dropout.dropped_pair(drawn, i)
+                pairs[i] = pairs[i] & ~Dropout.dropped_pair(mask, i)
 
     @staticmethod
-    def dropped_pair(drawn: tuple[Int32, ...], pair: int) -> Int32:
-        """16 ones for each dropped element of two, the ``pair``-th in the order of registers."""
+    def dropped_pair(mask: tuple[Int32, ...], pair: int) -> Int32:
+        """16 ones for each dropped element of the ``pair``-th pair, in register order."""
         bit = _pair_bit(pair)
-        signs = drawn[pair // PAIRS] << Int32(7 - bit % 8)
+        signs = mask[pair // PAIRS] << Int32(7 - bit % 8)
         return byte_permute(signs, signs, 0xAA88 + 0x1111 * (bit // 8))
 
     def _apply(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor, change) -> None:
@@ -190,10 +192,10 @@ class Dropout:
     def _masks(self, state: DropoutState, tile: ScoreTile):
         """((row, column), the same of the next register, 16 ones for each dropped one of the two) of every pair."""
         if self.kind == "flash":
-            return _flash_transposed(state, tile) if tile.transposed else _flash_upright(state, tile)
+            return _flash_transposed(state, tile) if tile.transposed else _flash_untransposed(state, tile)
         if tile.transposed:
             return _mem_efficient_transposed(state, tile)
-        return _mem_efficient_upright(state, tile)
+        return _mem_efficient_untransposed(state, tile)
 
     @staticmethod
     def rescale_of(args: tuple) -> Float32:
@@ -222,8 +224,8 @@ def _pair_index(p: cute.Tensor, first: tuple[int, int], second: tuple[int, int])
     return index // 2
 
 
-def _flash_upright(state: DropoutState, tile: ScoreTile):
-    """A thread's own Philox call has its own 16 elements of a 16 x 32 block."""
+def _flash_untransposed(state: DropoutState, tile: ScoreTile):
+    """One Philox call of a thread gives exactly its 16 elements of a 16 x 32 block."""
     block_rows = FLASH_BLOCK[0]
     lane = Uint32((tile.row0 & 7) * 4 + ((tile.col0 & 7) >> 1))
     above = functools.partial(bytes_above, *byte_limits(state.threshold))
@@ -241,9 +243,10 @@ def _flash_upright(state: DropoutState, tile: ScoreTile):
 
 
 def _flash_transposed(state: DropoutState, tile: ScoreTile):
-    """Two calls have a thread's elements, of its even and of its odd queries, and every other byte of them.
+    """A thread's elements are every other byte of two calls, one for its even and one for its odd queries.
 
-    The bytes between belong to the lane with the neighbouring key, 4 lanes on. So each of the two does one call.
+    The other bytes are those of the lane with the neighbouring key, 4 lanes further. So each of the two makes one call
+    and they exchange bytes.
     """
     block_rows = FLASH_BLOCK[0]
     odd, skip = tile.col0 & 1, _half_of_block(tile) * 8
@@ -269,7 +272,7 @@ def _flash_transposed(state: DropoutState, tile: ScoreTile):
 
 
 def _half_of_block(tile: ScoreTile) -> Int32:
-    """In which 8 of 16 queries a transposed tile's first row is, where a thread has rows in one half only; else 0."""
+    """Half (8 of 16 queries) of the block that a transposed tile's first row is in; 0 if a thread has rows of both."""
     halves = [row >> 3 & 1 for row in tile.rows]
     if any(halves) and 2 * sum(halves) != len(halves):
         raise ValueError(f"a thread holds queries {tile.rows}: dropout needs whole blocks of 16 queries")
@@ -305,8 +308,8 @@ def _flash_words(
     return word_of
 
 
-def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
-    """Four neighbouring scores of a row share a Philox call and lie in two lanes of a quad.
+def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
+    """Four neighbouring scores of a row share a Philox call, and two lanes of a quad hold them.
 
     So the lanes of a quad divide the calls of its columns and exchange a bit a score, 32 columns a word.
     """
@@ -340,7 +343,7 @@ def _mem_efficient_upright(state: DropoutState, tile: ScoreTile):
 
 
 def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
-    """16 neighbouring keys lie in 8 lanes, which have the same two neighbouring queries.
+    """8 lanes hold 16 neighbouring keys, of the same two neighbouring queries.
 
     The lanes divide the 4 calls of either query and exchange a bit a score, 16 a query.
     """
@@ -396,7 +399,7 @@ def _rows_below(state: DropoutState, number: Uint64, rows: Int32 | int) -> Uint6
 def _call_of(state: DropoutState, number: Uint64) -> Uint64:
     """The Philox call of a score: (2^64, if its number has wrapped since the head's first, + number) / 4.
 
-    Upright tiles have their own way, which takes fewer instructions there and more in transposed tiles.
+    For transposed tiles; others compute it by addition, in fewer instructions (``_mem_efficient_untransposed``).
     """
     wrapped = words(state.base)[1] & ~words(number)[1] & Uint32(1 << 31)
     return (number >> Uint64(2)) + (Uint64(wrapped >> Uint32(1)) << Uint64(32))
@@ -426,7 +429,7 @@ def _curand_bits(state: DropoutState, first: Uint64, call: int, calls: int, lane
 
 @cute.jit
 def _curand_tail(state: DropoutState, first: Uint64, call: Constexpr) -> Int32:
-    """The bits of one call more, by each lane for itself, where numbers are not aligned to calls."""
+    """The bits of one call more, the same in each lane of the quad, if numbers are not aligned to calls."""
     bits = Int32(0)
     if state.unaligned:
         bits = _curand_call(state, first + Uint64(call))
@@ -448,7 +451,7 @@ def _curand_bits_of_two(state: DropoutState, number: Uint64, offset: tuple[int, 
 
 @cute.jit
 def _curand_tails_of_two(state: DropoutState, number: Uint64, offset: Constexpr, lane: Int32) -> Int32:
-    """The bits of one call more of either query, 4 and 4, where numbers are not aligned to calls."""
+    """The bits of one call more of either query, 4 and 4, if numbers are not aligned to calls."""
     bits = Int32(0)
     if state.unaligned:
         bits = _tails(state, number, offset, lane)
@@ -480,15 +483,15 @@ def _curand_call(state: DropoutState, counter: Uint64) -> Int32:
     return bits
 
 
-def _drawn_bit(element: int) -> tuple[int, int]:
-    """Word and bit of a mask that was drawn early, of an element in the order of registers."""
+def _mask_bit(element: int) -> tuple[int, int]:
+    """Word and bit of a packed mask, for an element in register order."""
     return element // 2 // PAIRS, _pair_bit(element // 2) + 16 * (element % 2)
 
 
 def _pair_bit(pair: int) -> int:
     """Which bit of both halves of a word a pair has; of every other two pairs it is one of the upper eight.
 
-    One shift then brings bits of two pairs to where ``byte_permute`` can make bytes of them; and a transposed tile's
-    halves of 16 queries are as flash has them in its bytes (``cute_attn.epilogues.dropout_words``).
+    One shift then moves the bits of two pairs to sign bits that ``byte_permute`` replicates, and a transposed tile's
+    halves of 16 queries are in the order of flash's bytes (``cute_attn.epilogues.dropout_words``).
     """
     return pair % 2 + pair % PAIRS // 4 * 2 + pair // 2 % 2 * 8

@@ -1,7 +1,7 @@
 """A bias by way of shared memory: TMA loads its tiles, ldmatrix reads them in the accumulator's layout.
 
 Loads from global memory by the threads that hold the scores, eight rows of 16 bytes an instruction, keep L1 busy for
-most of a step. TMA bypasses L1, and ldmatrix gives each lane its accumulator's pairs, upright or transposed.
+most of a step. TMA bypasses L1, and ldmatrix gives each lane its accumulator's pairs, transposed or not.
 """
 
 from dataclasses import dataclass

@@ -215,7 +215,7 @@ def preprocess(
     keep_prob: Float32,
     kernel: Constexpr,
 ):
-    """Every CTA and thread of the kernel in turn; shared memory replaces the shuffles."""
+    """Every CTA and thread of the kernel, one after the other; shared memory replaces the shuffles."""
     tile, traits = kernel.tile, kernel.traits
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
     for i in cutlass.range(sizes[0] * sizes[1], unroll=1):

@@ -17,11 +17,11 @@ from layouts.host import run_on_host
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
-UPRIGHT = BackwardSm80Tile(64, 128, 8, 2, 4, 2)
+UNTRANSPOSED = BackwardSm80Tile(64, 128, 8, 2, 4, 2)
 IN_REGS = BackwardSm80Tile(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32)
 KERNELS = {
     "d64-128x128": (64, 64, BackwardSm80Tile(128, 128, 8, 4, 4, 4)),
-    "d128-64x128": (128, 128, UPRIGHT),
+    "d128-64x128": (128, 128, UNTRANSPOSED),
     "d96x160-64x64": (96, 160, BackwardSm80Tile(64, 64, 8, 4, 4, 4)),
     "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
     "d64-in-regs": (64, 64, IN_REGS),
@@ -179,14 +179,14 @@ def test_results_are_stored_at_the_layouts_addresses(name):
 )
 def test_a_rejected_tile_names_the_reason(change, named):
     traits = Traits("backward", "sm80", "bf16", 64)
-    assert UPRIGHT.reject(traits, "sm90") is None
-    reason = UPRIGHT.override(change).reject(traits, "sm90")
+    assert UNTRANSPOSED.reject(traits, "sm90") is None
+    reason = UNTRANSPOSED.override(change).reject(traits, "sm90")
     assert reason and named in reason, reason
 
 
 def test_vector_reductions_are_for_sm90_alone():
     traits = Traits("backward", "sm80", "bf16", 64)
-    tile = UPRIGHT.override("dq_vector=4")
+    tile = UNTRANSPOSED.override("dq_vector=4")
     assert tile.reject(traits, "sm90") is None
     assert "dq_vector" in tile.reject(traits, "sm80")
 

@@ -153,7 +153,7 @@ def test_every_row_sees_a_key_before_the_first_block_without_a_mask(data):
         unmasked = (key_blocks >= full_begin) & (key_blocks < full_end)
         assert not (seen & ~visited).any()
         assert seen[:, unmasked].all() and int(unmasked.sum()) == (full_end - full_begin) * tile_n
-        # The walk goes down from the last block, so that what lies behind those without a mask comes before them.
+        # Blocks are visited from the last one down: those after the unmasked ones are visited before them.
         early = visited & (key_blocks >= full_end) if full_begin < full_end else visited
         assert torch.equal((seen & early).any(1), seen.any(1))
 

@@ -11,7 +11,7 @@ from cute_attn import reference
 from cute_attn.device.score_tile import ScoreContext, ScoreMap
 from cute_attn.emulate import all_coords
 from cute_attn.epilogues.dropout import Dropout
-from cute_attn.epilogues.dropout_words import UNIT_KEYS, draw_words
+from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
 
@@ -37,7 +37,7 @@ def draw(
     state = dropout.begin(args, context)
     for lane in cutlass.range(32):
         for unit in cutlass.range(tile_n // UNIT_KEYS):
-            draw_words(state, halves, Int32(corner[0]), Int32(corner[1]), unit, tile_m, lane)
+            generate_words(state, halves, Int32(corner[0]), Int32(corner[1]), unit, tile_m, lane)
     words = cute.recast_tensor(halves, Int32)
     tiled_mma = layouts.tiled_mma_sm90(BFloat16, tile_n, tile_m, warpgroups=tile_n // 64)
     fragment = tiled_mma.get_slice(0).partition_shape_C((tile_n, tile_m))

@@ -341,7 +341,7 @@ def test_flash_dropout_keeps_all_bytes_up_to_its_threshold():
 
 
 def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
-    """No p of PyTorch's gives a word that is drawn here; so the threshold is set to one."""
+    """No p of PyTorch's gives a word that occurs here; so the threshold is set to one."""
     tiling = TILINGS[SMALL].of("dropout_mem_efficient")
     problem = Scores.random(1, 1, 8, 64, dropout_p=0.5, rng_state=torch.tensor([3, 0]))
     zero = torch.zeros(128, dtype=torch.int64)

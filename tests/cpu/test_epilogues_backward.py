@@ -1,6 +1,6 @@
 """The epilogues' derivatives, run on the CPU for every thread of real MMA tilings, against torch's autograd in float64.
 
-Tiles are upright and transposed. The masks of dropout are those of the forward bit for bit, whichever way a tile lies.
+Tiles are transposed or not. The masks of dropout are those of the forward bit for bit, for both.
 """
 
 import mmap
@@ -16,7 +16,7 @@ from cute_attn import reference
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
-from cute_attn.epilogues.bias import upright_of
+from cute_attn.epilogues.bias import untransposed
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits
@@ -150,7 +150,7 @@ def test_the_whole_chain(name, features):
         check_bias(grad_bias, expected)
 
 
-# ---- masks and the walk ----
+# ---- masks and the order of blocks ----
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def record_places(tiling: cutlass.Constexpr, own: cute.Tensor, other: cute.Tenso
         score_map = ScoreMap.make(mma, size.tile_m, size.tile_n, thread, True)
         shape = mma.get_slice(thread).partition_shape_C((size.tile_n, size.tile_m))
         tile = score_map.tile(cute.make_rmem_tensor(shape, Float32), Int32(0), Int32(0))
-        swapped = upright_of(tile)
+        swapped = untransposed(tile)
         for r in cutlass.range_constexpr(len(swapped.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
                 word = r * len(tile.cols) + c

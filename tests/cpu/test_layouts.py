@@ -124,9 +124,9 @@ def test_default_swizzle_spreads_a_column_over_all_banks(cols):
     ],
 )
 def test_transposed_swaps_coordinates(make, dtype):
-    upright = offset_table(make, *model.smem_map(make, dtype).offsets.shape)
-    flipped = offset_table(lambda: layouts.transposed(make()), *upright.swapaxes(0, 1).shape)
-    assert (flipped == upright.swapaxes(0, 1)).all()
+    table = offset_table(make, *model.smem_map(make, dtype).offsets.shape)
+    flipped = offset_table(lambda: layouts.transposed(make()), *table.swapaxes(0, 1).shape)
+    assert (flipped == table.swapaxes(0, 1)).all()
 
 
 def test_transposed_of_a_tensor_and_of_a_plain_layout():

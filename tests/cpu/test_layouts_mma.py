@@ -73,7 +73,7 @@ def write_view(
                 out[thread, r, c, 2] = view[r, c]
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["upright", "transposed"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["untransposed", "transposed"])
 @pytest.mark.parametrize("name", TILES)
 def test_rows_and_columns_are_those_of_the_partition(name, transposed):
     make, threads, *tile = TILES[name]
@@ -92,7 +92,7 @@ def test_rows_and_columns_are_those_of_the_partition(name, transposed):
     assert (count == 1).all()
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["upright", "transposed"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["untransposed", "transposed"])
 @pytest.mark.parametrize("name", [name for name in TILES if "256" not in name and "176" not in name])
 def test_view_addresses_the_registers_of_its_rows_and_columns(name, transposed):
     make, threads, *tile = TILES[name]

@@ -129,7 +129,7 @@ def draw(
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C(shape), Float32)
         acc.fill(1.0)
         tile = score_map.tile(acc, row0, col0)
-        dropout.zero_dropped(dropout.draw(state, tile), tile.acc)
+        dropout.zero_dropped(dropout.packed_mask(state, tile), tile.acc)
         for r in cutlass.range_constexpr(len(tile.rows)):
             for c in cutlass.range_constexpr(len(tile.cols)):
                 kept[tile.row0 - row0 + tile.rows[r], tile.col0 - col0 + tile.cols[c]] = tile.acc[r, c]

@@ -31,7 +31,7 @@ def draw(inputs: cute.Tensor, out: cute.Tensor, rounds: Constexpr):
             out[i, j] = Int32(answer[j])
 
 
-def drawn(inputs, rounds):
+def philox_words(inputs, rounds):
     """The device's words for an int64 tensor (n, 6)."""
     out = torch.empty(len(inputs), 4, dtype=torch.int32)
     draw(from_dlpack(inputs.to(torch.int32)), from_dlpack(out), rounds)
@@ -43,7 +43,7 @@ def test_known_answers(rounds):
     rows = [line.split() for line in KNOWN_ANSWERS.strip().splitlines()]
     table = torch.tensor([[int(word, 16) for word in row[1:]] for row in rows if int(row[0]) == rounds])
     assert len(table) == 3
-    assert torch.equal(drawn(table[:, :6], rounds), table[:, 6:])
+    assert torch.equal(philox_words(table[:, :6], rounds), table[:, 6:])
     assert torch.equal(
         torch.stack(reference.philox4x32(table[:, :4].T, table[:, 4:6].T, rounds), 1), table[:, 6:]
     )
@@ -53,7 +53,7 @@ def test_known_answers(rounds):
 def test_the_reference_draws_the_same(rounds):
     inputs = torch.randint(0, 2**32, (1000, 6), generator=torch.Generator().manual_seed(0))
     expected = reference.philox4x32(inputs[:, :4].T, inputs[:, 4:].T, rounds)
-    assert torch.equal(drawn(inputs, rounds), torch.stack(expected, 1))
+    assert torch.equal(philox_words(inputs, rounds), torch.stack(expected, 1))
 
 
 def test_thresholds_are_pytorchs():

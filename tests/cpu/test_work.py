@@ -277,7 +277,7 @@ def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down
         assert rows == sorted(rows, reverse=True)
 
 
-# ---- lengths that nobody has ----
+# ---- maximum lengths far above the tensors' ----
 
 
 HUGE = (2**23, 2**30, 2**31 - 1)

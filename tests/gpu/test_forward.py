@@ -114,11 +114,11 @@ def test_repeats_are_bitwise_equal(case, arch):
 
 
 LARGE = {"batch": 8, "nheads": 8, "nheads_kv": 4, "seqlen_q": 700, "seqlen_k": 700}
-FILLING = [
-    replace(BY_NAME[name], name=f"{name}-that-fills-the-card", **LARGE)
+FULL_GPU = [
+    replace(BY_NAME[name], name=f"{name}-full-gpu", **LARGE)
     for name in ("causal-d128", "full-d256", "everything-causal-dropout", "bias_bf16", "window-5-300")
 ]
-FILLING.append(
+FULL_GPU.append(
     replace(
         BY_NAME["varlen-causal"], name="varlen", lengths_q=(1500, 3, 700) * 6, lengths_k=(1500, 90, 0) * 6
     )
@@ -126,7 +126,7 @@ FILLING.append(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", FILLING, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FULL_GPU, ids=lambda case: case.name)
 def test_a_full_gpu_repeats_bitwise(case, arch, monkeypatch):
     monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
     problem = case.build("cuda")
@@ -136,7 +136,7 @@ def test_a_full_gpu_repeats_bitwise(case, arch, monkeypatch):
 
 
 @pytest.mark.skipif(len(ARCHS) < 2, reason="one arch runs here")
-@pytest.mark.parametrize("case", [CAUSAL, EVERYTHING, *FILLING], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CAUSAL, EVERYTHING, *FULL_GPU], ids=lambda case: case.name)
 def test_archs_agree(case):
     problem = case.build("cuda")
     a, b = (problem.run(kernel=arch) for arch in ARCHS[:2])

@@ -201,7 +201,7 @@ def test_a_graph_replays_work_tiles_too(case, arch):
     check_forward(expected[0], *expectations(problem))
 
 
-# ---- stated lengths that nobody has ----
+# ---- maximum lengths far above all sequences' ----
 
 # As few rows as have the same tile and the same splits, whether by the longest sequence or by all of them.
 FEW_TOKENS = [

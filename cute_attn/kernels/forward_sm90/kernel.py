@@ -10,10 +10,10 @@ of ``num_stages`` stages. One to three consumer warpgroups take 64 rows of the t
 
     S[0] = Q K[0]; softmax                              the first key block
     for j = 1, 2, ...
-        ping-pong barrier: wait for this warpgroup's turn
+        ping-pong barrier: wait until the previous warpgroup has issued its products
         issue S[j] = Q K[j]
         issue O += P[j - 1] V[j - 1]
-        ping-pong barrier: the next warpgroup's turn
+        ping-pong barrier: the next warpgroup may issue
         wait for S[j]; epilogues, online softmax        overlaps P V of this warpgroup and the next one's products
         wait for O; rescale it; P[j] to 16 bits
     O += P V of the last block

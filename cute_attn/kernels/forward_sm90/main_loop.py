@@ -116,7 +116,7 @@ class MainLoop:
         self.start_qk(acc_s, n)
         storage.pipeline_v.consumer_wait(n - 1)
         self.start_pv(n - 1)
-        self.thread.ping_pong.pass_on()
+        self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
         storage.pipeline_k.consumer_release(n)
         self.probabilities(scores, loaded, masked, frozen)
