@@ -21,7 +21,8 @@ def pytest_generate_tests(metafunc):
 
 
 def test_the_winner_of_a_pair(pair: Pair):
-    faster, slower = (verdict(pair.name, tile or None, "sm90") for tile in (pair.faster, pair.slower))
+    faster, slower = (verdict(pair.name, tile, "sm90") for tile in pair.tiles)
+    assert faster.tile != slower.tile
     assert (estimate(faster, pair.load) < estimate(slower, pair.load)) == pair.right
 
 
