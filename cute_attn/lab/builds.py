@@ -19,6 +19,7 @@ from cute_attn.workers import Worker
 WORKER = "cute_attn.lab.tune_worker"
 # A build that takes so many times the median is given up, though not within the first seconds.
 _SLOW, _LEAST_S = 3.0, 30.0
+_MOST_WORKERS = 32  # each takes a gigabyte or two
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class WorkerBuilds:
         beside: Iterable[compiler.Request] = (),
         workers: int | None = None,
     ) -> None:
-        self.workers = workers or max(1, len(os.sched_getaffinity(0)) - 1)
+        self.workers = workers or min(_MOST_WORKERS, max(1, len(os.sched_getaffinity(0)) - 1))
         self._traits, self._target = traits, target
         self._workloads = [dataclasses.asdict(workload) for workload in workloads]
         self._wanted: queue.SimpleQueue[Tile | compiler.Request | None] = queue.SimpleQueue()
