@@ -23,7 +23,7 @@ class BlockRange:
     end: Int32
     first: Int32 | None = None  # the block of the first step, if not ``begin``; needs begin == 0
 
-    def turned(self, step: Int32) -> Int32:
+    def rotated(self, step: Int32) -> Int32:
         """The block of step begin, begin + 1, ...: rotated, so that it starts at ``first``."""
         if self.first is None:
             return step

@@ -1,4 +1,4 @@
-"""Rows beyond a sequence's end in the Hopper backward's operands: they may be NaN, and 0 * NaN is NaN."""
+"""Rows out of bounds in the Hopper backward's operands are zeroed: they may be NaN, and 0 * NaN is NaN."""
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -9,7 +9,7 @@ from cute_attn.kernels.backward_sm90.params import BackwardStorage, HeadContext
 
 @cute.jit
 def zero_keys_out_of_bounds(kernel: Constexpr, shared: BackwardStorage, rows: Int32, thread: Int32) -> None:
-    """K and V behind the sequence's last key, the first ``rows`` of the block, become zeros."""
+    """Zero K and V from row ``rows`` of the key block on, the first one beyond the sequence."""
     if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_k):
         if rows < kernel.tile.tile_n:
             zero_rows(kernel, shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
@@ -20,7 +20,7 @@ def zero_keys_out_of_bounds(kernel: Constexpr, shared: BackwardStorage, rows: In
 
 @cute.jit
 def zero_queries_out_of_bounds(kernel: Constexpr, ctx: HeadContext, block: Int32, n: Int32) -> None:
-    """Q, dO and the bias behind the sequence's last query become zeros."""
+    """Zero Q, dO and the bias beyond the sequence's last query."""
     if cutlass.const_expr(kernel.traits.varlen or kernel.traits.seqused_q):
         rows = ctx.seqlen_q - block * kernel.tile.tile_m
         if rows < kernel.tile.tile_m:

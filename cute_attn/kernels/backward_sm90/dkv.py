@@ -1,4 +1,4 @@
-"""How dK and dV of a key block leave the Hopper backward's registers."""
+"""The Hopper backward's dK, dV and bias gradient: from registers and shared memory to global memory."""
 
 from dataclasses import dataclass
 
@@ -26,10 +26,10 @@ def store_keys(
     fragments: Fragments,
     i: Int32,
 ) -> None:
-    """dK and dV of the i-th key block, through shared memory; K and V are free then. All rows that exist are written.
+    """Store dK and dV of the i-th key tile through shared memory, and release K and V. Writes all rows that exist.
 
-    Which key block that is, is read again, so that no register holds it through the main loop. Where dK does not take
-    over K's memory, what it takes over is free for the next key block once the next V has arrived.
+    The key tile is read again, so that no register holds it through the main loop. If dK is not stored from K's memory,
+    the memory that it is stored from is free for the next key tile once the next V has been loaded.
     """
     thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
     key_tile = shared.work.read(i, params.seqlens)
@@ -65,9 +65,9 @@ def store_keys(
 
 @dataclass(frozen=True)
 class BiasGradientStorer(WarpRole):
-    """One warp stores dS of every step as the bias's gradient, as soon as all warpgroups have written theirs.
+    """One warp: stores dS of every step as the bias gradient, once all warpgroups have written it.
 
-    It arrives at dS's buffer like the warps that write dS, to say that it has read the stage: ``SharedDoubleBuffer``.
+    It arrives at dS's buffer like the warps that write it, after its reads of the stage: ``SharedDoubleBuffer``.
     """
 
     outputs: BackwardOutputs
@@ -79,7 +79,7 @@ class BiasGradientStorer(WarpRole):
 
     @cute.jit
     def step(self, tiles: cute.Tensor, key_tile: KeyTile, block: Int32, n: Int32) -> None:
-        """Wait for dS, and store it."""
+        """Wait for dS and store it."""
         self.shared.ds_buffer.arrive(n)
         self.shared.ds_buffer.wait(n)
         ds = self.shared.s_ds[None, None, self.kernel.ds_stage(n)]
@@ -116,11 +116,10 @@ def store_rows(
     rows: Int32,
     thread: Int32,
 ) -> None:
-    """The first ``rows`` keys of a block to packed ``target``."""
+    """Store the first ``rows`` keys of a key tile to varlen ``target``."""
     cols = padded(head_dim)
-    rows = cutlass.min(
-        rows, kernel.tile.tile_n
-    )  # which need not be a multiple of the rows that a copy takes at once
+    # Which need not be a multiple of the rows of one copy.
+    rows = cutlass.min(rows, kernel.tile.tile_n)
     plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
     tiles = cute.local_tile(plane, (kernel.tile.tile_n, cols), (key_tile.block, 0))
     RowCopy(kernel.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)

@@ -8,42 +8,42 @@
     dK = rp * softmax_scale * dS^T Q
     dQ = rp * softmax_scale * dS K
 
-The kernel is persistent: a CTA takes one key block after the other, and walks over all query blocks that see it, of
-every query head in the group: dK and dV add up in registers. dQ adds up in fp32 memory, over the CTAs; another kernel
-converts it.
+The kernel is persistent: each CTA claims key blocks until none is left. For a key block it visits all query blocks
+that see it, of every query head of the group, and accumulates dK and dV in registers. dQ is accumulated in fp32 in
+global memory by atomic additions of all CTAs; another kernel converts it.
 
-One warp is the producer: it finds out which key block is next (by counting in memory), tells the other warps, and
-loads ahead of them: K and V once a key block, Q and dO with their rows' log-sum-exps and D through pipelines, a bias
-of 16 bits beside Q; another warp stores the bias's gradient, where that is dS (``bias_stages``). The next K comes as
-soon as no product reads the last one any more, and Q while dK and dV are on their way out; V has to wait until dV has
-left its place. The two consumer warpgroups compute S and dP transposed, each for 64 keys of its own, so that P and dS
-are operands of dV and dK as they lie in registers (all as (keys, queries) here):
+The producer warp claims the next key block (an atomic counter), broadcasts it, and loads: K and V once a key block,
+through pipelines Q with LSE and a 16-bit bias, and dO with D. The next K is loaded when no product reads the last one
+any more, and the next Q while dK and dV are stored; V only after dV, which is stored from the same memory. The two
+consumer warpgroups compute S and dP transposed, each for 64 keys, so that the accumulators of P and dS are the register
+operands of dV and dK (all as (keys, queries) here):
 
-    start S = K Q^T, dP = V dO^T
+    issue S = K Q^T, dP = V dO^T
     wait for S; epilogues, P
     wait for dP; dS = P (dP - D); P and dS to 16 bits
-    wait until all keys' dS of the step before is in shared memory; store this step's there too
-    start dQ = dS K of the step before, each warpgroup some of its columns or rows
-    start dV += P dO
-    wait for dQ, say that this step's dS is there, and add dQ to memory
-    start dK += dS Q
+    wait until all warpgroups' dS of the last step is in shared memory; store this step's beside it
+    issue dQ = dS K of the last step, each warpgroup some of its columns or rows
+    issue dV += P dO
+    wait for dQ, arrive at the barrier of this step's dS, add dQ to global memory
+    issue dK += dS Q
     wait for dV and dK
 
-dQ is a step late so that the warpgroups need not be at the same key_tile at the same time: the products of one run
-beside the exponentials of the other. P stays in fp32 until dS has been computed from it.
+dQ is computed a step late, so warpgroups need not be in the same step: products of one overlap exponentials of the
+other. P stays in fp32 until dS has been computed from it.
 
-What reads and writes shared memory waits in one queue with wgmma, and behind what has been started before. So a step
-reads its rows' log-sum-exps before S, where registers are left for that; dS is stored before dQ and dV start; and D
-costs nothing, since dP starts from -D instead of 0 (without dropout, which drops dP but not D).
+Shared-memory accesses wait in one queue with wgmma, behind what was issued before. So a step reads LSE before it issues
+S, if registers are left for that; it stores dS before it issues dQ and dV; and D is free, since dP's accumulator is
+initialized with -D (not with dropout, which drops dP but not D).
 
-With ``mask_warps``, warps of the producer's warpgroup that would only wait draw flash's dropout mask ahead of the
-steps: a bit an element in shared memory, as the threads hold them.
+With ``mask_warps``, warps of the producer's warpgroup generate flash's dropout mask ahead of the steps: a bit an
+element in shared memory, in the order of the consumers' registers.
 
-With ``dq_bulk``, dQ is added by way of shared memory: the warpgroups put it there, and a warp of the producer's
-warpgroup adds it to memory with one bulk reduction a step. Otherwise they add their registers.
+With ``dq_bulk`` the consumers store dQ to shared memory, and a warp of the producer's warpgroup adds it to global
+memory by one bulk reduction a step. Otherwise they add it from registers. With ``bias_stages`` another warp stores the
+bias gradient, if that is dS.
 
-Where dK and dV of 64 keys are too much for a warpgroup (head dims above 128), P takes the way through shared memory
-too (``p_in_smem``): the warpgroups then divide the keys of S, and the columns of dV, dK and dQ, which is not late.
+Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
+(``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
 aligned with a contiguous last dimension.
@@ -101,7 +101,7 @@ from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 
 @dataclass(frozen=True)
 class BackwardSm90(BackwardSm90Predicates):
-    """Main backward kernel of (traits, tile); call it to trace the host side, see ``__call__``."""
+    """Main backward kernel of (traits, tile); ``__call__`` launches it."""
 
     # ---- what it serves ----
 
@@ -114,7 +114,7 @@ class BackwardSm90(BackwardSm90Predicates):
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
-        """The tile that is taken when none is named."""
+        """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
     def without_tma_bias(self) -> "BackwardSm90":
@@ -190,7 +190,7 @@ class BackwardSm90(BackwardSm90Predicates):
         )
 
     def rows(self, op: Any, tensor: cute.Tensor, layout: Any, rows: int, head_dim: int) -> TmaTiles:
-        """How tiles of a tensor's rows move: see ``TmaTiles.make``."""
+        """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``."""
         one_stage = cute.select(layout, mode=[0, 1])
         return TmaTiles.make(op, tensor, one_stage, (rows, head_dim), self.traits.varlen)
 
@@ -207,7 +207,7 @@ class BackwardSm90(BackwardSm90Predicates):
             with cute.arch.elect_one():
                 for pipeline in (shared.pipeline_v, shared.pipeline_q, shared.pipeline_do):
                     pipeline.init(4 * self.tile.warpgroups)
-                # other warps that read which key block is next
+                # other warps that read the broadcast key tile
                 others = self.stores_bias_gradient + self.tile.dq_bulk + self.tile.mask_warps
                 shared.pipeline_k.init(4 * self.tile.warpgroups + others)
                 if cutlass.const_expr(self.tile.mask_warps > 0):
@@ -216,8 +216,8 @@ class BackwardSm90(BackwardSm90Predicates):
                 shared.dq_staging.init(4 * self.tile.warpgroups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # the convert, which waits for all of this kernel
-        cute.arch.griddepcontrol_wait()  # for what the preprocess writes
+        cute.arch.griddepcontrol_launch_dependents()  # the convert kernel, which waits for this one's end
+        cute.arch.griddepcontrol_wait()  # for the preprocess kernel's outputs
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
@@ -247,7 +247,7 @@ class BackwardSm90(BackwardSm90Predicates):
         return context, chain.begin(args, context)
 
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
-        """The query blocks that see a key block, of any of its query heads, and at which one its loop begins."""
+        """The query blocks that see a key block, the same for all its query heads, and the first one visited."""
         tile = self.tile
         _, state = self.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
         key0 = key_tile.block * tile.tile_n
@@ -305,7 +305,7 @@ class BackwardSm90(BackwardSm90Predicates):
             i += 1
 
     def score_map(self, thread: Int32) -> ScoreMap:
-        """Which scores a thread holds."""
+        """The scores that a consumer thread holds."""
         tile = self.tile
         return ScoreMap.make(
             self.mma_scores(), tile.tile_m, tile.tile_n, thread, transposed=not tile.p_in_smem
@@ -313,27 +313,29 @@ class BackwardSm90(BackwardSm90Predicates):
 
     def make_fragments(self, shared: BackwardStorage, group: Int32) -> Fragments:
         """Descriptors of a warpgroup's operands, and its registers."""
-        tile, (d, dv), turn = self.tile, self.dims, layouts.transposed
+        tile, (d, dv), transposed = self.tile, self.dims, layouts.transposed
         scores, dk, dv_mma, dq = self.mma_scores(), self.mma_dkv(d), self.mma_dkv(dv), self.mma_dq()
         in_scores, in_dk, in_dv, in_dq = (
             mma.get_slice(group * WARPGROUP) for mma in (scores, dk, dv_mma, dq)
         )
-        upright = tile.p_in_smem
-        a_scores, b_scores = (shared.s_q, shared.s_k) if upright else (shared.s_k, shared.s_q)
-        a_dp, b_dp = (shared.s_do, shared.s_v) if upright else (shared.s_v, shared.s_do)
-        ds, k = shared.s_ds, turn(shared.s_k)
+        p_in_smem = tile.p_in_smem
+        a_scores, b_scores = (shared.s_q, shared.s_k) if p_in_smem else (shared.s_k, shared.s_q)
+        a_dp, b_dp = (shared.s_do, shared.s_v) if p_in_smem else (shared.s_v, shared.s_do)
+        ds, k = shared.s_ds, transposed(shared.s_k)
         a_dq, b_dq = (k, ds) if tile.dq_transposed else (ds, k)
         return Fragments(
             scores.make_fragment_A(in_scores.partition_A(a_scores)),
             scores.make_fragment_B(in_scores.partition_B(b_scores)),
             scores.make_fragment_A(in_scores.partition_A(a_dp)),
             scores.make_fragment_B(in_scores.partition_B(b_dp)),
-            self.operand(dv_mma, in_dv, turn(shared.s_do), tile.dkv_transposed),
-            self.operand(dk, in_dk, turn(shared.s_q), tile.dkv_transposed),
+            self.operand(dv_mma, in_dv, transposed(shared.s_do), tile.dkv_transposed),
+            self.operand(dk, in_dk, transposed(shared.s_q), tile.dkv_transposed),
             dq.make_fragment_A(in_dq.partition_A(a_dq)),
             dq.make_fragment_B(in_dq.partition_B(b_dq)),
-            self.operand(dv_mma, in_dv, turn(shared.s_p), not tile.dkv_transposed) if upright else None,
-            self.operand(dk, in_dk, turn(shared.s_ds), not tile.dkv_transposed) if upright else None,
+            self.operand(dv_mma, in_dv, transposed(shared.s_p), not tile.dkv_transposed)
+            if p_in_smem
+            else None,
+            self.operand(dk, in_dk, transposed(shared.s_ds), not tile.dkv_transposed) if p_in_smem else None,
             cute.make_rmem_tensor(in_dk.partition_shape_C(self.gradient_shape(d)), Float32),
             cute.make_rmem_tensor(in_dv.partition_shape_C(self.gradient_shape(dv)), Float32),
         )
@@ -358,7 +360,7 @@ class BackwardSm90(BackwardSm90Predicates):
             if cutlass.const_expr(self.traits.windowed):
                 self.steps(ctx, full_end, end, True)
         elif blocks.begin < end:
-            # The first one by itself, because there is none before it; then dQ of the last one.
+            # The first step has no dQ of a step before it; the last one's dQ follows the loop.
             second = blocks.begin + 1
             self.step(ctx, blocks.begin, True, first=True)
             self.steps(ctx, second, full_begin, True)
@@ -428,7 +430,7 @@ class BackwardSm90(BackwardSm90Predicates):
 
     @cute.jit
     def wait_for_ds(self, ctx: HeadContext, n: Int32) -> None:
-        """Until all warpgroups have written dS of step n, and there is room for its dQ."""
+        """Wait until all warpgroups have written dS of step n, and until its dQ may be staged."""
         ctx.shared.ds_buffer.wait(n)
         if cutlass.const_expr(self.tile.dq_bulk):
             ctx.shared.dq_staging.producer_wait(n)
@@ -443,7 +445,7 @@ class BackwardSm90(BackwardSm90Predicates):
         shared, n = ctx.shared, ctx.use_of(block)
         scores, acc_s, acc_dp, loaded = self.score_tile(ctx, block)
         mask, lse = self.start_s_and_dp(ctx, acc_s, acc_dp, block)
-        # While S and dP run, what was not read before.
+        # While S and dP run, the reads that were not issued before them.
         if cutlass.const_expr(mask is None):
             mask = self.epilogues.dropout_mask(ctx.state, scores)
         if cutlass.const_expr(lse is None and not self.loads_bias_by_tma):
@@ -455,7 +457,7 @@ class BackwardSm90(BackwardSm90Predicates):
         ):  # only here, where the registers of a TMA-loaded bias are free again
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
         probabilities(scores, lse, ctx.scale_log2)
-        # In 16 bits at once where registers are left, while dP runs.
+        # Converted while dP runs, if registers are left for that.
         early: Constexpr = self.tile.p_in_smem
         p = self.p_in_16_bits(ctx, acc_s, mask) if cutlass.const_expr(early) else None
         warpgroup.wait_group(0)
@@ -499,7 +501,7 @@ class BackwardSm90(BackwardSm90Predicates):
         if cutlass.const_expr(self.tile.mask_warps > 0):
             mask = dropout_mask_of(self, ctx, n)
         shared.pipeline_q.consumer_wait(n)
-        zero_queries_out_of_bounds(self, ctx, ctx.blocks.turned(block), n)
+        zero_queries_out_of_bounds(self, ctx, ctx.blocks.rotated(block), n)
         lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
@@ -518,7 +520,7 @@ class BackwardSm90(BackwardSm90Predicates):
         """Registers for S and dP of ``block``, and what the epilogues read of global memory meanwhile."""
         shape = self.mma_scores().get_slice(0).partition_shape_C(self.scores_shape)
         acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
-        scores = ctx.score_map.tile(acc_s, ctx.blocks.turned(block) * self.tile.tile_m, ctx.key0)
+        scores = ctx.score_map.tile(acc_s, ctx.blocks.rotated(block) * self.tile.tile_m, ctx.key0)
         if cutlass.const_expr(self.loads_bias_by_tma):
             stage = ctx.shared.pipeline_q.stage(ctx.use_of(block))
             scores = replace(scores, tma_bias=ctx.shared.bias.tile(ctx.bias_address, stage))
@@ -591,11 +593,11 @@ class BackwardSm90(BackwardSm90Predicates):
     @cute.jit
     def store_scores(self, ctx: HeadContext, fragment: cute.Tensor, target: cute.Tensor, n: Int32) -> None:
         """P or dS of a step to its stage."""
-        upright, tile = self.tile.p_in_smem, target[None, None, self.ds_stage(n)]
+        tile = target[None, None, self.ds_stage(n)]
         store = self.scores_store()
         # Otherwise addresses are kept in registers through the loop.
         mine = store.get_slice(rematerialize_each(ctx.thread, n))
-        as_accumulator = tile if cutlass.const_expr(upright) else layouts.transposed(tile)
+        as_accumulator = tile if cutlass.const_expr(self.tile.p_in_smem) else layouts.transposed(tile)
         cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
 
     def dq_accumulator(self) -> cute.Tensor:

@@ -1,4 +1,4 @@
-"""What the functions of the Hopper backward share: its parameters, shared storage and fragments."""
+"""Parameters, shared storage and register fragments of the Hopper backward."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ class BackwardStorage:
     s_ds: cute.Tensor  # (tile_m, tile_n, stage)
     s_p: cute.Tensor  # as s_ds; unused unless p_in_smem
     s_dk: cute.Tensor  # as s_k
-    s_dq: cute.Pointer  # a query block's dQ as threads hold it, with tile.dq_bulk
+    s_dq: cute.Pointer  # a query block's dQ in register order, with tile.dq_bulk
     s_lse: cute.Tensor  # (tile_m, stage)
     s_minus_d: cute.Tensor  # (tile_m, stage)
     s_mask: cute.Tensor  # 16 bits, (2, thread, word, stage); unused without mask_warps
@@ -46,7 +46,7 @@ class BackwardStorage:
 
 @dataclass(frozen=True)
 class BackwardParams:
-    """What is computed, and in which order."""
+    """Lengths, scale, epilogue arguments and the order of key tiles."""
 
     seqlens: Seqlens
     softmax_scale: Float32
@@ -59,7 +59,7 @@ class BackwardParams:
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """Where operands come from; ``head_splits``: work tiles among which the query heads of a kv head are divided."""
+    """Operands in global memory; ``head_splits``: work tiles among which a kv head's query heads are divided."""
 
     k: TmaTiles
     v: TmaTiles
@@ -77,7 +77,7 @@ class BackwardInputs:
 
 @dataclass(frozen=True)
 class BackwardOutputs:
-    """Where results go."""
+    """Results in global memory."""
 
     tma_dk: TmaTiles
     tma_dv: TmaTiles
@@ -90,7 +90,7 @@ class BackwardOutputs:
 
 @dataclass(frozen=True)
 class Fragments:
-    """A warpgroup's operands as wgmma takes them, and its accumulators."""
+    """A warpgroup's wgmma operands and accumulators."""
 
     a_scores: cute.Tensor  # of S and dP
     b_scores: cute.Tensor
@@ -108,7 +108,7 @@ class Fragments:
 
 @dataclass(frozen=True)
 class HeadContext:
-    """Everything that a warpgroup's steps need of one query head."""
+    """What the steps of a consumer warpgroup need of its query head."""
 
     shared: BackwardStorage
     fragments: Fragments
@@ -121,15 +121,15 @@ class HeadContext:
     dq: cute.Pointer  # of the head's first query block
     first_use: Int32  # of the pipelines of Q and dO
     thread: Int32
-    bias_address: Int32 | None  # where the thread finds its numbers of the first stage, or None
+    bias_address: Int32 | None  # of the thread's first element in the first stage, or None
 
     def use_of(self, block: Int32) -> Int32:
-        """Which use of the pipelines, and of dS's buffer, a query block is."""
+        """The use of the pipelines, and of dS's buffer, for a query block."""
         return self.first_use + (block - self.blocks.begin)
 
 
 def shared_memory(kernel: Any) -> BackwardStorage:
-    """Everything where ``tile.smem_areas`` has it."""
+    """Operands, pipelines and barriers at the offsets of ``tile.smem_areas``."""
     tile, (d, dv) = kernel.tile, kernel.dims
     base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
     start = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
@@ -153,7 +153,7 @@ def shared_memory(kernel: Any) -> BackwardStorage:
         (1, 2 * tile.tile_n * dv),
         (tile.num_stages_q, 2 * tile.tile_m * d + 4 * tile.tile_m + (bias.stage_bytes if bias else 0)),
         (tile.num_stages_do, 2 * tile.tile_m * dv + 4 * tile.tile_m),
-        (tile.MASK_STAGES, 0),  # filled by lanes
+        (tile.MASK_STAGES, 0),  # written by lanes
     ):
         pipelines.append(Pipeline(barriers, stages, stage_bytes, per_lane_arrivals=stage_bytes == 0))
         barriers = barriers + Pipeline.barrier_bytes(stages) // 8

@@ -1,4 +1,4 @@
-"""The warp of the Hopper backward that loads: K and V once a key block, Q and dO with what belongs to their rows."""
+"""The producer warp of the Hopper backward: K and V once a key block, Q with LSE and a bias, dO with D."""
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
@@ -24,7 +24,7 @@ def load_all(
     outputs: BackwardOutputs,
     shared: BackwardStorage,
 ) -> None:
-    """Claim key blocks until none is left, and load each with all query blocks of its query heads that see it."""
+    """Claim key blocks until none is left; load each, and the query blocks that see it, of all its query heads."""
     order, splits = params.order, params.order.num_splits.divisor
     counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
     claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
@@ -53,14 +53,14 @@ def load_block(
     n: Int32,
     steps: Int32,
 ) -> Int32:
-    """One key block; the result is how many query blocks came with it."""
+    """Broadcast and load one key block; returns the number of query blocks loaded with it."""
     heads = params.qheads_per_tile
     blocks = kernel.query_blocks(params, key_tile)
     count = blocks.end - blocks.begin
     shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
     if count > 0:
         load_keys(kernel, inputs, shared, key_tile, n)
-    else:  # No query sees these keys: dK and dV are zeros, and K and V are not read.
+    else:  # No query sees these keys: dK and dV are zeros, and K and V are not loaded.
         for pipeline in (shared.pipeline_k, shared.pipeline_v):
             pipeline.producer_wait(n)
             pipeline.producer_commit(n)
@@ -74,7 +74,7 @@ def load_block(
 def load_keys(
     kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
 ) -> None:
-    """K of a key block."""
+    """Load K of a key block."""
     tiles = inputs.keys(inputs.k, key_tile)
     shared.pipeline_k.producer_acquire(n)
     inputs.k.load(tiles, key_tile.block, shared.s_k, shared.pipeline_k, n)
@@ -84,7 +84,7 @@ def load_keys(
 def load_values(
     kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
 ) -> None:
-    """V of a key block."""
+    """Load V of a key block."""
     tiles = inputs.keys(inputs.v, key_tile)
     shared.pipeline_v.producer_acquire(n)
     inputs.v.load(tiles, key_tile.block, shared.s_v, shared.pipeline_v, n)
@@ -103,9 +103,9 @@ def load_queries(
     n_v: Int32,
     first: Int32,
 ) -> None:
-    """Q and dO of one head, with what belongs to their rows; steps: the pipelines' uses so far.
+    """Load Q and dO of one head, with LSE, bias and D; steps: uses so far of their pipelines.
 
-    Between the ``first`` Q and dO comes V: its memory is free only when dV has left it.
+    V is loaded between Q and dO of use ``first``: its memory is free only when the last dV has been stored.
     """
     info, tile_m = key_tile.info, kernel.tile.tile_m
     g_q = inputs.q.sequence(info.offset_q, head, key_tile.batch)
@@ -116,7 +116,7 @@ def load_queries(
     if cutlass.const_expr(kernel.loads_bias_by_tma):
         g_bias = columns_of(inputs.bias, key_tile.block, head, key_tile.batch, (tile_m, kernel.tile.tile_n))
     for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-        n, block = steps + (step - blocks.begin), blocks.turned(step)
+        n, block = steps + (step - blocks.begin), blocks.rotated(step)
         shared.pipeline_q.producer_acquire(n)
         inputs.q.load(g_q, block, shared.s_q, shared.pipeline_q, n)
         if cutlass.const_expr(kernel.loads_bias_by_tma):

@@ -1,4 +1,4 @@
-"""What the warps of the Hopper backward that neither compute nor load have in common."""
+"""Roles of the Hopper backward's warps that are neither producer nor consumers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,26 +12,26 @@ from cute_attn.work.broadcast import KeyTile
 
 @dataclass(frozen=True)
 class WarpRole:
-    """One such warp: it follows the work of the consumers, step by step; a subclass says what it does."""
+    """One warp that does something in every step of the consumers; a subclass says what."""
 
     kernel: Constexpr
     params: BackwardParams
     shared: BackwardStorage
 
     def begin_head(self, key_tile: KeyTile, head: Int32) -> Any:
-        """Begin a query head; the result is what its steps need."""
+        """Begin a query head; returns the first argument of its steps."""
         raise NotImplementedError
 
     def step(self, of_head: Any, key_tile: KeyTile, block: Int32, n: Int32) -> None:
-        """A query block of that head, the CTA's n-th step."""
+        """One query block of that head, the CTA's n-th step."""
         raise NotImplementedError
 
     def finish_tile(self) -> None:
-        """A key block is done."""
+        """All steps of a key tile are done."""
 
     @cute.jit
     def run(self) -> None:
-        """All steps of the running CTA, in the order in which they are computed."""
+        """All steps of the running CTA, in the consumers' order."""
         work, seqlens, heads = self.shared.work, self.params.seqlens, self.params.qheads_per_tile
         n, i = Int32(0), Int32(0)
         while work.holds(i):
@@ -40,7 +40,7 @@ class WarpRole:
             for h in cutlass.range(heads, unroll=1):
                 of_head = self.begin_head(key_tile, key_tile.head_dkv * heads + h)
                 for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                    self.step(of_head, key_tile, blocks.turned(step), n)
+                    self.step(of_head, key_tile, blocks.rotated(step), n)
                     n += 1
             self.finish_tile()
             i += 1
