@@ -2,8 +2,8 @@
 
 import json
 import math
+import multiprocessing
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,14 +168,18 @@ def test_calibration_counts_by_width(path):
 
 
 def test_two_processes_append_whole_lines(path):
-    write = (
-        "import sys; from pathlib import Path; from cute_attn.lab import ledger\n"
-        "for i in range(20): ledger.see(sys.argv[2], 'x' * 5000, path=Path(sys.argv[1]))"
-    )
     entry = predict(path)
-    command = [sys.executable, "-c", write, str(path), entry.id]
-    both = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
+
+    def write():
+        for _ in range(20):
+            ledger.see(entry.id, "x" * 5000, path=path)
+
+    both = [multiprocessing.get_context("fork").Process(target=write) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
     assert len(path.read_text().splitlines()) == 41 and len(ledger.entries(path)) == 1
     assert ledger.as_json(path)[0]["seen"] == "x" * 5000
 

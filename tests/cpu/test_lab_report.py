@@ -165,11 +165,19 @@ def test_both_steps_and_the_layouts_are_on_the_page(tmp_path):
 
 
 def test_what_would_make_the_page_too_large_is_left_out_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_FOR_PICTURES", 450_000)
+    def pictures(kernel, folder, suffix):
+        for what in ("smem-q", "smem-k", "mma"):
+            path = folder / f"{kernel.traits.name}-{what}{suffix}"
+            path.write_text(f'<?xml version="1.0"?>\n<svg width="9pt"><g id="{"a" * 1000}"/></svg>')
+            yield path
+
+    monkeypatch.setattr("cute_attn.pictures.pictures", pictures)
+    monkeypatch.setattr(report, "_FOR_PICTURES", 2500)
     shape = report.parse("s512", Traits.parse("forward-sm80-bf16-d64"))
     section = report._layouts(Contender("forward-sm80-bf16-d64"), shape, "sm80")
-    assert len(section.figures) == 2 and section.texts[1].endswith("cute-attn show draws them.")
-    assert "mma" in section.texts[1] and "smem-v" in section.texts[1] and "smem-q" not in section.texts[1]
+    assert [figure.count("<svg") for figure in section.figures] == [1, 1]
+    assert 'id="smem-k-aaa' in section.figures[1] and "xml" not in section.figures[0]
+    assert section.texts[1].endswith("too large: mma; cute-attn show draws them.")
 
 
 def test_contenders_by_their_texts():
