@@ -33,13 +33,17 @@ class SmemCopy:
 
 @dataclass(frozen=True)
 class Conflicts:
-    """A copy of one whole tile: shared-memory wavefronts, those it would take without conflicts, conflict ways."""
+    """A copy of one whole tile: shared-memory wavefronts, those it would take without conflicts, conflict ways.
+
+    ``reason`` says why they could not be counted, or is "".
+    """
 
     name: str
     opcode: str
     wavefronts: int
     minimum: int
     ways: int
+    reason: str = ""
 
 
 def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
@@ -48,7 +52,11 @@ def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
 
     found = []
     for one in copies(kernel):
-        counted = bank_conflicts(one.copy, one.layout, kernel.dtype, side=one.side)
+        try:
+            counted = bank_conflicts(one.copy, one.layout, kernel.dtype, side=one.side)
+        except ValueError as error:  # a user's layout and copy may not divide
+            found.append(Conflicts(one.name, one.opcode, 0, 0, 0, str(error)))
+            continue
         found.append(Conflicts(one.name, one.opcode, counted.wavefronts, counted.minimum, counted.ways))
     return tuple(found)
 

@@ -342,7 +342,7 @@ def _conflict_factors(copies: Sequence[Conflicts]) -> dict[str, float]:
     for copy in copies:
         taken[copy.opcode] += copy.wavefronts
         least[copy.opcode] += copy.minimum
-    return {opcode: taken[opcode] / least[opcode] for opcode in taken}
+    return {opcode: taken[opcode] / least[opcode] for opcode in taken if least[opcode]}
 
 
 @functools.cache
@@ -454,6 +454,7 @@ def _rows(one: Verdict) -> dict[str, str]:
 
 def _bank_conflicts(one: Verdict) -> str:
     conflicting = [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
+    conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
     return f"none in {len(one.copies)} copies" if one.copies else "not counted"

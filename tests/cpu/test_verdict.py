@@ -88,6 +88,22 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
     }
 
 
+def test_a_layout_that_a_copy_does_not_divide_is_named(monkeypatch):
+    from cute_attn.kernels.forward_sm80 import ForwardSm80
+    from cute_attn.lab.copies import conflicts
+    from cute_attn.registry import lookup
+    from cute_attn.traits import Traits
+
+    smem_layout = ForwardSm80.smem_layout
+    monkeypatch.setattr(ForwardSm80, "smem_layout", lambda self, rows, dim: smem_layout(self, rows - 8, dim))
+    found = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64")))
+    assert all(copy.wavefronts == 0 and "layout is" in copy.reason for copy in found if copy.opcode == "LDSM")
+    one = Verdict("a", "sm80", "tile_n=64", copies=found)
+    assert "K by ldmatrix not counted: layout is 88 x 64; accepted: multiples of 16 x 16" in " ".join(
+        word for word in str(one).split() if word != "│"
+    )
+
+
 def test_a_tile_that_does_not_fit_says_why():
     one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80")
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
