@@ -1,8 +1,7 @@
-"""How the producer warp of a persistent kernel tells all other warps of its CTA which work tile is next."""
+"""Broadcast of work tiles by a persistent kernel's producer warp to all other warps of its CTA."""
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cute_attn.device.pipeline import Pipeline
@@ -16,7 +15,7 @@ INTS = 4
 class WorkItem:
     """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
-    The index is ``END`` where nothing is left, and ``SECTION_END`` where a section is over and more comes.
+    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one.
     """
 
     index: Int32
@@ -52,8 +51,8 @@ class WorkBroadcast:
         self.pipeline.producer_commit(n)
 
     @cute.jit
-    def publish_end(self, n: Int32, more: cutlass.Boolean) -> None:
-        """The section is over, or with nothing ``more`` to come, all of it."""
+    def publish_end(self, n: Int32, more: Boolean) -> None:
+        """By the producer warp: item n ends the section, or if nothing ``more`` follows, the kernel."""
         index = Int32(WorkItem.SECTION_END) if more else Int32(WorkItem.END)
         self.publish(n, WorkItem(index, Int32(0), Int32(0), Int32(0)))
 
@@ -83,7 +82,7 @@ class KeyTileBroadcast:
     """As :class:`WorkBroadcast`, in the pipeline that loads K: item n comes with use n of it.
 
     Item n may be read from the wait for use n until the release of use n + 1, so every warp that reads items releases
-    every use. The last item, which says that nothing is left, is a use without bytes that is not released.
+    every use. The last item, ``END``, is a use without bytes that is not released.
     """
 
     items: cute.Pointer  # STAGES * INTS of 4 bytes, 16-byte aligned
@@ -104,7 +103,7 @@ class KeyTileBroadcast:
 
     @cute.jit
     def write_end(self, n: Int32) -> None:
-        """Nothing is left."""
+        """By the producer warp: item n is ``END``."""
         self.write(n, Int32(self.END), Int32(self.END), Int32(self.END), Int32(self.END))
         self.pipeline.producer_wait(n)
         self.pipeline.producer_commit(n)

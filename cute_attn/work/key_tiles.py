@@ -1,7 +1,7 @@
 """Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them.
 
-The query heads of a kv head may be divided between work tiles, where there are too few: ``head_splits`` of them, each
-with a head of dK and dV of its own. Those are added up afterwards.
+If there are too few, the query heads of a kv head are divided among ``head_splits`` work tiles, each with its own head
+of dK and dV. They are summed afterwards.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,12 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_o
 
 
 class BackwardSchedule(NamedTuple):
-    """How a backward divides its key blocks, as a kernel's arguments.
+    """Schedule arguments of a persistent backward kernel.
 
     Attributes:
-        num_splits: a CTA takes every num_splits-th key block of a (batch, kv head) ...
-        split_stride: ... and adds to the accumulator of dQ that lies (its first one) * split_stride floats behind the
-            first; with 0 all add to the same.
-        counter: 4 bytes, 0 before the launch: work claimed beyond each CTA's first.
+        num_splits: a work tile is every num_splits-th key block of a (batch, kv head).
+        split_stride: floats between the accumulators of dQ of two splits; 0: all splits add to one accumulator.
+        counter: 4 bytes, 0 before the launch: work tiles claimed beyond each CTA's first one.
         multiprocessors: of the GPU.
     """
 

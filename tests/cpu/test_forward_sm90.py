@@ -1,9 +1,10 @@
-"""The Hopper forward's tiles: texts and refusals."""
+"""The Hopper forward: its tiles' texts and refusals, and when Q's buffer is free."""
 
 import re
 
 import pytest
 
+from cute_attn.kernels.forward_sm90.query_buffer import LastUse, QueryBuffer
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 
@@ -33,3 +34,19 @@ def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, traits, messag
 def test_the_text_parses_back():
     tile = ForwardSm90Tile(64, 80, speculative=True, pack_heads=4)
     assert ForwardSm90Tile().override(str(tile)) == tile
+
+
+@pytest.mark.parametrize(
+    "shared_with_o, in_registers, last_use",
+    [
+        (False, False, LastUse.PRODUCTS),
+        (False, True, LastUse.COPY),
+        (True, False, LastUse.STORE),
+        (True, True, LastUse.STORE),  # Q is free before, but O takes over its memory
+    ],
+)
+def test_last_use_of_the_buffer_of_q(shared_with_o, in_registers, last_use):
+    tile = ForwardSm90Tile(share_qo_smem=shared_with_o, q_in_regs=in_registers)
+    buffer = QueryBuffer(None, None, tile)
+    assert buffer.last_use is last_use
+    assert buffer.used_without_keys == shared_with_o

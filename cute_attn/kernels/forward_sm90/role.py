@@ -1,4 +1,4 @@
-"""Roles of the Hopper forward: what a warp, or a warpgroup, does with each work tile of its CTA."""
+"""Roles of the Hopper forward: what a warp or a warpgroup does with each work tile of its CTA."""
 
 from dataclasses import dataclass
 from typing import ClassVar
