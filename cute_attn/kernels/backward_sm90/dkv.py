@@ -11,7 +11,7 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP, consumer_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage, Fragments
-from cute_attn.kernels.backward_sm90.warp_role import WarpRole
+from cute_attn.kernels.backward_sm90.role import BackwardRole
 from cute_attn.rows.tma_bias import columns_of
 from cute_attn.tiles import padded
 from cute_attn.work.broadcast import KeyTile
@@ -64,7 +64,7 @@ def store_keys(
 
 
 @dataclass(frozen=True)
-class BiasGradientStorer(WarpRole):
+class BiasGradientStorer(BackwardRole):
     """One warp: stores dS of every step as the bias gradient, once all warpgroups have written it.
 
     It arrives at dS's buffer like the warps that write it, after its reads of the stage: ``SharedDoubleBuffer``.

@@ -8,7 +8,7 @@ from cutlass import Constexpr, Int32, Int64, cute
 from cute_attn.device.math import rematerialize_each
 from cute_attn.device.seqlen import padded_row0, workspace_rows
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, HeadContext
-from cute_attn.kernels.backward_sm90.warp_role import WarpRole
+from cute_attn.kernels.backward_sm90.role import BackwardRole
 from cute_attn.outputs.accumulate import add_fragment, add_staged, stage_fragment
 from cute_attn.outputs.dq_order import block_floats
 from cute_attn.work.broadcast import KeyTile
@@ -46,7 +46,7 @@ def stage_dq(kernel: Constexpr, ctx: HeadContext, acc_dq: cute.Tensor, block: In
 
 
 @dataclass(frozen=True)
-class DqAdder(WarpRole):
+class DqAdder(BackwardRole):
     """One warp: adds the staged dQ of every step to global memory by a bulk reduction."""
 
     outputs: BackwardOutputs

@@ -16,22 +16,22 @@ def preferred_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     if d > 128:
         return _wide_tiles(traits)
     tiles = [*tma_bias_tiles(traits, d), *(_narrow_tiles(traits) if d <= 64 else _middle_tiles(traits, d))]
-    return [_drawn_ahead(tile, traits) for tile in tiles]
+    return [_with_mask_warps(tile, traits) for tile in tiles]
 
 
-def _drawn_ahead(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
+def _with_mask_warps(tile: BackwardSm90Tile, traits: Traits) -> BackwardSm90Tile:
     """Flash's mask by all warps that have nothing else to do.
 
     Not beside a staged bias with its gradient, nor at head dim 128 beside what else an epilogue holds: threads have no
     register left for where the mask lies.
     """
-    crowded = tile.tile_m < 64 or (tile.bias_stages and traits.bias_grad)
-    if traits.dropout != "flash" or crowded:
+    no_registers = tile.tile_m < 64 or (tile.bias_stages and traits.bias_grad)
+    if traits.dropout != "flash" or no_registers:
         return tile
     return dataclasses.replace(tile, dq_bulk=False, mask_warps=3)
 
 
-def _laden(traits: Traits) -> bool:
+def _needs_registers(traits: Traits) -> bool:
     """Whether epilogues hold as much as the scores: what a derivative needs, a bias, the words of a mask."""
     return bool(traits.softcap or traits.epilogues or traits.bias or traits.dropout == "mem_efficient")
 
@@ -58,7 +58,7 @@ def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims up to 64."""
     tile = BackwardSm90Tile(64, 128, dq_bulk=True)
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    if _laden(traits) or (traits.dropout and own_rows):
+    if _needs_registers(traits) or (traits.dropout and own_rows):
         return [tile]
     return [dataclasses.replace(tile, tile_m=128), tile]
 
@@ -66,7 +66,7 @@ def _narrow_tiles(traits: Traits) -> list[BackwardSm90Tile]:
 def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
     """For head dims up to 128. Without a mask, CTAs that share a head add to the same dQ unless they are staggered."""
     tile = BackwardSm90Tile(64, 128, staggered=not (traits.causal or traits.windowed))
-    if d == 128 and _laden(traits):
+    if d == 128 and _needs_registers(traits):
         return [BackwardSm90Tile(48, 128, dq_transposed=True), tile]
     return [tile]
 
@@ -76,8 +76,12 @@ def _wide_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
     more_keys = dataclasses.replace(tile, dkv_transposed=True)
     return [
-        *(dataclasses.replace(more_keys, tile_n=n) for n in (112, 96) if not _laden(traits)),
-        *(dataclasses.replace(more_keys, tile_n=n, num_stages_do=1) for n in (112, 96) if not _laden(traits)),
+        *(dataclasses.replace(more_keys, tile_n=n) for n in (112, 96) if not _needs_registers(traits)),
+        *(
+            dataclasses.replace(more_keys, tile_n=n, num_stages_do=1)
+            for n in (112, 96)
+            if not _needs_registers(traits)
+        ),
         tile,
         dataclasses.replace(tile, num_stages_do=1),
         dataclasses.replace(tile, num_stages_do=1, num_stages_ds=1),

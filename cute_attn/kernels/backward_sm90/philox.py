@@ -9,12 +9,12 @@ from cute_attn.device.math import rematerialize_each
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.kernels.backward_sm90.params import HeadContext
-from cute_attn.kernels.backward_sm90.warp_role import WarpRole
+from cute_attn.kernels.backward_sm90.role import BackwardRole
 from cute_attn.work.broadcast import KeyTile
 
 
 @dataclass(frozen=True)
-class PhiloxProducer(WarpRole):
+class PhiloxProducer(BackwardRole):
     """One of ``mask_warps`` warps: generates its part of every step's mask, ahead of the consumers by the stages."""
 
     number: Int32  # of the warp among them

@@ -11,7 +11,7 @@ from cute_attn.work.broadcast import KeyTile
 
 
 @dataclass(frozen=True)
-class WarpRole:
+class BackwardRole:
     """One warp that does something in every step of the consumers; a subclass says what."""
 
     kernel: Constexpr
