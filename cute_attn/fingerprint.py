@@ -41,6 +41,7 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "demo",
             "fingerprint",
             "interface",
+            "kvcache_reference",
         ),
         *("launcher", "ops", "options", "params", "pictures", "prebuild_worker", "reference", "workers"),
     )

@@ -1,0 +1,244 @@
+"""The definition of attention with a cache of keys and values, in plain torch on any device; no gradients.
+
+For each sequence ``b``, in this order::
+
+    start = cache_seqlens[b], by default the capacity            rows in use, those of leftpad counted
+    row start + i of the cache = new key i rotated, new value i  rows beyond the capacity are written nowhere
+    end   = start + the number of new rows, at most the capacity
+    out   = attention of the rotated queries with the keys in rows leftpad[b] to end
+
+Masks, windows and ALiBi are aligned bottom right on these keys: the last query sees the last key. A query without
+keys gives out 0 and lse -inf; :func:`merge` treats such a partial result as absent.
+
+A row of the cache is ``k[entry, row]``, where ``entry`` is ``cache_batch_idx[b]``, by default b. In a paged cache the
+entry is a row of ``page_table``, and the row is ``k[page_table[entry, row // page_size], row % page_size]``. Entries of
+the table beyond a sequence's end are never used, nor is what lies in rows beyond it.
+
+Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns pairs of a row's first elements by the angles of its
+position, see :class:`Rotary`. New key i is at ``rotary_seqlens[b] + i``, by default ``start + i``: a row of the cache,
+from which leftpad is not subtracted. Query i is there as well if there is a causal mask or a window, and otherwise
+all queries are at ``rotary_seqlens[b]``.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_attn import reference
+from cute_attn.epilogues.inputs import ScoreInputs
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values, and where a sequence's rows are.
+
+    Attributes:
+        k: (entries, capacity, nheads_kv, head_dim), or paged (pages, page_size, nheads_kv, head_dim).
+        v: as k, with head_dim_v.
+        page_table: int32 (entries, pages of an entry), or None for a contiguous cache.
+        batch_idx: int32 (batch,), each sequence's entry, or None where sequence b has entry b.
+    """
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor | None = None
+    batch_idx: Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Rows of an entry."""
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    def rows(self, batch: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The first two indices, into k and v, of rows [begin, end) of sequence ``batch``."""
+        entry = batch if self.batch_idx is None else int(self.batch_idx[batch])
+        row = torch.arange(begin, end, device=self.k.device)
+        if self.page_table is None:
+            return torch.full_like(row, entry), row
+        size = self.k.shape[1]
+        return self.page_table[entry].long()[row // size], row % size
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of a row's first ``2 * cos.shape[1]`` elements.
+
+    Attributes:
+        cos, sin: (positions, pairs); beyond them the last position counts, and below 0 the first.
+        interleaved: pairs are elements (2i, 2i + 1) (GPT-J); otherwise (i, i + pairs) (GPT-NeoX).
+        seqlens: int32 (batch,), the position of each sequence's first new row, or None for its ``cache_seqlens``.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = True
+    seqlens: Tensor | None = None
+
+
+def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """Rows (n, heads, head_dim) turned by the angles of their positions (n,).
+
+    In float32 (float64 for float64), rounded once to x's dtype.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    positions = positions.clamp(0, rotary.cos.shape[0] - 1)
+    cos, sin = (table[positions].unsqueeze(1).to(dtype) for table in (rotary.cos, rotary.sin))
+    pairs = cos.shape[-1]
+    turned = x[..., : 2 * pairs].to(dtype)
+    if rotary.interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :pairs], turned[..., pairs:]
+    halves = (first * cos - second * sin, first * sin + second * cos)
+    turned = torch.stack(halves, -1).flatten(-2) if rotary.interleaved else torch.cat(halves, -1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * pairs :]), -1)
+
+
+def sequences(x: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """Each sequence's rows, as views: of (batch, rows, heads, dim), or packed (total, heads, dim)."""
+    if cu_seqlens is None:
+        return list(x)
+    return [x[start:end] for start, end in itertools.pairwise(cu_seqlens.tolist())]
+
+
+def append(
+    cache: Cache,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary: Rotary | None = None,
+) -> None:
+    """Write new rows into the cache behind each sequence's ``cache_seqlens``.
+
+    Args:
+        cache: is changed. Where sequences share an entry, any one's rows remain.
+        k, v: (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim).
+        cache_seqlens: int32 (batch,), rows in use before.
+        cu_seqlens_k_new: int32 (batch + 1,), where packed sequences start.
+        rotary: of the new keys.
+    """
+    starts = cache_seqlens.tolist()
+    first = starts if rotary is None or rotary.seqlens is None else rotary.seqlens.tolist()
+    new = zip(sequences(k, cu_seqlens_k_new), sequences(v, cu_seqlens_k_new), strict=True)
+    for b, (new_k, new_v) in enumerate(new):
+        if rotary is not None:
+            new_k = rotate(new_k, first[b] + torch.arange(len(new_k), device=k.device), rotary)
+        begin, end = (min(max(row, 0), cache.capacity) for row in (starts[b], starts[b] + len(new_k)))
+        where, fit = cache.rows(b, begin, end), slice(begin - starts[b], end - starts[b])
+        cache.k[where], cache.v[where] = new_k[fit], new_v[fit]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How much of each sequence there is. None for a cache that is full, and for queries that are not packed.
+
+    Attributes:
+        cache_seqlens: int32 (batch,), rows in use, those that were just appended included.
+        leftpad: int32 (batch,), the first valid row.
+        cu_seqlens_q: int32 (batch + 1,), where packed queries start.
+    """
+
+    cache_seqlens: Tensor | None = None
+    leftpad: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+
+
+def attention(
+    q: Tensor,
+    cache: Cache,
+    softmax_scale: float,
+    lengths: Lengths,
+    features: reference.Features = reference.PLAIN,
+    inputs: reference.ScoreInputs = reference.NO_INPUTS,
+) -> tuple[Tensor, Tensor]:
+    """Attention with the keys that are in the cache.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), or packed (total, nheads, head_dim); rotated, if it is to be.
+        cache: nheads is a multiple of its nheads_kv.
+        softmax_scale: factor of the products.
+        lengths: of the sequences.
+        features, inputs: as of :func:`cute_attn.reference.attention`; indices of keys count from leftpad.
+
+    Returns:
+        out, as q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural.
+    """
+    queries = sequences(q, lengths.cu_seqlens_q)
+    ends = [cache.capacity] * len(queries)
+    if lengths.cache_seqlens is not None:
+        ends = [min(max(n, 0), cache.capacity) for n in lengths.cache_seqlens.tolist()]
+    begins = [0] * len(queries) if lengths.leftpad is None else lengths.leftpad.tolist()
+    out = q.new_zeros((*q.shape[:-1], cache.v.shape[-1]))
+    packed = lengths.cu_seqlens_q is not None
+    lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_full(lse_shape, -math.inf, dtype=dtype)
+    lses = [x.transpose(0, 1) for x in sequences(lse.T, lengths.cu_seqlens_q)] if packed else list(lse)
+    for b, (own_q, own_out, own_lse) in enumerate(
+        zip(queries, sequences(out, lengths.cu_seqlens_q), lses, strict=True)
+    ):
+        begin = max(begins[b], 0)
+        where = cache.rows(b, begin, max(begin, ends[b]))
+        own = _inputs_of(inputs, b)
+        k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
+        found, found_lse, _ = reference.attention(own_q.unsqueeze(0), k, v, softmax_scale, features, own)
+        own_out.copy_(found[0])
+        own_lse.copy_(found_lse[0])
+    return out, lse
+
+
+def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:
+    """The epilogues' inputs for one sequence."""
+    slopes = inputs.alibi_slopes
+    if slopes is None or slopes.dim() == 1:
+        return inputs
+    return ScoreInputs(inputs.window_left, inputs.window_right, slopes[batch], softcap=inputs.softcap)
+
+
+def query_positions(
+    seqlens: Tensor, cu_seqlens_q: Tensor | None, batch_shape: tuple[int, ...], causal_or_window: bool
+) -> Tensor:
+    """The position of each query, flat: of (batch, seqlen_q), or of packed rows, 0 for those of no sequence.
+
+    Args:
+        seqlens: int32 (batch,), the position of each sequence's first query.
+        cu_seqlens_q: int32 (batch + 1,), where packed queries start.
+        batch_shape: q's shape without heads and head_dim.
+        causal_or_window: whether positions rise within a sequence.
+    """
+    positions = torch.zeros(batch_shape, dtype=torch.int64, device=seqlens.device)
+    rows = list(positions) if cu_seqlens_q is None else sequences(positions, cu_seqlens_q)
+    for own, start in zip(rows, seqlens.tolist(), strict=True):
+        own += start
+        if causal_or_window:
+            own += torch.arange(len(own), device=own.device)
+    return positions.flatten()
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """One result from partial ones over disjoint sets of keys.
+
+    Args:
+        outs: (n, batch, seqlen_q, nheads, head_dim_v), or packed (n, total, nheads, head_dim_v).
+        lses: (n, batch, nheads, seqlen_q), or packed (n, nheads, total), natural. Where one is -inf, or +inf as some
+            libraries have it, that result saw no key and its out is not read.
+
+    Returns:
+        out and lse, at least float32; 0 and -inf where no partial result saw a key.
+    """
+    dtype = torch.promote_types(outs.dtype, torch.float32)
+    lses = lses.to(dtype)
+    lses = lses.masked_fill(lses == math.inf, -math.inf)
+    row_max = lses.amax(0)
+    shift = row_max.masked_fill(row_max == -math.inf, 0.0)
+    weights = torch.exp(lses - shift)
+    total = weights.sum(0)
+    weights = weights.transpose(-1, -2).unsqueeze(-1)
+    parts = torch.where(weights == 0, 0.0, outs.to(dtype) * weights)
+    divisor = total.masked_fill(total == 0, 1.0).transpose(-1, -2).unsqueeze(-1)
+    return parts.sum(0) / divisor, shift + torch.log(total)
