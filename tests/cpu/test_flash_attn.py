@@ -1,0 +1,470 @@
+"""FlashAttention-2's functions: signatures, options and conventions, against plain torch."""
+
+import importlib
+import inspect
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import cute_attn.flash_attn as package
+from cute_attn import draw_rng_state, reference
+from cute_attn.flash_attn import bert_padding, flash_attn_interface
+
+F64 = torch.float64
+SHARED = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+REQUIRED = inspect.Parameter.empty
+# As FlashAttention 2.8 documents them: names, order, defaults.
+SIGNATURES = {
+    "flash_attn_func": dict.fromkeys("qkv", REQUIRED) | SHARED,
+    "flash_attn_kvpacked_func": dict.fromkeys(("q", "kv"), REQUIRED) | SHARED,
+    "flash_attn_qkvpacked_func": {"qkv": REQUIRED} | SHARED,
+    "flash_attn_varlen_func": dict.fromkeys(("q", "k", "v", *LENGTHS), REQUIRED)
+    | SHARED
+    | {"block_table": None},
+    "flash_attn_varlen_kvpacked_func": dict.fromkeys(("q", "kv", *LENGTHS), REQUIRED) | SHARED,
+    "flash_attn_varlen_qkvpacked_func": dict.fromkeys(("qkv", "cu_seqlens", "max_seqlen"), REQUIRED) | SHARED,
+    "flash_attn_with_kvcache": dict.fromkeys(("q", "k_cache", "v_cache"), REQUIRED)
+    | dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx"))
+    | dict.fromkeys(("cache_leftpad", "block_table", "softmax_scale"))
+    | {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True}
+    | {"alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False},
+}
+
+
+def randn(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# ---- plain torch ----
+
+
+def visible(rows, cols, causal, window):
+    """Which keys each query sees; the last query's own key is the last key."""
+    distance = torch.arange(cols) - torch.arange(rows)[:, None] - (cols - rows)
+    left, right = window
+    seen = torch.ones(rows, cols, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if causal or right >= 0:
+        seen &= distance <= (0 if causal else right)
+    return seen
+
+
+def plain(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, kept=None, p=0.0):
+    """Attention (batch, seqlen, nheads, dim) step by step: out, lse, softmax.
+
+    kept: which elements dropout keeps.
+    """
+    rows, cols, nheads = q.shape[1], k.shape[1], q.shape[2]
+    k, v = (x.repeat_interleave(nheads // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        distance = (torch.arange(rows)[:, None] + cols - rows - torch.arange(cols)).abs()
+        scores = scores - slopes.expand(q.shape[0], nheads)[:, :, None, None] * distance
+    seen = visible(rows, cols, causal, window)
+    scores = scores.masked_fill(~seen, -math.inf)
+    some = seen.any(1)[:, None]
+    softmax = torch.where(some, scores.masked_fill(~some, 0.0).softmax(-1), 0.0)
+    lse = scores.masked_fill(~some, 0.0).logsumexp(-1).masked_fill(~some[:, 0], math.inf)
+    used = softmax if kept is None else softmax * kept / (1 - p)
+    return torch.einsum("bhqk,bkhd->bqhd", used, v), lse, softmax
+
+
+def plain_varlen(q, k, v, cu_q, cu_k, slopes=None, **options):
+    """The same for each sequence, joined: out and lse."""
+    outs, lses = [], []
+    bounds = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+    for b, ((q0, q1), (k0, k1)) in enumerate(bounds):
+        own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        out, lse, _ = plain(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], slopes=own, **options)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+# ---- the six functions under one name ----
+
+CU_Q, CU_K = int32(0, 4, 9, 16), int32(0, 7, 13, 20)  # queries of length 4, 5, 7; keys of 7, 6, 7
+BATCH = 3
+
+
+def leaves(varlen, packed, dim=16, nheads_kv=2):
+    """Inputs that require gradients, as the function takes them."""
+    rows = (lambda n: (CU_Q[-1] if n == 7 else CU_K[-1],)) if varlen else (lambda n: (BATCH, n))
+    q = randn(*rows(7), 4, dim, seed=1).requires_grad_()
+    if packed == "qkv":
+        return (randn(*rows(7), 3, 4, dim, seed=2).requires_grad_(),)
+    if packed == "kv":
+        return q, randn(*rows(9), 2, nheads_kv, dim, seed=3).requires_grad_()
+    return q, *(randn(*rows(9), nheads_kv, dim, seed=s).requires_grad_() for s in (4, 5))
+
+
+def separate(tensors, packed):
+    """q, k and v of such inputs."""
+    if packed == "qkv":
+        return tensors[0].unbind(-3)
+    return (tensors[0], *tensors[1].unbind(-3)) if packed == "kv" else tensors
+
+
+def call(tensors, varlen, packed, **options):
+    name = f"flash_attn_{'varlen_' * varlen}{f'{packed}packed_' if packed else ''}func"
+    lengths = ()
+    if varlen:
+        lengths = (CU_Q, 7) if packed == "qkv" else (CU_Q, CU_K, 7, 7)
+    return getattr(package, name)(*tensors, *lengths, **options)
+
+
+def expected(tensors, varlen, packed, **options):
+    q, k, v = separate(tensors, packed)
+    if varlen:
+        return plain_varlen(q, k, v, CU_Q, CU_Q if packed == "qkv" else CU_K, **options)
+    return plain(q, k, v, **options)[:2]
+
+
+def compare(actual, wanted, tensors, outputs=2):
+    """Outputs and gradients of a sum over them; of rows without keys lse is +inf and has no gradient."""
+    grads = []
+    for results in (actual[:outputs], wanted[:outputs]):
+        finite = [x.masked_fill(x == math.inf, 0.0) for x in results]
+        loss = sum((x * randn(*x.shape, seed=9 + i)).sum() for i, x in enumerate(finite))
+        grads.append(torch.autograd.grad(loss, tensors))
+    for a, b in zip((*actual[:outputs], *grads[0]), (*wanted[:outputs], *grads[1]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv", "qkv")]
+SLOPES = randn(4, seed=6).abs()
+# (options of the function, the same for plain torch)
+OPTIONS = {
+    "plain": ({}, {}),
+    "scale": ({"softmax_scale": 0.5}, {"scale": 0.5}),
+    "causal": ({"causal": True}, {"causal": True}),
+    "window": ({"window_size": (2, 1)}, {"window": (2, 1)}),
+    "window_left": ({"window_size": [2, -1]}, {"window": (2, -1)}),
+    "window_right": ({"window_size": (-5, 0)}, {"window": (-1, 0)}),
+    "causal_window": ({"causal": True, "window_size": (2, 3)}, {"causal": True, "window": (2, -1)}),
+    "softcap": ({"softcap": 0.7}, {"softcap": 0.7}),
+    "no_softcap": ({"softcap": -1.0}, {}),
+    "alibi": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}),
+    "alibi_batch": (
+        {"alibi_slopes": randn(BATCH, 4, seed=7).abs(), "causal": True},
+        {"slopes": randn(BATCH, 4, seed=7).abs(), "causal": True},
+    ),
+    "deterministic": ({"deterministic": True, "causal": 1}, {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
+def test_values_and_gradients(varlen, packed, options):
+    given, meant = OPTIONS[options]
+    tensors = leaves(varlen, packed)
+    out, lse, s_dmask = call(tensors, varlen, packed, return_attn_probs=True, **given)
+    wanted = expected(tensors, varlen, packed, **meant)
+    compare((out, lse), wanted, tensors)
+    assert s_dmask.shape == (0,) and s_dmask.dtype == out.dtype
+    alone = call(tensors, varlen, packed, **given)
+    assert isinstance(alone, torch.Tensor) and torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("dim", [4, 12, 59])
+@pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
+def test_head_dims_that_are_no_multiple_of_8(varlen, packed, dim):
+    tensors = leaves(varlen, packed, dim)
+    results = call(tensors, varlen, packed, causal=True, return_attn_probs=True)
+    assert results[0].shape[-1] == dim
+    compare(results, expected(tensors, varlen, packed, causal=True), tensors)
+
+
+@pytest.mark.parametrize("nheads_kv", [1, 4])
+def test_key_heads(nheads_kv):
+    for varlen, packed in FUNCTIONS[::3] + FUNCTIONS[1::3]:
+        tensors = leaves(varlen, packed, nheads_kv=nheads_kv)
+        compare((call(tensors, varlen, packed),), expected(tensors, varlen, packed), tensors, outputs=1)
+
+
+@pytest.mark.parametrize("packed", ["", "kv", "qkv"])
+@pytest.mark.parametrize("options", ["plain", "causal_window", "softcap"])
+def test_dropout(packed, options):
+    given, meant = OPTIONS[options]
+    tensors = leaves(False, packed)
+    torch.manual_seed(3)
+    out, lse, s_dmask = call(tensors, False, packed, dropout_p=0.4, return_attn_probs=True, **given)
+    kept = ~s_dmask.signbit()
+    wanted = plain(*separate(tensors, packed), kept=kept, p=0.4, **meant)
+    compare((out, lse), wanted, tensors)
+    torch.testing.assert_close(s_dmask.abs(), wanted[2])
+    rows, cols = s_dmask.shape[2:]
+    seen = visible(rows, cols, meant.get("causal", False), meant.get("window", (-1, -1)))
+    assert 0.45 < kept[:, :, seen].double().mean() < 0.75
+
+
+def test_dropout_of_packed_sequences_comes_from_the_generator():
+    tensors = leaves(True, "")
+    torch.manual_seed(3)
+    state = draw_rng_state("cpu")
+    wanted = reference.attention(
+        *tensors,
+        0.25,
+        reference.Features(dropout="flash"),
+        reference.ScoreInputs(dropout_p=0.4, rng_state=state),
+        reference.Lengths(CU_Q, CU_K, max_seqlen_q=7, max_seqlen_k=7),
+        return_softmax=True,
+    )
+    torch.manual_seed(3)
+    actual = call(tensors, True, "", dropout_p=0.4, return_attn_probs=True)
+    assert actual[2].shape == (BATCH, 4, 7, 7)
+    for a, b in zip(actual, wanted, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(call(tensors, True, "", dropout_p=0.4), actual[0])
+
+
+def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():
+    q, k, v = randn(1, 5, 2, 8), randn(1, 2, 2, 8), randn(1, 2, 2, 8)
+    out, lse, _ = package.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert (lse[:, :, :3] == math.inf).all() and lse[:, :, 3:].isfinite().all()
+    assert not out[:, :3].any()
+
+
+def test_no_gradient_flows_to_slopes():
+    slopes = SLOPES.clone().requires_grad_()
+    tensors = leaves(False, "")
+    package.flash_attn_func(*tensors, alibi_slopes=slopes).sum().backward()
+    assert slopes.grad is None and tensors[0].grad is not None
+
+
+def test_strides_that_kernels_do_not_read_are_copied():
+    plain_q, k, v = (x.detach() for x in leaves(False, ""))
+    storage = torch.zeros(BATCH, 7, 4, 19, dtype=F64)
+    storage[..., :16] = plain_q
+    columns = plain_q.transpose(2, 3).contiguous().transpose(2, 3)
+    for q in (storage[..., :16], columns):
+        torch.testing.assert_close(
+            package.flash_attn_func(q, k, v), package.flash_attn_func(plain_q, k, v), rtol=0, atol=0
+        )
+        prepared = flash_attn_interface._whole_head_dim(q)
+        assert prepared.is_contiguous() and torch.equal(prepared, q)
+    assert flash_attn_interface._whole_head_dim(plain_q) is plain_q
+
+
+@pytest.mark.parametrize("longest", [np.int64(7), torch.tensor(7)])
+def test_lengths_of_numpy_and_tensors(longest):
+    tensors = leaves(True, "")
+    out = package.flash_attn_varlen_func(*tensors, CU_Q, CU_K, longest, longest)
+    assert torch.equal(out, call(tensors, True, ""))
+
+
+def test_compiles_into_one_graph():
+    torch.compiler.reset()
+    tensors = leaves(False, "", dim=12)
+
+    def f(q, k, v):
+        return package.flash_attn_func(q, k, v, causal=True, window_size=(3, 3), return_attn_probs=True)[:2]
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    compare(compiled(*tensors), f(*tensors), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes(dtype):
+    tensors = tuple(x.detach().to(dtype) for x in leaves(False, "", dim=12))
+    out, lse, _ = package.flash_attn_func(*tensors, return_attn_probs=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    wanted = plain(*(x.double() for x in tensors))
+    torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=2e-2)
+
+
+# ---- signatures and wrong calls ----
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = inspect.signature(getattr(package, name)).parameters
+    assert [(p.name, p.default) for p in parameters.values()] == list(SIGNATURES[name].items())
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_signatures_of_bert_padding():
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(bert_padding.unpad_input) == ["hidden_states", "attention_mask", "unused_mask"]
+    assert names(bert_padding.pad_input) == ["hidden_states", "indices", "batch", "seqlen"]
+    assert names(bert_padding.index_first_axis) == ["input", "indices"]
+    assert names(bert_padding.index_put_first_axis) == ["values", "indices", "first_axis_dim"]
+
+
+Q, QKV = randn(2, 5, 4, 16), randn(2, 5, 3, 4, 16)
+WRONG = {
+    "q": (lambda: package.flash_attn_func([1.0], Q, Q), TypeError, "q is a list; accepted: a torch.Tensor"),
+    "dims": (
+        lambda: package.flash_attn_func(Q[0], Q, Q),
+        ValueError,
+        r"q has shape \(5, 4, 16\); accepted: \(batch",
+    ),
+    "qkv": (
+        lambda: package.flash_attn_qkvpacked_func(Q),
+        ValueError,
+        r"qkv has shape .*; accepted: \(batch, seqlen, 3,",
+    ),
+    "kv": (
+        lambda: package.flash_attn_kvpacked_func(Q, QKV),
+        ValueError,
+        r"kv has shape .*; accepted: \(batch, seqlen, 2, ",
+    ),
+    "packed": (
+        lambda: package.flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7),
+        ValueError,
+        r"accepted: \(total, 3, nheads,",
+    ),
+    "kv_none": (lambda: package.flash_attn_kvpacked_func(Q, None), TypeError, "kv is a NoneType"),
+    "window": (
+        lambda: package.flash_attn_func(Q, Q, Q, window_size=3),
+        ValueError,
+        r"window_size is 3; accepted: \(left",
+    ),
+    "window_float": (
+        lambda: package.flash_attn_func(Q, Q, Q, window_size=(0.5, 1)),
+        ValueError,
+        r"window_size is \(0.5, 1\)",
+    ),
+    "dropout": (
+        lambda: package.flash_attn_func(Q, Q, Q, 1.0),
+        ValueError,
+        "dropout_p is 1.0; accepted: 0 <=",
+    ),
+    "block_table": (
+        lambda: package.flash_attn_varlen_func(Q[0], Q[0], Q[0], CU_Q, CU_Q, 5, 5, block_table=int32(0)),
+        NotImplementedError,
+        "block_table needs kernels for paged keys; accepted: None",
+    ),
+    "kvcache": (
+        lambda: package.flash_attn_with_kvcache(Q, Q, Q),
+        NotImplementedError,
+        "flash_attn_with_kvcache needs kernels",
+    ),
+    "mask": (
+        lambda: bert_padding.unpad_input(Q, torch.ones(2, 6)),
+        ValueError,
+        r"attention_mask has shape \(2, 6\); accepted: \(2, 5\)",
+    ),
+    "mask_in_length": (
+        lambda: bert_padding.unpad_input_for_concatenated_sequences(Q, torch.ones(2, 6)),
+        ValueError,
+        "attention_mask_in_length has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_sentence(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+# ---- bert_padding ----
+
+
+def test_unpadding_and_padding():
+    states = randn(3, 5, 2, 4).requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 1]])
+    for given in (mask, mask.bool()):
+        rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(states, given)
+        assert torch.equal(rows, states[mask.bool()]) and indices.tolist() == [0, 1, 2, 11, 12, 14]
+        assert cu_seqlens.tolist() == [0, 3, 3, 6] and cu_seqlens.dtype == torch.int32
+        assert longest == 3 and isinstance(longest, int)
+        assert used.tolist() == [3, 0, 3] and used.dtype == torch.int32
+    padded = bert_padding.pad_input(rows, indices, 3, 5)
+    assert torch.equal(padded, states * mask[:, :, None, None])
+    weight = randn(3, 5, 2, 4, seed=1)
+    (grad,) = torch.autograd.grad((padded * weight).sum(), states)
+    assert torch.equal(grad, weight * mask[:, :, None, None])
+
+
+def test_unused_rows_are_packed_and_not_counted():
+    states = randn(2, 4, 3)
+    mask, unused = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]]), torch.tensor([[0, 0, 1, 0], [0, 1, 1, 1]])
+    rows, _, cu_seqlens, longest, used = bert_padding.unpad_input(states, mask, unused)
+    assert torch.equal(rows, states[(mask + unused).bool()])
+    assert cu_seqlens.tolist() == [0, 3, 7] and longest == 4 and used.tolist() == [2, 1]
+
+
+def test_unpadding_concatenated_sequences():
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    states = randn(3, 6, 4)
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(states, lengths)
+    assert torch.equal(rows, torch.cat([states[0, :5], states[1, :5], states[2]]))
+    assert torch.equal(rows, states.flatten(0, 1)[indices])
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and longest == 6
+
+
+def test_rows_and_their_residual():
+    states = randn(6, 2, 3).requires_grad_()
+    indices = torch.tensor([4, 0])
+    rows, residual = bert_padding.index_first_axis_residual(states, indices)
+    assert torch.equal(rows, states[indices]) and torch.equal(residual, states)
+    (grad,) = torch.autograd.grad((2 * rows).sum() + residual.sum(), states)
+    assert grad[:, 0, 0].tolist() == [3, 1, 1, 1, 3, 1]
+
+
+# ---- under the name flash_attn ----
+
+
+@pytest.fixture
+def no_flash_attn(monkeypatch):
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is put back
+        monkeypatch.delitem(sys.modules, name)
+    if find_spec("flash_attn") is not None:
+        pytest.skip("flash_attn is installed")
+
+
+def test_install(no_flash_attn):
+    package.install()
+    package.install()
+    from flash_attn import __version__, flash_attn_func, flash_attn_varlen_func
+    from flash_attn.bert_padding import unpad_input
+    from flash_attn.flash_attn_interface import flash_attn_with_kvcache
+
+    assert flash_attn_func is package.flash_attn_func
+    assert flash_attn_varlen_func is package.flash_attn_varlen_func
+    assert unpad_input is bert_padding.unpad_input
+    assert flash_attn_with_kvcache is package.flash_attn_with_kvcache
+    assert __version__.startswith("2.")
+    for name in ("flash_attn", "flash_attn.bert_padding"):
+        assert find_spec(name).name == name
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
+        importlib.import_module("flash_attn.layers")
+
+
+def test_install_leaves_an_installed_flash_attn(no_flash_attn, monkeypatch):
+    other = type(sys)("flash_attn")
+    other.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", other)
+    with pytest.raises(ValueError, match="flash_attn of unknown version is installed; accepted: install"):
+        package.install()
+    assert sys.modules["flash_attn"] is other
