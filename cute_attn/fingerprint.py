@@ -41,7 +41,9 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "demo",
             "fingerprint",
             "interface",
+            "kvcache",
             "kvcache_reference",
+            "merge",
         ),
         *("launcher", "ops", "options", "params", "pictures", "prebuild_worker", "reference", "workers"),
     )

@@ -19,6 +19,7 @@ from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
+from cute_attn.kernels.combine import Combine
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
@@ -35,6 +36,8 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("backward_convert", "sm90", ""): BackwardConvert,
     ("backward_preprocess", "sm80", ""): BackwardPreprocess,
     ("backward_preprocess", "sm90", ""): BackwardPreprocess,
+    ("combine", "sm80", ""): Combine,
+    ("combine", "sm90", ""): Combine,
 }
 """(op, arch, variant) -> kernel class."""
 
@@ -145,6 +148,10 @@ def defaults() -> list[tuple[Traits, str]]:
         targets = RUNS_ON[arch]
         if op in PARTS:
             pairs += _part_defaults(op, arch)
+            continue
+        if op == "combine":
+            dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
+            pairs += [(Traits(op, arch, dtype, dim), targets[-1]) for dtype in dims for dim in dims[dtype]]
             continue
         if op == "softmax":
             pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]

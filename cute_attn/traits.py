@@ -14,7 +14,7 @@ How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_a
 import re
 from dataclasses import dataclass, field, fields, replace
 
-OPS = ("forward", "softmax", "backward", "backward_preprocess", "backward_convert")
+OPS = ("forward", "softmax", "backward", "backward_preprocess", "backward_convert", "combine", "append")
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
@@ -22,6 +22,7 @@ PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
 ARCHS = ("sm80", "sm90")
 DTYPES = ("fp16", "bf16")
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
+ROTARY = ("interleaved", "halves")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 HEAD_DIM_MULTIPLE = 8
@@ -42,9 +43,18 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "seqused_k": ("seqused_k", True),
     "bias_grad": ("bias_grad", True),
     "lse_grad": ("lse_grad", True),
+    **{f"rotary_{pairs}": ("rotary", pairs) for pairs in ROTARY},
+    "rotate_q": ("rotate_q", True),
+    "varlen_new": ("varlen_new", True),
+    "paged": ("paged", True),
+    "batch_idx": ("batch_idx", True),
 }
 # Features of a single op.
-_ONLY_IN = {"bias_grad": "backward", "lse_grad": "backward_preprocess"}
+_ONLY_IN = {
+    "bias_grad": "backward",
+    "lse_grad": "backward_preprocess",
+    **dict.fromkeys(("rotary", "rotate_q", "varlen_new", "paged", "batch_idx"), "append"),
+}
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
@@ -55,7 +65,7 @@ class Traits:
     Attributes:
         op: the operation, one of ``OPS``.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
-        dtype: element type of q, k, v and o.
+        dtype: element type of q, k, v and o; "fp32" for the output of combine alone.
         head_dim: elements of a row of q and k, a multiple of 8 up to 256.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
         mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last
@@ -69,6 +79,12 @@ class Traits:
         seqused_q, seqused_k: lengths that limit each batch's queries or keys.
         bias_grad: the bias's gradient is computed too. Backward, with a bias.
         lse_grad: LSE has a gradient, which flows into q and k. Backward's preprocess.
+        rotary: ``""``, or which pairs of elements a rotary embedding turns: ``interleaved`` (2i, 2i + 1) or ``halves``
+            (i, i + pairs). Append, as are those that follow.
+        rotate_q: queries are rotated too; ``varlen`` is theirs.
+        varlen_new: new keys are packed, with cumulative lengths.
+        paged: the cache consists of pages, found through a table.
+        batch_idx: each sequence names its entry of the cache.
         variant: name of a registered kernel class, ``""`` for the package's own.
 
     Raises:
@@ -91,6 +107,11 @@ class Traits:
     seqused_k: bool = False
     bias_grad: bool = False
     lse_grad: bool = False
+    rotary: str = ""
+    rotate_q: bool = False
+    varlen_new: bool = False
+    paged: bool = False
+    batch_idx: bool = False
     variant: str = ""
 
     def __post_init__(self) -> None:
@@ -99,10 +120,11 @@ class Traits:
         for name, accepted in (
             ("op", OPS),
             ("arch", ARCHS),
-            ("dtype", DTYPES),
+            ("dtype", (*DTYPES, "fp32") if self.op == "combine" else DTYPES),
             ("mask", ("", *MASKS)),
             ("bias", ("", *BIAS_DTYPES)),
             ("dropout", ("", *DROPOUTS)),
+            ("rotary", ("", *ROTARY)),
         ):
             if getattr(self, name) not in accepted:
                 raise ValueError(
@@ -116,7 +138,11 @@ class Traits:
                 )
         for name, op in _ONLY_IN.items():
             if getattr(self, name) and self.op != op:
-                raise ValueError(f"{name} is True with op {self.op!r}; accepted: with op {op!r}")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} with op {self.op!r}; accepted: with op {op!r}"
+                )
+        if self.rotate_q and not self.rotary:
+            raise ValueError(f"rotate_q is True without rotary; accepted: with rotary {' or '.join(ROTARY)}")
         if self.bias_grad and not self.bias:
             raise ValueError(
                 "bias_grad is True without a bias; accepted: with bias " + " or ".join(BIAS_DTYPES)

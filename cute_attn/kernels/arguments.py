@@ -178,3 +178,17 @@ def convert_fake_args(traits: Traits) -> tuple:
         seqlens_fake(traits),
         Float32(0.0),
     )
+
+
+def combine_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the combine kernel, without the stream.
+
+    mOpartial (partials, batch, queries, nheads, head_dim_v) and mLSEpartial (partials, batch, nheads, queries), fp32;
+    mO (batch, queries, nheads, head_dim_v), mLSE (batch, nheads, queries). Packed rows are one batch.
+    """
+    return (
+        rows_fake(Float32, 5),
+        strided_fake(Float32, 4),
+        rows_fake(CUTE_DTYPES[traits.dtype], 4),
+        strided_fake(Float32, 3),
+    )

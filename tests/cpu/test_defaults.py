@@ -11,12 +11,14 @@ PTX = {
     "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),
     "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
     "backward_convert": ("ld.global", "ld.shared", "st.global"),
+    "combine": ("ld.global.v4", "ex2.approx", "st.global"),
 }
 SASS = {
     "sm80": ("HMMA", "LDSM", "LDGSTS"),
     "sm90": ("HGMMA", "UTMALDG"),
     "backward_preprocess": ("LDG", "SHFL", "STG"),
     "backward_convert": ("LDG", "LDS", "STG"),
+    "combine": ("LDG", "LDS", "MUFU", "STG"),
 }
 
 

@@ -1,0 +1,94 @@
+"""Tiles of the kernels around attention with a cache: combine and append."""
+
+from dataclasses import dataclass
+
+from cute_attn.tiles.base import Tile, choice
+from cute_attn.traits import Traits
+
+MAX_PARTIALS = 256
+"""The most partial results that a row of the combine kernel merges."""
+
+
+@dataclass(frozen=True)
+class CombineTile(Tile):
+    """Tile of the combine kernel.
+
+    Attributes:
+        rows: rows of a CTA, a row being one query of one head.
+        groups: groups of threads among which the partial results of a row are divided.
+        unroll: partial results that a thread loads at once.
+    """
+
+    rows: int = choice(4, 1, 2, 4, 8)
+    groups: int = choice(1, 1, 2, 4, 8)
+    unroll: int = choice(4, 2, 4, 8)
+
+    @staticmethod
+    def of(partials: int) -> "CombineTile":
+        """The tile for so many partial results: where they are many, several groups of threads load those of a row."""
+        return CombineTile(rows=4, groups=1) if partials <= 4 else CombineTile(rows=1, groups=4)
+
+    def threads_per_row(self, traits: Traits) -> int:
+        """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
+        pieces = traits.head_dim_v // 4
+        enough = [threads for threads in (32, 16, 8, 4, 2, 1) if 2 * threads >= pieces]
+        return min(enough, key=lambda threads: -(-pieces // threads) * threads)
+
+    def vectors(self, traits: Traits) -> int:
+        """16-byte vectors of a partial row for each thread."""
+        return -(-traits.head_dim_v // (4 * self.threads_per_row(traits)))
+
+    def num_threads(self, traits: Traits) -> int:
+        """Threads of a CTA."""
+        return self.rows * self.groups * self.threads_per_row(traits)
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """LSEs, weights, and where there are several groups each group's sums of weighted rows and of weights."""
+        sizes = {
+            "lse": 4 * self.rows * MAX_PARTIALS,
+            "weights": 4 * self.rows * MAX_PARTIALS,
+            "sums": 4 * self.rows * self.groups * traits.head_dim_v if self.groups > 1 else 0,
+            "totals": 4 * self.rows * self.groups if self.groups > 1 else 0,
+        }
+        areas, start = {}, 0
+        for name, size in sizes.items():
+            areas[name] = (start, start + size)
+            start += size
+        return areas
+
+    def registers(self, traits: Traits) -> int:
+        return 4 * self.vectors(traits) * (self.unroll + 1) + self.unroll + 40
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        for name in ("rows", "groups", "unroll"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
+        threads = self.num_threads(traits)
+        if threads > 1024:
+            return (
+                f"rows and groups are {self.rows} and {self.groups}, {threads} threads with "
+                f"{self.threads_per_row(traits)} for each; accepted: up to 1024"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class AppendTile(Tile):
+    """Tile of the append kernel.
+
+    Attributes:
+        num_threads: threads of a CTA; each copies 16 bytes of a row.
+    """
+
+    num_threads: int = choice(128, 64, 128, 256)
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        return {"none": (0, 0)}
+
+    def registers(self, traits: Traits) -> int:
+        return 64
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
+            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
+        return None

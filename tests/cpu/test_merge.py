@@ -1,0 +1,265 @@
+"""merge_attention: its operator on the CPU, and every step of the combine kernel on every thread."""
+
+import functools
+import math
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_attn import kvcache_reference, registry
+from cute_attn.compiler import compile
+from cute_attn.kernels.combine import Combine
+from cute_attn.merge import check, check_for_kernels, merge_attention
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
+from cute_attn.traits import Traits
+
+# ---- the kernel's steps ----
+
+
+@cute.jit
+def combine(
+    mOpartial: cute.Tensor,
+    mLSEpartial: cute.Tensor,
+    mO: cute.Tensor,
+    mLSE: cute.Tensor,
+    memory: cute.Tensor,
+    kernel: Constexpr,
+):
+    """Every CTA, and in each all threads through one step after the other, as its barriers order them."""
+    batch, queries, heads, _ = mO.shape
+    rows = batch * queries * heads
+    divisors = tuple(cute.FastDivmodDivisorV2(n) for n in (queries, heads))
+    shared = kernel.shared_memory(memory.iterator)
+    threads: Constexpr = kernel.tile.num_threads(kernel.traits)
+    for block in cutlass.range(cute.ceil_div(rows, kernel.tile.rows), unroll=1):
+        for thread in cutlass.range(threads, unroll=1):
+            kernel.load_lse(mLSEpartial, shared, kernel.place(block, thread, rows, divisors))
+        for thread in cutlass.range(threads, unroll=1):
+            place = kernel.place(block, thread, rows, divisors)
+            kernel.compute_weights(mLSEpartial.shape[0], shared, place)
+        for thread in cutlass.range(threads, unroll=1):
+            place = kernel.place(block, thread, rows, divisors)
+            row_max, largest = kernel.compute_weights(mLSEpartial.shape[0], shared, place)
+            acc, total = kernel.add_partials(mOpartial, largest, shared, place)
+            if cutlass.const_expr(kernel.tile.groups > 1):
+                kernel.store_sums(acc, total, shared, place)
+            elif place.exists:
+                kernel.store(acc, total, row_max, mO, mLSE, place)
+        if cutlass.const_expr(kernel.tile.groups > 1):
+            for thread in cutlass.range(threads, unroll=1):
+                place = kernel.place(block, thread, rows, divisors)
+                row_max, _ = kernel.compute_weights(mLSEpartial.shape[0], shared, place)
+                vectors: Constexpr = kernel.tile.vectors(kernel.traits)
+                acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
+                total = kernel.add_groups(acc, shared, place)
+                if place.exists and place.group == 0:
+                    kernel.store(acc, total, row_max, mO, mLSE, place)
+
+
+def on_cpu(x: torch.Tensor):
+    """Sizes and strides are not compiled in."""
+    return from_dlpack(x, assumed_align=16 if x.ndim == 5 else 4).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+@functools.cache
+def compiled(kernel: Combine):
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
+    shapes = ((2, 1, 1, 1, 8), (2, 1, 1, 1), (1, 1, 1, 8), (1, 1, 1), (8,))
+    dtypes = (torch.float32, torch.float32, dtype, torch.float32, torch.float32)
+    fakes = [on_cpu(torch.zeros(shape, dtype=own)) for shape, own in zip(shapes, dtypes, strict=True)]
+    return cute.compile(combine, *fakes, kernel, options="--gpu-arch sm_90a")
+
+
+def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor):
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
+    out = torch.full(outs.shape[1:], math.nan, dtype=dtype)
+    lse = torch.full(lses.shape[1:], math.nan)
+    memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
+    compiled(kernel)(*map(on_cpu, (outs, lses, out, lse, memory)))
+    return out, lse
+
+
+def partial_results(partials, batch, queries, heads, dim, empty=0.3, seed=0):
+    """Random ones; where an LSE is -inf or +inf, out is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(partials, batch, queries, heads, dim, generator=generator)
+    lses = 4 * torch.randn(partials, batch, heads, queries, generator=generator)
+    absent = torch.rand(lses.shape, generator=generator)
+    lses[absent < empty] = -math.inf
+    lses[absent < empty / 4] = math.inf
+    outs[lses.isinf().transpose(-1, -2)] = math.nan
+    return outs, lses
+
+
+T = CombineTile
+KERNELS = {
+    "one-group": (64, "fp32", T(4, 1)),
+    "groups": (64, "fp32", T(1, 4)),
+    "rows-and-groups": (40, "fp32", T(3, 2, 2)),
+    "two-vectors": (256, "fp32", T(2, 2)),
+    "narrow": (8, "fp16", T(8, 1, 8)),
+    "odd": (72, "fp16", T(2, 3, 1)),
+}
+
+
+@pytest.mark.parametrize("partials", [1, 2, 7, 33])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_thread_against_the_definition(name, partials):
+    dim, dtype, tile = KERNELS[name]
+    kernel = Combine(Traits("combine", "sm80", dtype, dim), tile)
+    assert tile.reject(kernel.traits, "sm86") is None
+    outs, lses = partial_results(partials, 2, 3, 3, dim, seed=partials)
+    lses[:, 1, 2, 1] = -math.inf  # a row without keys
+    out, lse = emulate(kernel, outs, lses)
+    expected, expected_lse = kvcache_reference.merge(outs, lses)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=1e-5 if dtype == "fp32" else 1e-3, atol=1e-6)
+    assert (out[1, 1, 2] == 0).all() and lse[1, 2, 1] == -math.inf
+
+
+def test_the_most_partial_results():
+    kernel = Combine(Traits("combine", "sm80", "fp32", 16), T(1, 4))
+    outs, lses = partial_results(MAX_PARTIALS, 1, 2, 1, 16, empty=0.8)
+    for found, expected in zip(emulate(kernel, outs, lses), kvcache_reference.merge(outs, lses), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [T(4, 1), T(1, 4)], ids=str)
+def test_nan_stays_nan(tile):
+    outs, lses = partial_results(5, 1, 3, 2, 16, empty=0.0)
+    lses[2, 0, 0, 0], lses[:, 0, 1, 1], outs[3, 0, 2, 0, 5] = math.nan, math.nan, math.nan
+    out, lse = emulate(Combine(Traits("combine", "sm80", "fp32", 16), tile), outs, lses)
+    expected, expected_lse = kvcache_reference.merge(outs, lses)
+    assert out.isnan().equal(expected.isnan()) and lse.isnan().equal(expected_lse.isnan())
+    assert out.isnan().sum() == 16 + 16 + 1 and lse.isnan().sum() == 2
+
+
+def test_inf_in_one_column_leaves_the_others():
+    """The weight of what is loaded in place of an absent row is 0, and 0 times inf would be NaN."""
+    outs, lses = torch.ones(3, 1, 1, 1, 8), torch.tensor([0.0, -math.inf, -math.inf]).view(3, 1, 1, 1)
+    outs[0, ..., 3] = math.inf
+    out, _ = emulate(Combine(Traits("combine", "sm80", "fp32", 8), T(1, 1)), outs, lses)
+    assert out.flatten().tolist() == [1.0, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_strides_of_any_order():
+    outs, lses = partial_results(3, 2, 5, 4, 32)
+    kernel = Combine(Traits("combine", "sm80", "fp32", 32), T(4, 1))
+    others = outs.permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
+    for found, expected in zip(emulate(kernel, others, lses), emulate(kernel, outs, lses), strict=True):
+        assert found.equal(expected)
+
+
+# ---- what is built ----
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_rows_are_loaded_several_at_a_time(arch):
+    """16 bytes a load, as many as the tile says, and none behind a branch."""
+    compiled = compile(f"combine-{arch}-bf16-d128", "unroll=8")
+    lines = [line for line in compiled.sass.splitlines() if "LDG" in line and ".128" in line]
+    assert len(lines) == 8 and not any("@" in line for line in lines)
+    assert ("griddepcontrol.wait" in compiled.ptx) == (arch == "sm90")
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_a_tile_for_every_head_dim(dim):
+    traits = Traits("combine", "sm80", "bf16", dim)
+    for partials in (1, 4, 5, MAX_PARTIALS):
+        tile = CombineTile.of(partials)
+        assert registry.lookup(traits, tile, "sm86").tile == tile
+        assert tile.threads_per_row(traits) * tile.vectors(traits) * 4 >= dim
+
+
+WRONG_TILES = {
+    "rows=0": "rows is 0; accepted: 1 or more",
+    "rows=64,groups=8": "rows and groups are 64 and 8, 16384 threads with 32 for each; accepted: up to 1024",
+}
+
+
+@pytest.mark.parametrize("tile", WRONG_TILES)
+def test_a_tile_that_cannot_work_is_refused(tile):
+    with pytest.raises(registry.Unsupported, match=WRONG_TILES[tile]):
+        registry.lookup(Traits("combine", "sm80", "bf16", 128), tile)
+
+
+def test_features_are_refused():
+    with pytest.raises(registry.Unsupported, match=r"uses no features; accepted: combine-sm80-bf16-d128$"):
+        registry.lookup(Traits("combine", "sm80", "bf16", 128, mask="causal"))
+
+
+# ---- the public function ----
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batched", "packed"])
+def test_the_function_is_the_definition(packed):
+    outs, lses = partial_results(4, 1 if packed else 2, 5, 3, 16)
+    if packed:
+        outs, lses = outs[:, 0], lses[:, 0]
+    expected = kvcache_reference.merge(outs, lses)
+    for given in ((outs, lses), (list(outs), tuple(lses))):
+        for found, whole in zip(merge_attention(*given), expected, strict=True):
+            assert found.equal(whole)
+    out, lse = merge_attention(outs, lses, dtype=torch.bfloat16)
+    assert out.equal(expected[0].bfloat16()) and lse.equal(expected[1])
+    half, _ = merge_attention(outs.half(), lses)
+    assert half.dtype == torch.float16
+
+
+def test_the_operator():
+    outs, lses = partial_results(3, 2, 5, 3, 16)
+    torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs, lses, torch.float16))
+    torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs[:, 0], lses[:, 0], torch.float32))
+
+
+def test_under_torch_compile():
+    outs, lses = partial_results(3, 2, 5, 3, 16)
+    traced = torch.compile(merge_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for found, expected in zip(traced(outs, lses), merge_attention(outs, lses), strict=True):
+        assert found.equal(expected)
+
+
+OUTS, LSES = torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 4, 3)
+WRONG = {
+    "shape": ((OUTS, LSES[:, 0]), {}, r"lses has shape \(2, 4, 3\); accepted: \(2, 1, 4, 3\), for outs of"),
+    "rank": ((OUTS[0, 0], LSES), {}, r"outs has shape \(3, 4, 8\); accepted: \(partials, batch,"),
+    "none": ((OUTS[:0], LSES[:0]), {}, "outs has 0 partial results; accepted: 1 or more"),
+    "dtype": ((OUTS, LSES), {"dtype": torch.int32}, "dtype is torch.int32; accepted: torch.float16"),
+    "lse": ((OUTS, LSES.half()), {}, "lses has dtype torch.float16; accepted: torch.float32"),
+    "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"outs has shapes \(1, 3, 4, 8\), \(3, 4, 8\); accepted: one or"),
+    "no-tensor": ((3, LSES), {}, "outs is int; accepted: a torch.Tensor, or a list of them"),
+    "device": ((OUTS, LSES.to("meta")), {}, "lses is on meta; accepted: cpu, where outs is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told(name):
+    given, options, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        merge_attention(*given, **options)
+
+
+WRONG_ON_CUDA = {
+    "partials": ((257, 1, 1, 1, 8), torch.float16, "outs has 257 partial results; accepted on CUDA: up to 256"),
+    "dim": ((2, 1, 1, 1, 12), torch.float16, "outs has head_dim_v 12; accepted on CUDA: multiples of 8 up to 256"),
+    "dtype": ((2, 1, 1, 1, 8), torch.float64, "dtype is torch.float64; accepted on CUDA: torch.float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ON_CUDA)
+def test_what_the_kernel_does_not_support_is_told(name):
+    shape, dtype, message = WRONG_ON_CUDA[name]
+    outs, lses = torch.zeros(shape, device="meta"), torch.zeros(shape[:-1], device="meta").transpose(2, 3)
+    check(outs, lses, dtype)
+    with pytest.raises((TypeError, ValueError), match=message):
+        check_for_kernels(outs, lses, dtype)
+
+
+def test_a_gradient_is_refused():
+    with pytest.raises(NotImplementedError, match="outs or lses requires a gradient"):
+        merge_attention(OUTS.clone().requires_grad_(), LSES)
+    with torch.no_grad():
+        merge_attention(OUTS.clone().requires_grad_(), LSES)
