@@ -203,13 +203,14 @@ def _few_queries() -> list[Case]:
         for d, sq, sk in ((128, 1, 1500), (128, 64, 200), (256, 3, 300), (40, 17, 65))
     ]
     packed = {"lengths_q": (5, 0, 30, 64, 1, 17), "lengths_k": VARLEN["lengths_k"]}
+    soft: dict[str, Any] = {"alibi": "batches", "softcap": 12.0, "head_dim": 128, "causal": True}
     cases += [
-        Case("few-alibi-softcap", alibi="batches", softcap=12.0, head_dim=128, causal=True, **odd, **group8),
+        Case("few-alibi-softcap", **soft, **odd, **group8),
         Case("few-mqa-fp16", dtype="fp16", seqlen_q=3, seqlen_k=300, nheads=32, nheads_kv=1),
         Case("few-group-of-6", causal=True, layout="heads_first", nheads=12, nheads_kv=2, **odd),
         Case("few-keys", seqlen_q=1100, seqlen_k=77, head_dim=128),
         Case("few-keys-dropout", seqlen_q=1100, seqlen_k=77, dropout_p=0.2),
-        Case("few-group-of-7", causal=True, alibi="heads", head_dim=128, nheads=14, nheads_kv=2, **odd),
+        Case("few-alibi-softcap-group-of-7", **soft, **odd, nheads=14, nheads_kv=2),
         Case("few-group-of-6-70x300", causal=True, seqlen_q=70, seqlen_k=300, nheads=12, nheads_kv=2),
         Case("few-varlen-group-of-5", causal=True, alibi="batches", nheads=10, nheads_kv=2, **packed),
         Case("few-varlen", causal=True, alibi="heads", **packed, **group8),
