@@ -15,6 +15,7 @@ which the logger ``cute_attn`` reports at level DEBUG:
 import dataclasses
 from typing import Any
 
+from cute_attn.kernels.append_kv import AppendKv
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
@@ -36,6 +37,8 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("backward_convert", "sm90", ""): BackwardConvert,
     ("backward_preprocess", "sm80", ""): BackwardPreprocess,
     ("backward_preprocess", "sm90", ""): BackwardPreprocess,
+    ("append", "sm80", ""): AppendKv,
+    ("append", "sm90", ""): AppendKv,
     ("combine", "sm80", ""): Combine,
     ("combine", "sm90", ""): Combine,
 }
@@ -153,6 +156,9 @@ def defaults() -> list[tuple[Traits, str]]:
             dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
             pairs += [(Traits(op, arch, dtype, dim), targets[-1]) for dtype in dims for dim in dims[dtype]]
             continue
+        if op == "append":
+            pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
+            continue
         if op == "softmax":
             pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]
             pairs += [(Traits(op, arch, "fp16", 64, **extra), targets[-1]) for extra in _features(op)]
@@ -167,6 +173,13 @@ def defaults() -> list[tuple[Traits, str]]:
             pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
             pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
     return pairs
+
+
+_APPEND_FEATURES: list[dict[str, Any]] = [
+    {},
+    {"rotary": "interleaved", "rotate_q": True, "batch_idx": True},
+    {"rotary": "halves", "rotate_q": True, "varlen": True, "varlen_new": True, "paged": True},
+]
 
 
 def _features(op: str) -> list[dict[str, Any]]:

@@ -118,6 +118,19 @@ def sequence_of_block(cu_seqlens: cute.Tensor, block: Int32, tile: cutlass.Const
 
 
 @cute.jit
+def sequence_of_row(cu_seqlens: cute.Tensor, row: Int32) -> Int32:
+    """The last sequence that starts at or before packed row ``row``; the first one if there is none."""
+    batch, end = Int32(0), Int32(cu_seqlens.shape[0]) - 1
+    while batch + 1 < end:
+        middle = (batch + end) // 2
+        if cu_seqlens[middle] <= row:
+            batch = middle
+        else:
+            end = middle
+    return batch
+
+
+@cute.jit
 def workspace_rows(
     tensor: cute.Tensor,
     batch: Int32,

@@ -35,7 +35,9 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
+from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 from cute_attn.traits import Traits
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
@@ -192,3 +194,31 @@ def combine_fake_args(traits: Traits) -> tuple:
         rows_fake(CUTE_DTYPES[traits.dtype], 4),
         strided_fake(Float32, 3),
     )
+
+
+def append_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the append kernel, without the stream.
+
+    mKcache, mVcache: (entries or pages, rows, nheads_kv, head_dim or head_dim_v); tables (``CacheTables``), or None
+    without ``paged`` and ``batch_idx``; new; angles, or None without ``rotary``; queries, or None without ``rotate_q``.
+    The latter three are tuples of ``cute_attn.rows.new_rows``.
+    """
+    dtype = CUTE_DTYPES[traits.dtype]
+
+    def lengths(present: bool = True) -> cute.Tensor | None:
+        return plain_fake(Int32, 1) if present else None
+
+    rows_new, rows_q = (3 if packed else 4 for packed in (traits.varlen_new, traits.varlen))
+    new = NewKeys(
+        rows_fake(dtype, rows_new), rows_fake(dtype, rows_new), lengths(), lengths(traits.varlen_new)
+    )
+    angles = Angles(plain_fake(dtype, 2), plain_fake(dtype, 2), lengths()) if traits.rotary else None
+    queries = (
+        Queries(rows_fake(dtype, rows_q), rows_fake(dtype, rows_q), lengths(traits.varlen), Int32(0))
+        if traits.rotate_q
+        else None
+    )
+    tables = None
+    if traits.paged or traits.batch_idx:
+        tables = CacheTables(plain_fake(Int32, 2) if traits.paged else None, lengths(traits.batch_idx))
+    return (rows_fake(dtype, 4), rows_fake(dtype, 4), tables, new, angles, queries)

@@ -11,6 +11,7 @@ PTX = {
     "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),
     "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
     "backward_convert": ("ld.global", "ld.shared", "st.global"),
+    "append": ("ld.global.v4", "st.global.v4"),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
 }
 SASS = {
@@ -18,6 +19,7 @@ SASS = {
     "sm90": ("HGMMA", "UTMALDG"),
     "backward_preprocess": ("LDG", "SHFL", "STG"),
     "backward_convert": ("LDG", "LDS", "STG"),
+    "append": ("LDG", "STG"),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
 }
 

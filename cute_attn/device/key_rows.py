@@ -1,0 +1,63 @@
+"""Where the rows of sequences are in a cache of keys or values: contiguous or paged, in any order of heads and rows."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+
+class CacheTables(NamedTuple):
+    """Tables of a cache as kernel arguments, int32; None instead of one with neither.
+
+    Attributes:
+        page_table: (entries, pages of an entry), or None for a contiguous cache.
+        batch_idx: (batch,), each sequence's entry, or None where sequence b has entry b.
+    """
+
+    page_table: cute.Tensor | None
+    batch_idx: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """From (sequence, row) to an address. Rows count from the start of an entry, whatever leftpad says.
+
+    A cache is (entries, capacity, nheads_kv, dim) or (pages, page_size, nheads_kv, dim), of any strides. Offsets are
+    64-bit.
+    """
+
+    tables: CacheTables
+    capacity: Int32
+    page_size: cute.FastDivmodDivisorV2 | None
+
+    @staticmethod
+    def make(cache: cute.Tensor, tables: CacheTables | None) -> "KeyRows":
+        """On the host; ``cache``: of keys or of values."""
+        size = cache.shape[1]
+        tables = tables or CacheTables(None, None)
+        if tables.page_table is None:
+            return KeyRows(tables, size, None)
+        divisor = cute.FastDivmodDivisorV2(cutlass.max(size, 1))
+        return KeyRows(tables, tables.page_table.shape[1] * size, divisor)
+
+    @cute.jit
+    def place(self, batch: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """(entry or page, row in it) of a row in [0, capacity). Reads the table where it has that row alone."""
+        page, within = batch, row
+        if cutlass.const_expr(self.tables.batch_idx is not None):
+            page = self.tables.batch_idx[batch]  # type: ignore[index]
+        if cutlass.const_expr(self.tables.page_table is not None):
+            index, within = divmod(row, self.page_size)
+            page_table = self.tables.page_table
+            start = Int64(page) * page_table.stride[0] + index  # type: ignore[union-attr]
+            page = cute.make_tensor(page_table.iterator + start, cute.make_layout(1))[0]  # type: ignore[union-attr]
+        return page, within
+
+    @cute.jit
+    def row(self, cache: cute.Tensor, place: tuple[Int32, Int32], head: Int32) -> cute.Tensor:
+        """The elements (dim,) of one head at a :meth:`place`."""
+        page, within = place
+        step_page, step_row, step_head, _ = cache.stride
+        start = Int64(page) * step_page + Int64(within) * step_row + Int64(head) * step_head
+        return cute.make_tensor(cache.iterator + start, cute.make_layout(cache.shape[3]))

@@ -1,0 +1,205 @@
+"""Writes new keys and values into a cache, and rotates keys and queries. Runs on every target.
+
+    cache row  cache_seqlens[b] + i  of sequence b = new key i, rotated, and new value i
+    rotated query i                                = query i turned by the angles of its position
+
+All new rows are written, whether a query sees them or not, in a launch of its own before attention: no thread of
+attention waits for another's rows, and both archs share this file. Rows beyond the capacity are written nowhere.
+
+A CTA handles one row of all heads, of keys and values or of queries, 16 bytes a thread; a second extent of the grid
+divides rows that are longer than a CTA. The rows' addresses come from ``KeyRows``.
+
+Rotation is in fp32 and rounds once. With cosines and sines of 16 bits, products are exact in fp32, so that it does not
+matter where the compiler fuses multiply and add: results equal the definition's bit for bit.
+
+Limits: fp16 and bf16; head dims up to 256, multiples of 8; 16-byte aligned rows with a contiguous last dimension,
+otherwise of any strides; any even number of rotated elements.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.math import convert_to_16_bits
+from cute_attn.kernels.arguments import append_fake_args
+from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
+from cute_attn.tiles.inference import AppendTile
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class AppendKv:
+    """Append of (traits, tile); call it to trace the host side, see ``__call__``."""
+
+    traits: Traits
+    tile: AppendTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != "append":
+            return f"it computes append, not {traits.op}"
+        used = ("head_dim_v", "varlen", "rotary", "rotate_q", "varlen_new", "paged", "batch_idx", "variant")
+        own = {name: getattr(traits, name) for name in used}
+        plain = Traits("append", traits.arch, traits.dtype, traits.head_dim, **own)
+        if traits != plain:
+            return f"it uses no score features; accepted: {plain}"
+        if traits.varlen and not traits.rotate_q:
+            return "varlen is of the queries; accepted: with rotate_q"
+        return None
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> AppendTile:
+        """The only default."""
+        return AppendTile()
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return append_fake_args(self.traits)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mKcache: cute.Tensor,
+        mVcache: cute.Tensor,
+        tables: CacheTables | None,
+        new: NewKeys,
+        angles: Angles | None,
+        queries: Queries | None,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        per_row = new.k.shape[-2] * ((self.traits.head_dim + self.traits.head_dim_v) // 8)
+        new_rows = number_of_rows(new.k)
+        rows = new_rows
+        if cutlass.const_expr(queries is not None):
+            q: cute.Tensor = queries.q  # type: ignore[union-attr]
+            rows += number_of_rows(q)
+            per_row = cutlass.max(per_row, q.shape[-2] * (self.traits.head_dim // 8))
+        key_rows = KeyRows.make(mKcache, tables)
+        self.kernel(mKcache, mVcache, key_rows, new, new_rows, angles, queries).launch(
+            grid=[rows, cute.ceil_div(per_row, self.tile.num_threads), 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self,
+        mKcache: cute.Tensor,
+        mVcache: cute.Tensor,
+        key_rows: KeyRows,
+        new: NewKeys,
+        new_rows: Int32,
+        angles: Angles | None,
+        queries: Queries | None,
+    ) -> None:
+        number, part, _ = cute.arch.block_idx()
+        vector = part * self.tile.num_threads + cute.arch.thread_idx()[0]
+        if number < new_rows:
+            self.append_vector(mKcache, mVcache, key_rows, new, angles, number, vector)
+        elif cutlass.const_expr(queries is not None):
+            self.rotate_query(queries, angles, number - new_rows, vector)
+
+    @cute.jit
+    def append_vector(
+        self,
+        mKcache: cute.Tensor,
+        mVcache: cute.Tensor,
+        key_rows: KeyRows,
+        new: NewKeys,
+        angles: Angles | None,
+        number: Int32,
+        vector: Int32,
+    ) -> None:
+        """Vector ``vector`` of new row ``number``: of 8 elements of a key's heads, then of a value's."""
+        row = NewRow.find(new.k, new.cu_seqlens, number)
+        per_key, per_value = self.traits.head_dim // 8, self.traits.head_dim_v // 8
+        of_keys = new.k.shape[-2] * per_key
+        of_values = new.k.shape[-2] * per_value
+        target = new.seqlens[row.batch] + row.index
+        if row.exists and target >= 0 and target < key_rows.capacity and vector < of_keys + of_values:
+            place = key_rows.place(row.batch, target)
+            if vector < of_keys:
+                head, col = vector // per_key, vector % per_key * 8
+                source = row.elements(new.k, head)
+                values = self.load(source, col)
+                if cutlass.const_expr(angles is not None):
+                    position = angles.seqlens[row.batch] + row.index  # type: ignore[union-attr]
+                    values = self.rotate(values, source, col, angles, position)
+                self.store(values, key_rows.row(mKcache, place, head), col)
+            else:
+                head, col = (vector - of_keys) // per_value, (vector - of_keys) % per_value * 8
+                values = self.load(row.elements(new.v, head), col)
+                self.store(values, key_rows.row(mVcache, place, head), col)
+
+    @cute.jit
+    def rotate_query(self, queries: Queries, angles: Angles, number: Int32, vector: Int32) -> None:
+        """Vector ``vector`` of query row ``number``, rotated to its copy."""
+        row = NewRow.find(queries.q, queries.cu_seqlens, number)
+        per_head = self.traits.head_dim // 8
+        if row.exists and vector < queries.q.shape[-2] * per_head:
+            head, col = vector // per_head, vector % per_head * 8
+            source = row.elements(queries.q, head)
+            position = angles.seqlens[row.batch] + row.index * queries.step
+            values = self.rotate(self.load(source, col), source, col, angles, position)
+            self.store(values, row.elements(queries.rotated, head), col)
+
+    @cute.jit
+    def load(self, source: cute.Tensor, col: Int32) -> cute.Tensor:
+        """Elements [col, col + 8) of a row."""
+        values = cute.make_rmem_tensor(cute.make_layout(8), source.element_type)
+        start = cute.assume(Int64(col), divby=8)
+        cute.autovec_copy(cute.make_tensor(source.iterator + start, cute.make_layout(8)), values)
+        return values
+
+    @cute.jit
+    def store(self, values: cute.Tensor, target: cute.Tensor, col: Int32) -> None:
+        """Elements [col, col + 8) of a row."""
+        start = cute.assume(Int64(col), divby=8)
+        cute.autovec_copy(values, cute.make_tensor(target.iterator + start, cute.make_layout(8)))
+
+    @cute.jit
+    def rotate(
+        self, values: cute.Tensor, source: cute.Tensor, col: Int32, angles: Angles, position: Int32
+    ) -> cute.Tensor:
+        """Elements [col, col + 8) of row ``source``, which are ``values``, turned where they are in a pair.
+
+        Positions beyond the table count as its last one.
+        """
+        pairs = Int32(angles.cos.shape[1])
+        position = cutlass.max(cutlass.min(position, angles.cos.shape[0] - 1), 0)
+        wide = cute.make_rmem_tensor(cute.make_layout(8), Float32)
+        cos, sin = (self.angle_row(table, position) for table in (angles.cos, angles.sin))
+        for e in cutlass.range_constexpr(8):
+            # Out of bounds all indices are clamped, which takes no branch.
+            at = cutlass.min(col + e, 2 * pairs - 1)
+            if cutlass.const_expr(self.traits.rotary == "interleaved"):
+                first, pair, other = Boolean(e % 2 == 0), at // 2, values[e ^ 1]
+            else:
+                first = at < pairs
+                pair = at if first else at - pairs
+                other = source[at + pairs if first else at - pairs]
+            x, y = Float32(values[e]), Float32(other)
+            c, s = Float32(cos[pair]), Float32(sin[pair])
+            turned = x * c - y * s if first else y * s + x * c
+            wide[e] = turned if col + e < 2 * pairs else x
+        result = cute.make_rmem_tensor(cute.make_layout(8), values.element_type)
+        convert_to_16_bits(wide, result)
+        return result
+
+    @cute.jit
+    def angle_row(self, table: cute.Tensor, position: Int32) -> cute.Tensor:
+        """Cosines or sines of a position."""
+        return cute.make_tensor(
+            table.iterator + Int64(position) * table.stride[0], cute.make_layout(table.shape[1])
+        )

@@ -1,0 +1,259 @@
+"""The append kernel: every thread of every CTA, compiled for the CPU, against the definition bit for bit."""
+
+import dataclasses
+import functools
+import math
+import random
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_attn import emulate, registry
+from cute_attn import kvcache_reference as ref
+from cute_attn.compiler import compile
+from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.seqlen import sequence_of_row
+from cute_attn.kernels.append_kv import AppendKv
+from cute_attn.rows.new_rows import Angles, NewKeys, Queries, number_of_rows
+from cute_attn.tiles.inference import AppendTile
+from cute_attn.traits import Traits
+from tests.kvcache_problem import CASES, Case, Problem
+
+
+@cute.jit
+def append(arguments: tuple, kernel: Constexpr):
+    """Every CTA and thread, one after the other; also CTAs beyond the grid's second extent."""
+    mKcache, mVcache, tables, new, angles, queries = arguments
+    key_rows = KeyRows.make(mKcache, tables)
+    vectors: Constexpr = 1024
+    for number in cutlass.range(number_of_rows(new.k), unroll=1):
+        for vector in cutlass.range(vectors, unroll=1):
+            kernel.append_vector(mKcache, mVcache, key_rows, new, angles, number, vector)
+    if cutlass.const_expr(queries is not None):
+        for number in cutlass.range(number_of_rows(queries.q), unroll=1):
+            for vector in cutlass.range(vectors, unroll=1):
+                kernel.rotate_query(queries, angles, number, vector)
+
+
+@functools.cache
+def compiled(traits: Traits):
+    kernel = AppendKv(traits, AppendTile())
+    fakes = kernel.fake_args()
+
+    @cute.jit
+    def host(values: tuple):
+        append(emulate._arguments(fakes, values), kernel)
+
+    return cute.compile(host, emulate._values(fakes), options="--gpu-arch sm_90a"), fakes
+
+
+def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The same at a multiple of 16 bytes, which torch's CPU allocations of no elements need not be."""
+    return torch.zeros(16, dtype=x.dtype)[:0].view(x.shape) if x is not None and not x.numel() else x
+
+
+def emulated(problem: Problem, q: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Append on every thread, and with ``q`` its rotated copy."""
+    case, cache, rotary = problem.case, problem.cache, problem.rotary
+    traits = Traits(
+        "append",
+        "sm80",
+        "fp16",
+        *case.dims,
+        varlen=q is not None and case.packed,
+        rotary="" if rotary is None else "interleaved" if rotary.interleaved else "halves",
+        rotate_q=q is not None,
+        varlen_new=case.packed,
+        paged=bool(case.page),
+        batch_idx=bool(case.batch_idx),
+    )
+    lengths = problem.int32(case.lengths)
+    none = [x[..., :0, :, :] for x in ((cache.k[0], cache.v[0]) if case.packed else (cache.k, cache.v))]
+    new = problem.new or [aligned(x[: case.batch] if not case.packed else x) for x in none]
+    cu_new = problem.cu_new
+    if case.packed and cu_new is None:
+        cu_new = torch.zeros(case.batch + 1, dtype=torch.int32)
+    angles, queries, rotated = None, None, None
+    if rotary is not None:
+        angles = Angles(rotary.cos, rotary.sin, lengths if rotary.seqlens is None else rotary.seqlens)
+    if q is not None:
+        rotated = torch.full_like(q, math.nan)
+        queries = Queries(q, rotated, problem.cu_q, int(bool(case.mask)))
+    given = (
+        cache.k,
+        cache.v,
+        CacheTables(cache.page_table, cache.batch_idx) if traits.paged or traits.batch_idx else None,
+        NewKeys(*new, lengths, cu_new),
+        angles,
+        queries,
+    )
+    function, fakes = compiled(traits)
+    function(emulate._values(fakes, given))
+    return rotated
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return found.contiguous().view(torch.int16).equal(expected.contiguous().view(torch.int16))
+
+
+def check(case: Case, seed: int = 0) -> None:
+    found, expected = (Problem(case, seed, torch.float16) for _ in range(2))
+    lengths = expected.int32(case.lengths)
+    if expected.new is not None:
+        ref.append(
+            expected.cache, *expected.new, lengths, cu_seqlens_k_new=expected.cu_new, rotary=expected.rotary
+        )
+    rotated = emulated(found, found.q if case.rotary and found.q.numel() else None)
+    assert same(found.k, expected.k) and same(found.v, expected.v)
+    if rotated is not None:
+        start = lengths if expected.rotary.seqlens is None else expected.rotary.seqlens
+        positions = ref.query_positions(start, expected.cu_q, found.q.shape[:-2], bool(case.mask))
+        whole = ref.rotate(found.q.flatten(0, -3), positions, expected.rotary)
+        assert same(rotated, whole.view(found.q.shape))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new or case.rotary])
+def test_every_thread_against_the_definition(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_cases(seed):
+    pick = random.Random(seed)
+    batch, page, packed = pick.randint(1, 4), pick.choice((0, 0, 1, 3)), pick.random() < 0.5
+    capacity = page * pick.randint(2, 6) if page else pick.randint(5, 20)
+
+    def lengths(low, high):
+        return (
+            tuple(pick.randint(low, high) for _ in range(batch))
+            if packed
+            else (pick.randint(low, high),) * batch
+        )
+
+    check(
+        Case(
+            lengths=tuple(pick.randint(0, capacity) for _ in range(batch)),
+            new=lengths(0, 5) if packed else lengths(1, 5),
+            queries=lengths(0, 4) if packed else lengths(1, 4),
+            capacity=capacity,
+            page=page,
+            batch_idx=tuple(pick.sample(range(batch + 2), batch)) if pick.random() < 0.4 else (),
+            packed=packed,
+            heads=pick.choice(((1, 1), (4, 2), (6, 3))),
+            dims=pick.choice(((16, 8), (40, 16))),
+            rotary=pick.choice((0, 2, 6, 16)),
+            interleaved=pick.random() < 0.5,
+            rotary_seqlens=tuple(pick.randint(-3, 50) for _ in range(batch)) if pick.random() < 0.3 else (),
+            mask=pick.choice(("", "causal")),
+        ),
+        seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_heads_before_rows_and_gaps_between(page):
+    """A cache (entries, heads, rows, dim) seen transposed, in the middle of other memory, which stays."""
+    case = dataclasses.replace(CASES["batch-idx"], page=page, heads=(4, 2), rotary=8)
+    problem, expected = (Problem(case, 1, torch.float16) for _ in range(2))
+    storages = []
+    for name in ("k", "v"):
+        x = getattr(problem, name)
+        entries, rows, heads, dim = x.shape
+        storage = torch.full((entries, heads + 1, rows, dim + 8), 7.0, dtype=x.dtype)
+        view = storage[:, :heads, :, :dim].transpose(1, 2)
+        setattr(problem, name, view.copy_(x))
+        storages.append((storage, heads, dim))
+    emulated(problem)
+    ref.append(expected.cache, *expected.new, expected.int32(case.lengths), rotary=expected.rotary)
+    assert same(problem.k, expected.k) and same(problem.v, expected.v)
+    for storage, heads, dim in storages:
+        assert (storage[:, heads:] == 7).all() and (storage[..., dim:] == 7).all()
+
+
+def test_rows_beyond_the_capacity_are_written_nowhere():
+    """Not into the next entry, nor through an absurd entry of the table; negative lengths are not rows either."""
+    for page in (0, 4):
+        case = Case((10, 12, -3), new=(5, 5, 5), capacity=12, page=page)
+        problem = Problem(dataclasses.replace(case, lengths=(10, 12, 0)), dtype=torch.float16)
+        problem.case = case
+        before = problem.k.clone()
+        emulated(problem)
+        changed = {problem.place(0, row) for row in (10, 11)} | {problem.place(2, row) for row in (0, 1)}
+        for entry in range(problem.k.shape[0]):
+            for row in range(problem.k.shape[1]):
+                unchanged = same(problem.k[entry, row], before[entry, row])
+                assert unchanged == ((entry, row) not in changed)
+
+
+def test_offsets_have_64_bits():
+    """The address of a row far beyond 2**31 elements."""
+    table = torch.tensor([[3, 1 << 20]], dtype=torch.int32)
+
+    @cute.jit
+    def offset(table: cute.Tensor, out: cute.Tensor):
+        layout = cute.make_layout((1 << 21, 16, 8, 128), stride=(1 << 20, 1 << 13, 1 << 10, 1))
+        cache = cute.make_tensor(cute.make_ptr(cutlass.Float16, 0, cute.AddressSpace.generic), layout)
+        rows = KeyRows.make(cache, CacheTables(table, None))
+        where = rows.row(cache, rows.place(Int32(0), Int32(17)), Int32(3)).iterator
+        out[0] = where.toint()
+
+    out = torch.zeros(1, dtype=torch.int64)
+    offset(from_dlpack(table), from_dlpack(out))
+    assert out.item() == 2 * ((1 << 40) + (1 << 13) + 3 * (1 << 10))
+
+
+def test_packed_rows_find_their_sequence():
+    @cute.jit
+    def find(cu_seqlens: cute.Tensor, out: cute.Tensor):
+        for row in cutlass.range(out.shape[0]):
+            out[row] = sequence_of_row(cu_seqlens, row)
+
+    for ends in ([2, 5, 5, 5, 9], [0, 0, 3], [0, 4], [1, 1, 1, 2]):
+        out = torch.full((ends[-1] + 2,), -1, dtype=torch.int32)
+        find(from_dlpack(torch.tensor(ends, dtype=torch.int32)), from_dlpack(out))
+        starts = ends[:-1]
+        assert out.tolist() == [max(0, sum(s <= row for s in starts) - 1) for row in range(len(out))]
+
+
+# ---- what is built ----
+
+NAMES = [
+    "append-sm90-bf16-d128-rotary_halves-rotate_q-paged-batch_idx",
+    "append-sm80-fp16-d64x256-varlen-rotary_interleaved-rotate_q-varlen_new",
+    "append-sm80-bf16-d256-paged",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_build(name):
+    assert Traits.parse(name).name == name
+    compiled = compile(name)
+    assert compiled.resources.spill_store_bytes == compiled.resources.local_bytes == 0
+    assert "st.global.v4" in compiled.ptx
+
+
+WRONG = {
+    "append-sm80-bf16-d64-causal": "it uses no score features; accepted: append-sm80-bf16-d64$",
+    "append-sm80-bf16-d64-varlen": "varlen is of the queries; accepted: with rotate_q",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_it_does_not_use_is_refused(name):
+    with pytest.raises(registry.Unsupported, match=WRONG[name]):
+        registry.lookup(Traits.parse(name))
+
+
+def test_traits_that_say_nothing_are_refused():
+    with pytest.raises(
+        ValueError, match="rotate_q is True without rotary; accepted: with rotary interleaved or"
+    ):
+        Traits("append", "sm80", "bf16", 64, rotate_q=True)
+    with pytest.raises(ValueError, match="paged is True with op 'forward'; accepted: with op 'append'"):
+        Traits("forward", "sm80", "bf16", 64, paged=True)
+    with pytest.raises(registry.Unsupported, match="num_threads is 48; accepted: multiples of 32 up to 1024"):
+        registry.lookup(Traits("append", "sm80", "bf16", 64), "num_threads=48")

@@ -1,0 +1,243 @@
+"""Calls of attention with a cache: their tensors, and what is expected of them, by loops."""
+
+import dataclasses
+import math
+import random
+
+import torch
+
+from cute_attn import kvcache_reference as ref
+from cute_attn import reference
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call; lengths of each sequence."""
+
+    lengths: tuple[int, ...]  # before the append
+    new: tuple[int, ...] = ()  # rows to append, none without
+    queries: tuple[int, ...] = ()  # by default one each
+    capacity: int = 24
+    page: int = 0  # rows of a page; 0: contiguous
+    batch_idx: tuple[int, ...] = ()
+    leftpad: tuple[int, ...] = ()
+    packed: bool = False
+    heads: tuple[int, int] = (2, 1)
+    dims: tuple[int, int] = (16, 8)
+    rotary: int = 0  # elements that are turned
+    interleaved: bool = True
+    rotary_seqlens: tuple[int, ...] = ()
+    mask: str = ""
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    softcap: float = 0.0
+    alibi: str = ""  # "heads" or "batch"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+
+CASES = {
+    "plain": Case((5, 17, 1)),
+    "empty": Case((0, 3), queries=(2, 2)),
+    "all-empty": Case((0, 0)),
+    "full": Case((24, 24), queries=(3, 3), mask="causal"),
+    "append": Case((4, 0, 20), new=(3, 3, 3), mask="causal", queries=(3, 3, 3)),
+    "append-at-capacity": Case((24, 21), new=(2, 2)),
+    "append-beyond-capacity": Case((23, 5), new=(4, 4), mask="causal", queries=(2, 2)),
+    "more-new-than-queries": Case((6, 2), new=(5, 5), mask="window", window=(1, 0)),
+    "no-queries": Case((6, 2), new=(2, 2), queries=(0, 0)),
+    "batch-idx": Case((4, 9, 13), new=(2, 2, 2), batch_idx=(3, 0, 4)),
+    "shared-entry": Case((4, 9, 13), batch_idx=(1, 1, 0)),
+    "page-1": Case((4, 9), new=(2, 2), page=1),
+    "page-3": Case((4, 9), new=(4, 4), page=3, mask="causal", queries=(3, 3)),
+    "page-19": Case((18, 38), new=(2, 2), page=19, capacity=57),
+    "page-beyond-capacity": Case((11, 7), new=(4, 4), page=4, capacity=12),
+    "page-batch-idx": Case((4, 9), new=(2, 2), page=2, batch_idx=(2, 0)),
+    "leftpad": Case((7, 12), leftpad=(3, 0), mask="causal", queries=(4, 4)),
+    "leftpad-append": Case((7, 12), leftpad=(2, 5), new=(3, 3), rotary=4, mask="causal", queries=(3, 3)),
+    "leftpad-everything": Case((7, 5), leftpad=(7, 9), alibi="heads"),
+    "leftpad-page": Case((7, 12), leftpad=(3, 4), page=3, mask="window", window=(4, 0), queries=(2, 2)),
+    "packed": Case((5, 0, 9), queries=(3, 1, 0), packed=True, mask="causal"),
+    "packed-append": Case((5, 0, 9), queries=(2, 4, 0), new=(2, 4, 3), packed=True, mask="causal", rotary=8),
+    "rotary-all": Case((5, 9), new=(1, 1), rotary=16),
+    "rotary-halves": Case((5, 9), new=(2, 2), rotary=6, interleaved=False, queries=(2, 2)),
+    "rotary-halves-causal": Case((5, 9), new=(2, 2), rotary=6, interleaved=False, queries=(2, 2), mask="causal"),
+    "rotary-window": Case((5, 9), new=(2, 2), rotary=4, queries=(3, 3), mask="window", window=(2, 3)),
+    "rotary-wide-window": Case((5, 9), new=(2, 2), rotary=4, queries=(3, 3), mask="window", window=(99, 99)),
+    "rotary-seqlens": Case((5, 9), new=(2, 2), rotary=4, rotary_seqlens=(11, 2), queries=(2, 2), mask="causal"),
+    "rotary-beyond-table": Case((5, 9), new=(2, 2), rotary=4, rotary_seqlens=(90, -5)),
+    "rotary-queries-alone": Case((5, 9), rotary=4, queries=(2, 2), mask="causal"),
+    "window-left": Case((5, 19), queries=(3, 3), mask="window", window=(2, UNBOUNDED)),
+    "window-past": Case((2, 19), queries=(5, 5), mask="window", window=(3, 0)),
+    "more-queries-than-keys": Case((2, 0), queries=(5, 5), mask="causal"),
+    "softcap": Case((5, 9), softcap=1.5),
+    "alibi-heads": Case((5, 9), alibi="heads", queries=(2, 2), mask="causal"),
+    "alibi-batch": Case((5, 9), alibi="batch", queries=(2, 2), leftpad=(1, 3)),
+    "groups": Case((5, 9), heads=(6, 2)),
+    "groups-of-5": Case((5, 9), heads=(5, 1), dims=(24, 16), mask="causal", queries=(2, 2)),
+}  # fmt: skip
+
+
+class Problem:
+    """Tensors of a case; rows that no sequence has are NaN."""
+
+    def __init__(self, case: Case, seed: int = 0, dtype: torch.dtype = torch.float64):
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.case = case
+        entries = max((*case.batch_idx, case.batch - 1)) + 1
+        heads, heads_kv = case.heads
+        self.table, shape = None, (entries, case.capacity)
+        if case.page:
+            per_entry = case.capacity // case.page
+            pages = list(range(entries * per_entry + 2))
+            random.Random(seed).shuffle(pages)
+            self.table = torch.tensor(pages[: entries * per_entry], dtype=torch.int32).view(entries, -1)
+            shape = (len(pages), case.page)
+        self.k, self.v = (randn(*shape, heads_kv, dim) for dim in case.dims)
+        self.forget_unused()
+        queries, new = case.queries or (1,) * case.batch, case.new
+        if case.packed:
+            self.q = randn(sum(queries), heads, case.dims[0])
+            self.new = [randn(sum(new), heads_kv, dim) for dim in case.dims] if new else None
+        else:
+            self.q = randn(case.batch, queries[0], heads, case.dims[0])
+            self.new = [randn(case.batch, new[0], heads_kv, dim) for dim in case.dims] if new else None
+        self.cu_q, self.cu_new = (self.cumulative(n) if case.packed else None for n in (queries, new))
+        angle = randn(max(40, case.capacity), case.rotary // 2)
+        self.rotary = None
+        if case.rotary:
+            seqlens = self.int32(case.rotary_seqlens)
+            self.rotary = ref.Rotary(angle.cos(), angle.sin(), case.interleaved, seqlens)
+        shape = (heads,) if case.alibi == "heads" else (case.batch, heads)
+        self.slopes = randn(*shape).abs() if case.alibi else None
+
+    @staticmethod
+    def int32(values):
+        return torch.tensor(values, dtype=torch.int32) if values else None
+
+    def cumulative(self, lengths):
+        return self.int32([sum(lengths[:i]) for i in range(len(lengths) + 1)] if lengths else ())
+
+    @property
+    def cache(self) -> ref.Cache:
+        return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
+
+    def place(self, b: int, row: int) -> tuple[int, int]:
+        """Where a row of sequence b is, and so the definition's arithmetic once more."""
+        entry = self.case.batch_idx[b] if self.case.batch_idx else b
+        if self.table is None:
+            return entry, row
+        return int(self.table[entry][row // self.case.page]), row % self.case.page
+
+    def forget_unused(self):
+        case, used = self.case, set()
+        for b, length in enumerate(case.lengths):
+            pad = case.leftpad[b] if case.leftpad else 0
+            used |= {self.place(b, row) for row in range(pad, min(length, case.capacity))}
+        for page in range(self.k.shape[0]):
+            for row in range(self.k.shape[1]):
+                if (page, row) not in used:
+                    self.k[page, row], self.v[page, row] = math.nan, math.inf
+
+    def run(self):
+        """By the definition: the cache after it, out and lse."""
+        case = self.case
+        lengths, q = self.int32(case.lengths), self.q
+        total = lengths
+        if self.new is not None:
+            ref.append(self.cache, *self.new, lengths, cu_seqlens_k_new=self.cu_new, rotary=self.rotary)
+            total = lengths + self.int32(case.new)
+        if self.rotary is not None:
+            start = lengths if self.rotary.seqlens is None else self.rotary.seqlens
+            positions = ref.query_positions(start, self.cu_q, q.shape[:-2], bool(case.mask))
+            q = ref.rotate(q.flatten(0, -3), positions, self.rotary).view(q.shape)
+        return ref.attention(
+            q,
+            self.cache,
+            0.3,
+            ref.Lengths(total, self.int32(case.leftpad), self.cu_q),
+            reference.Features(case.mask),
+            ScoreInputs(*case.window, alibi_slopes=self.slopes, softcap=case.softcap),
+        )
+
+    # ---- the same by loops ----
+
+    def turned(self, row: list[float], position: int) -> list[float]:
+        pairs = self.case.rotary // 2
+        position = min(max(position, 0), self.rotary.cos.shape[0] - 1)
+        row = list(row)
+        for i in range(pairs):
+            c, s = float(self.rotary.cos[position, i]), float(self.rotary.sin[position, i])
+            one, two = (2 * i, 2 * i + 1) if self.case.interleaved else (i, i + pairs)
+            row[one], row[two] = row[one] * c - row[two] * s, row[one] * s + row[two] * c
+        return row
+
+    def rows_of(self, x, b, cumulative):
+        return x[b] if cumulative is None else x[cumulative[b] : cumulative[b + 1]]
+
+    def appended(self):
+        """The cache after the append."""
+        case, k, v = self.case, self.k.clone(), self.v.clone()
+        for b in range(case.batch if case.new else 0):
+            position = (case.rotary_seqlens or case.lengths)[b]
+            new_k, new_v = (self.rows_of(x, b, self.cu_new) for x in self.new)
+            for i in range(len(new_k)):
+                if case.lengths[b] + i >= case.capacity:
+                    continue
+                page, row = self.place(b, case.lengths[b] + i)
+                for head in range(case.heads[1]):
+                    values = new_k[i, head].tolist()
+                    values = self.turned(values, position + i) if case.rotary else values
+                    k[page, row, head] = torch.tensor(values, dtype=k.dtype)
+                    v[page, row, head] = new_v[i, head]
+        return k, v
+
+    def expected(self):
+        """out and lse of each sequence, (queries, heads, dim) and (queries, heads), from the cache as it is."""
+        case, outs, lses = self.case, [], []
+        for b in range(case.batch):
+            q = self.rows_of(self.q, b, self.cu_q)
+            end = min(case.lengths[b] + (case.new[b] if case.new else 0), case.capacity)
+            keys = range(case.leftpad[b] if case.leftpad else 0, end)
+            start = (case.rotary_seqlens or case.lengths)[b]
+            out = torch.zeros(len(q), case.heads[0], case.dims[1], dtype=q.dtype)
+            lse = torch.full((len(q), case.heads[0]), -math.inf, dtype=q.dtype)
+            for i in range(len(q)):
+                for head in range(case.heads[0]):
+                    row = q[i, head].tolist()
+                    if case.rotary:
+                        row = self.turned(row, start + (i if case.mask else 0))
+                    self.attend(b, i - len(q), head, row, keys, out[i, head], lse[i : i + 1, head])
+            outs.append(out)
+            lses.append(lse)
+        return outs, lses
+
+    def attend(self, b, from_last, head, q, keys, out, lse):
+        """One query, ``from_last`` rows before the end: -1 is the last, whose own key is the last one."""
+        case, scores = self.case, {}
+        own = keys.stop + from_last
+        slope = 0.0
+        if self.slopes is not None:
+            slope = float(self.slopes[head] if self.slopes.dim() == 1 else self.slopes[b, head])
+        left, right = (UNBOUNDED, 0) if case.mask == "causal" else case.window
+        for key in keys:
+            if case.mask and not own - left <= key <= own + right:
+                continue
+            k = self.k[self.place(b, key)][head * case.heads[1] // case.heads[0]].tolist()
+            score = 0.3 * sum(x * y for x, y in zip(q, k, strict=True))
+            score = case.softcap * math.tanh(score / case.softcap) if case.softcap else score
+            # Both lengths count from leftpad, so that their difference does not depend on it.
+            scores[key] = score - slope * abs(own - key)
+        if scores:
+            largest = max(scores.values())
+            weights = {key: math.exp(score - largest) for key, score in scores.items()}
+            total = sum(weights.values())
+            lse[0] = largest + math.log(total)
+            for key, weight in weights.items():
+                out += weight / total * self.v[self.place(b, key)][head * case.heads[1] // case.heads[0]]
