@@ -1,0 +1,226 @@
+"""Which calls of PyTorch's attention operators the kernels serve: a function of metadata alone.
+
+A :class:`Call` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both are
+computed by the same side. Strides are not part of it, since a compiler may save a tensor with others: what kernels
+cannot read is copied.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn.interface import resolve_mask
+from cute_attn.params import AttentionParams, check, check_for_kernels
+
+BACKENDS = ("flash", "efficient", "cudnn")
+
+
+class Call(NamedTuple):
+    """What a forward and its backward both know of a call, without data and strides.
+
+    Attributes:
+        backend: of BACKENDS.
+        q, k, v: shapes (batch, seqlen, heads, dim), packed (total, heads, dim).
+        dtypes: of q, k and v.
+        devices: of all tensors, each once.
+        target: the GPU's, or empty where no kernel is built for it.
+        bias: shape and dtype, or None.
+        lengths: shapes and dtypes of both cu_seqlens, None for one that is absent.
+        longest: max_seqlen_q and max_seqlen_k.
+        causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
+        drawable: whether a dropout mask can be drawn.
+    """
+
+    backend: str
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: frozenset[torch.device]
+    target: str
+    bias: tuple[tuple[int, ...], torch.dtype] | None
+    lengths: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+    longest: tuple[int, int]
+    causal: bool
+    window: tuple[int, int]
+    dropout_p: float
+    scale: float | None
+    drawable: bool
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed one after the other."""
+        return self.lengths[0] is not None
+
+
+class Inputs(NamedTuple):
+    """A call's tensors, q, k and v with rows before heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def why_not(call: Call) -> str | None:
+    """Why PyTorch's kernels compute a call and its backward, as one sentence; None where ours do."""
+    reason = _stated_reason(call)
+    if reason is not None:
+        return reason
+    try:
+        params = parameters(call, *_meta_inputs(call))
+        check(params)
+        check_for_kernels(params)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return _missing_kernel(params, call.target, "forward") or _missing_kernel(params, call.target, "backward")
+
+
+def _stated_reason(call: Call) -> str | None:
+    """What no check of ours, and no kernel, would decline."""
+    if len(call.devices) > 1 or next(iter(call.devices)).type not in ("cuda", "cpu"):
+        devices = ", ".join(sorted(map(str, call.devices)))
+        return f"tensors are on {devices}; accepted: one cuda device"
+    if not call.target:
+        return "no kernel is built for this GPU; accepted: compute capability 8.0 to 9.0"
+    if 0 in (*call.q, *call.k, *call.v):
+        return f"q and k have shapes {call.q} and {call.k}; accepted: no empty dimension"
+    if (call.lengths[0] is None) != (call.lengths[1] is None):
+        return "one of cum_seq_q and cum_seq_k is missing; accepted: both, or neither"
+    if call.backend == "flash" and call.q[-1] != call.v[-1]:
+        return f"v has head_dim {call.v[-1]}; accepted by flash attention: {call.q[-1]}, q's"
+    if call.dropout_p and call.backend == "cudnn":
+        return f"dropout_p is {call.dropout_p}; accepted under cuDNN, which has a mask of its own: 0"
+    if call.dropout_p and not call.drawable:
+        return "rng='torch' cannot advance the generator within a CUDA graph; accepted: rng='ours'"
+    if not call.packed and len(call.q) == 4 and call.longest != (call.q[1], call.k[1]):
+        return f"max_q and max_k are {call.longest}; accepted: q's and k's seqlens"
+    return None
+
+
+def _meta_inputs(call: Call) -> tuple[Inputs, Tensor | None]:
+    """Tensors without data, with contiguous strides, that stand for a call's; and a dropout state."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = map(empty, (call.q, call.k, call.v), call.dtypes)
+    bias = None if call.bias is None else empty(*call.bias)
+    lengths = (None if x is None else empty(*x) for x in call.lengths)
+    return Inputs(q, k, v, bias, *lengths), empty((2,), torch.int64) if call.dropout_p else None
+
+
+def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> AttentionParams:
+    """A call as the kernels' parameters.
+
+    Flash attention aligns a causal mask with the last query and key, the others with the first.
+    """
+    left, right = (None if bound < 0 else bound for bound in call.window)
+    alignment = "bottom_right" if call.backend == "flash" else "top_left"
+    mask, window_left, window_right = resolve_mask(
+        alignment if call.causal else False, (left, 0 if call.causal else right)
+    )
+    dropout = {"flash": "flash", "efficient": "mem_efficient"}.get(call.backend, "") if call.dropout_p else ""
+    return AttentionParams(
+        *inputs[:3],
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        cu_seqlens_k=inputs.cu_seqlens_k,
+        seqused_q=None,
+        seqused_k=inputs.seqused_k,
+        alibi_slopes=inputs.alibi_slopes,
+        bias=inputs.bias,
+        rng_state=rng_state,
+        epilogue_tensors=(),
+        max_seqlen_q=call.longest[0],
+        max_seqlen_k=call.longest[1],
+        softmax_scale=call.q[-1] ** -0.5 if call.scale is None else call.scale,
+        mask=mask,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=0.0,
+        dropout=dropout,
+        dropout_p=call.dropout_p,
+        epilogues=(),
+        epilogue_numbers=(),
+        return_softmax=False,
+        kernel="",
+        tile="",
+    )
+
+
+def _missing_kernel(params: AttentionParams, target: str, op: str) -> str | None:
+    """Why no kernel computes ``op``, or None."""
+    from cute_attn import registry
+
+    reasons = []
+    for arch, targets in registry.RUNS_ON.items():
+        if target not in targets:
+            continue
+        try:
+            bias_grad = op == "backward" and params.bias is not None
+            registry.lookup(params.traits(arch, op=op, bias_grad=bias_grad), None, target)
+            return None
+        except registry.Unsupported as error:
+            reasons.append(str(error))
+    return "; ".join(reasons)
+
+
+def call_of(
+    backend: str,
+    inputs: Inputs,
+    *,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    window: tuple[int | None, int | None] = (None, None),
+    longest: tuple[int, int] | None = None,
+    rng: str = "ours",
+) -> Call:
+    """The metadata of an operator's arguments.
+
+    longest: max_seqlen_q and max_seqlen_k, by default the seqlens.
+    """
+    q, k, v, bias, *lengths = inputs[:6]
+    present = [x for x in inputs if x is not None]
+    sizes = [x.shape[1] if x.dim() > 1 else 0 for x in (q, k)]
+    return Call(
+        backend=backend,
+        q=tuple(q.shape),
+        k=tuple(k.shape),
+        v=tuple(v.shape),
+        dtypes=(q.dtype, k.dtype, v.dtype),
+        devices=frozenset(x.device for x in present),
+        target=_target(q.device),
+        bias=None if bias is None else (tuple(bias.shape), bias.dtype),
+        lengths=tuple(None if x is None else (tuple(x.shape), x.dtype) for x in lengths),
+        longest=(sizes[0], sizes[1]) if longest is None else longest,
+        causal=causal,
+        window=tuple(-1 if bound is None else max(bound, -1) for bound in window),  # type: ignore[arg-type]
+        dropout_p=dropout_p,
+        scale=scale,
+        drawable=rng != "torch" or not _is_capturing(q.device),
+    )
+
+
+@functools.cache
+def _target(device: torch.device) -> str:
+    """As of :func:`cute_attn.compiler.default_target`, or empty where that raises; "sm90" without a GPU."""
+    from cute_attn.compiler import default_target
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "sm90"
+    with torch.cuda.device(device), contextlib.suppress(ValueError):
+        return default_target("sm90")
+    return ""
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

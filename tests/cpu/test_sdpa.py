@@ -1,0 +1,648 @@
+"""PyTorch's attention operators on the kernels: which calls are served, layouts, values, and the way back."""
+
+import inspect
+import itertools
+import math
+import random
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_attn import reference, registry, sdpa
+from cute_attn.sdpa import calls, operators
+from cute_attn.sdpa.calls import Inputs, call_of, why_not
+from cute_attn.sdpa.operators import OPERATORS, Options
+
+BF16 = torch.bfloat16
+aten = torch.ops.aten
+NAMES = [name for backend in OPERATORS.values() for name in backend]
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dispatch_tables():
+    return [torch._C._dispatch_dump(f"aten::{name}") for name in NAMES]
+
+
+@pytest.fixture
+def on_cpu():
+    """The operators overridden for CPU tensors, which the reference computes."""
+    sdpa.served.clear()
+    activation = sdpa.Activation(Options(), "CPU")
+    yield activation
+    activation.remove()
+
+
+# ---- which calls are served: a function of metadata ----
+
+META = {
+    "dtype": (BF16, torch.float16, torch.float32),
+    "shape": (  # batch, heads, kv heads, rows, keys, head dim, head dim of v
+        (2, 4, 4, 128, 128, 64, 64),
+        (1, 8, 2, 100, 333, 128, 128),
+        (2, 4, 4, 65, 64, 96, 96),
+        (2, 4, 2, 64, 64, 64, 128),
+        (1, 1, 1, 16, 16, 12, 12),
+        (1, 2, 2, 16, 16, 512, 512),
+        (1, 3, 2, 16, 16, 64, 64),
+        (0, 2, 2, 16, 16, 64, 64),
+    ),
+    "bias": ("", "full", "expanded", "fp32"),
+    "causal": (False, True),
+    "dropout_p": (0.0, 0.25, 1.0),
+    "scale": (None, 0.5, -1.0),
+    "order": ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)),  # of dimensions in memory
+    "rng": ("ours", "torch"),
+    "target": ("sm90", "sm80", "sm86", ""),
+}
+
+
+def sampled(count, seed=0):
+    """Combinations of META."""
+    draw = random.Random(seed)
+    return [{name: draw.choice(values) for name, values in META.items()} for _ in range(count)]
+
+
+def in_order(shape, order, dtype):
+    """A meta tensor whose dimensions lie in memory in that order."""
+    stored = torch.empty([shape[i] for i in order], dtype=dtype, device="meta")
+    return stored.permute([order.index(i) for i in range(4)])
+
+
+def tensors_of(meta, order):
+    """query, key, value and attn_bias."""
+    batch, heads, heads_kv, rows, keys, dim, dim_v = meta["shape"]
+    shapes = ((batch, heads, rows, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v))
+    bias = None
+    if meta["bias"]:
+        dtype = torch.float32 if meta["bias"] == "fp32" else meta["dtype"]
+        bias = torch.empty(1, 1, 1, keys, dtype=dtype, device="meta").expand(batch, heads, rows, keys)
+        bias = bias if meta["bias"] == "expanded" else bias.contiguous()
+    return *(in_order(shape, order, meta["dtype"]) for shape in shapes), bias
+
+
+def both_calls(backend, meta, monkeypatch):
+    """The metadata that a forward and its backward, whose saved tensors have other strides, decide by."""
+    seen = []
+    monkeypatch.setattr(operators, "why_not", lambda call: seen.append(call) or "recorded")
+    monkeypatch.setattr(calls, "_target", lambda device: meta["target"])
+    monkeypatch.setattr(calls, "_is_capturing", lambda device: True)
+    options = Options(rng=meta["rng"])
+    forward, backward = (function for name, function in OPERATORS[backend].items() if "scaled" in name)
+    query, key, value, bias = tensors_of(meta, meta["order"])
+    own = {"attn_bias": None if backend == "flash" else bias, "compute_log_sumexp": True}
+    common = {name: meta[name] for name in ("dropout_p", "scale")} | {"is_causal": meta["causal"]}
+    saved = tensors_of(meta, (0, 1, 2, 3))
+    lse = torch.empty(query.shape[:3], device="meta")
+    own |= {"grad_out": saved[0], "out": saved[0], "logsumexp": lse, "grad_input_mask": [True] * 4}
+    own |= {"philox_seed": lse, "philox_offset": lse, "cum_seq_q": None, "cum_seq_k": None}
+    own |= {"max_q": query.shape[2], "max_k": key.shape[2]}
+    for function, (q, k, v) in ((forward, (query, key, value)), (backward, saved[:3])):
+        names = inspect.signature(function).parameters
+        given = {"query": q, "key": k, "value": v} | common | own
+        function(options, **{name: x for name, x in given.items() if name in names})
+    monkeypatch.undo()
+    return [call._replace(devices=frozenset([torch.device("cuda", 0)])) for call in seen]
+
+
+@pytest.mark.parametrize("backend", OPERATORS)
+def test_a_forward_and_its_backward_decide_alike(backend, monkeypatch):
+    decisions = []
+    for meta in sampled(200):
+        forward, backward = both_calls(backend, meta, monkeypatch)
+        assert forward == backward
+        decisions.append(why_not(forward))
+        assert decisions[-1] is None or ("\n" not in decisions[-1] and len(decisions[-1]) > 20)
+    assert {None} < set(decisions)
+
+
+def test_a_served_call_has_both_kernels_and_passes_all_checks(monkeypatch):
+    count = 0
+    for meta in sampled(150, seed=1):
+        for backend in OPERATORS:
+            call, _ = both_calls(backend, meta, monkeypatch)
+            if why_not(call) is not None:
+                continue
+            count += 1
+            params = calls.parameters(call, *calls._meta_inputs(call))
+            for op in ("forward", "backward"):
+                archs = [arch for arch, targets in registry.RUNS_ON.items() if call.target in targets]
+                assert any(registry.lookup(params.traits(arch, op=op), None, call.target) for arch in archs)
+    assert count > 30
+
+
+def good(**changes):
+    """Arguments of ``call_of`` for a call that is served, with changes."""
+    shapes = {"q": (2, 128, 4, 64), "k": (2, 128, 2, 64), "v": (2, 128, 2, 64)}
+    inputs = {name: torch.empty(shape, dtype=BF16, device="cpu") for name, shape in shapes.items()}
+    arguments = {"causal": False, "dropout_p": 0.0, "scale": None}
+    inputs |= {name: changes.pop(name) for name in list(changes) if name in Inputs._fields}
+    return inputs, arguments | changes
+
+
+def empty(*shape, dtype=BF16, device="cpu"):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+CU = torch.tensor([0, 5, 16], dtype=torch.int32)
+DECLINED = {
+    "dtype": ("flash", {name: empty(2, 8, 4, 64, dtype=torch.float32) for name in "qkv"}, "q has dtype"),
+    "v_dtype": ("flash", {"v": empty(2, 128, 2, 64, dtype=torch.float16)}, "v has dtype torch.float16"),
+    "head_dim": ("flash", {name: empty(2, 8, 4, 264) for name in "qkv"}, "q has head_dim 264; accepted"),
+    "odd": ("efficient", {name: empty(2, 8, 4, 20) for name in "qkv"}, "q has head_dim 20; accepted: mult"),
+    "v_dim": ("flash", {"v": empty(2, 128, 2, 32)}, "v has head_dim 32; accepted by flash attention: 64"),
+    "heads": ("flash", {"q": empty(2, 128, 3, 64)}, "q has 3 heads; accepted: a multiple of k's 2"),
+    "empty": ("flash", {"q": empty(2, 0, 4, 64)}, "accepted: no empty dimension"),
+    "dims": ("flash", {"q": empty(2, 4, 64)}, r"q has shape \(2, 4, 64\)"),
+    "devices": (
+        "flash",
+        {"q": empty(2, 128, 4, 64, device="meta")},
+        "tensors are on cpu, meta; accepted: one",
+    ),
+    "dropout": ("flash", {"dropout_p": 1.0}, "dropout_p is 1.0"),
+    "cudnn_dropout": ("cudnn", {"dropout_p": 0.5}, "dropout_p is 0.5; accepted under cuDNN"),
+    "scale": ("flash", {"scale": 0.0}, "softmax_scale is 0.0"),
+    "bias_shape": ("efficient", {"bias": empty(2, 4, 128, 1)}, "bias has shape"),
+    "bias_dtype": ("efficient", {"bias": empty(1, 1, 128, 128, dtype=torch.float64)}, "bias has dtype"),
+    "lengths": ("flash", {"cu_seqlens_q": CU}, "one of cum_seq_q and cum_seq_k is missing"),
+    "packed": (
+        "flash",
+        {name: empty(16, 4, 64) for name in "qkv"} | {"cu_seqlens_q": CU, "cu_seqlens_k": CU.long()},
+        "cu_seqlens_k has dtype torch.int64",
+    ),
+}
+
+
+def test_the_good_call_is_served():
+    inputs, arguments = good()
+    assert all(why_not(call_of(backend, Inputs(**inputs), **arguments)) is None for backend in OPERATORS)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined(name):
+    backend, changes, message = DECLINED[name]
+    inputs, arguments = good(**changes)
+    if "cu_seqlens_q" in inputs:
+        arguments |= {"longest": (11, 11)}
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(why_not(call_of(backend, Inputs(**inputs), **arguments)))
+
+
+def test_other_gpus_and_graph_captures_are_declined():
+    inputs, arguments = good(dropout_p=0.5)
+    call = call_of("flash", Inputs(**inputs), **arguments)
+    assert why_not(call) is None
+    assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
+    assert "rng='torch' cannot advance" in why_not(call._replace(drawable=False))
+    assert why_not(call._replace(drawable=False, dropout_p=0.0)) is None
+
+
+def test_reason_takes_the_arguments_of_scaled_dot_product_attention():
+    with FakeTensorMode():
+        q, k = (torch.empty(2, heads, 128, 60, device="cuda", dtype=BF16) for heads in (4, 2))
+        mask = torch.empty(128, 128, device="cuda", dtype=torch.bool)
+        q3 = torch.empty(2, 4, 128, device="cuda", dtype=BF16)
+        q64, k64 = (torch.empty(2, 4, rows, 64, device="cuda", dtype=BF16) for rows in (128, 64))
+        assert sdpa.reason(q, k, k, enable_gqa=True) is None
+        assert sdpa.reason(q, k, k) == "key has 2 heads; accepted without enable_gqa: 4, query's"
+        # PyTorch pads for flash attention only.
+        assert "head_dim 60" in sdpa.reason(q, q, q, mask)
+        assert sdpa.reason(q64, q64, q64, mask, 0.1, scale=0.3) is None
+        assert sdpa.reason(q64, k64, k64, is_causal=True) is None
+        assert "attn_mask has shape (128, 128)" in sdpa.reason(q64, k64, k64, mask)
+        assert "q has dtype torch.float32" in sdpa.reason(*(q64.float(),) * 3)
+        assert "query has shape (2, 4, 128)" in sdpa.reason(q3, q64, q64)
+        assert "tensors are on cpu, cuda:0" in sdpa.reason(q64, q64, q64, torch.empty(1, 128, device="cpu"))
+    assert sdpa.reason(*(randn(1, 1, 8, 8),) * 3) == "query is on cpu; accepted: cuda"
+
+
+# ---- layouts of outputs: PyTorch's meta functions ----
+
+ORDERS = list(itertools.permutations(range(3)))
+
+
+def laid_out(*shape, order, seed=0, gap=0):
+    """Random, with dimensions in memory in that order and ``gap`` elements after each row."""
+    order = (*order, 3)
+    stored = randn(*(shape[i] + gap * (i == 3) for i in order), seed=seed, dtype=BF16)[..., : shape[3]]
+    return stored.permute([order.index(i) for i in range(4)])
+
+
+def signature_of(x):
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def on_meta(arguments):
+    """The arguments on the meta device, with their strides."""
+    return [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in arguments
+    ]
+
+
+def check_contract(name, *arguments, **options):
+    """The operator's outputs, of which all but the debug mask are laid out as PyTorch's meta function says."""
+    own = next(functions[name] for functions in OPERATORS.values() if name in functions)
+    outputs = own(Options(), *arguments, **options)
+    assert not isinstance(outputs, str), outputs
+    expected = getattr(aten, name)(*on_meta(arguments), **options)
+    assert [signature_of(x) for x in outputs] == [signature_of(x) for x in expected]
+    return outputs
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+@pytest.mark.parametrize("order", ORDERS)
+def test_flash_contract(order, gap):
+    q, k, v = (laid_out(2, h, n, 16, order=order, gap=gap) for h, n in ((4, 9), (2, 11), (2, 11)))
+    name = "_scaled_dot_product_flash_attention"
+    out, lse, *_, seed, offset, _ = check_contract(name, q, k, v, 0.2, True)
+    check_contract(name + "_backward", out, q, k, v, out, lse, None, None, 9, 11, 0.2, True, seed, offset)
+
+
+@pytest.mark.parametrize("rows", [9, 64])
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_efficient_contract(order, log, rows):
+    q, k, v = (laid_out(2, 4, n, d, order=order, gap=8) for n, d in ((rows, 16), (11, 16), (11, 24)))
+    bias = randn(2, 4, rows, 11, dtype=BF16)
+    name = "_scaled_dot_product_efficient_attention"
+    out, lse, seed, offset = check_contract(name, q, k, v, bias, log, 0.2)
+    if log:
+        for needed in ([True] * 4, [True, True, True, False]):
+            saved = (out, q, k, v, bias, out, lse, seed, offset, 0.2, needed)
+            check_contract(name + "_backward", *saved)
+
+
+@pytest.mark.parametrize("dim_v", [16, 24])
+@pytest.mark.parametrize("order", ORDERS)
+def test_cudnn_contract(order, dim_v):
+    q, k, v = (laid_out(2, 4, n, d, order=order, gap=8) for n, d in ((9, 16), (11, 16), (11, dim_v)))
+    name = "_scaled_dot_product_cudnn_attention"
+    out, lse, *_, seed, offset, _ = check_contract(name, q, k, v, None, True)
+    saved = (out, q, k, v, out, lse, seed, offset, None, None, None, 9, 11, 0.0, False)
+    check_contract(name + "_backward", *saved)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_contract_of_rows_before_heads(packed):
+    q, k = randn(16, 4, 24, dtype=BF16)[..., :16], randn(16, 2, 16, seed=1, dtype=BF16)
+    lengths = (CU, CU, 11, 11) if packed else (None, None, 16, 16)
+    if not packed:
+        q, k = q[None], k[None]
+    arguments = (q, k, k, *lengths, 0.2, True)
+    name = "_flash_attention_forward"
+    out, lse, state, unused, _ = check_contract(name, *arguments, False, window_size_left=3)
+    saved = (out, q, k, k, out, lse, *lengths, 0.2, True, state, unused)
+    check_contract("_flash_attention_backward", *saved, window_size_left=3)
+
+
+# ---- values and gradients, through PyTorch's dispatcher and autograd ----
+
+
+def leaves(*shapes):
+    return [randn(*s, seed=i, dtype=torch.float16).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def compare(out, tensors, **arguments):
+    """With scaled_dot_product_attention's math in float64, and its gradients."""
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    bias = {"attn_mask": exact[3]} if len(exact) > 3 else {}
+    wanted = scaled_dot_product_attention(*exact[:3], **bias, **arguments)
+    weight = randn(*wanted.shape, seed=9)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
+    grads = torch.autograd.grad((out * weight).sum(), tensors)
+    for a, b in zip(grads, torch.autograd.grad((wanted * weight).sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
+
+
+def test_flash(on_cpu):
+    tensors = leaves((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    out = aten._scaled_dot_product_flash_attention(*tensors, 0.0, True, scale=0.3)[0]
+    compare(out, tensors, is_causal=True, scale=0.3, enable_gqa=True)
+    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    assert dict(sdpa.served) == {(name, ""): 1 for name in names}
+
+
+def test_flash_is_causal_from_the_last_key_and_marks_rows_without_keys(on_cpu):
+    tensors = leaves((1, 2, 9, 16), (1, 2, 5, 16), (1, 2, 5, 16))
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)
+    assert (lse[:, :, :4] == math.inf).all() and lse[:, :, 4:].isfinite().all()
+    assert not out[:, :, :4].any()
+    rows = [tensors[0][:, :, 4:].detach().requires_grad_(), *tensors[1:]]
+    compare(aten._scaled_dot_product_flash_attention(*rows, 0.0, True)[0], rows, is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 4, 1, 11), (2, 1, 9, 11), (1, 1, 1, 1)])
+def test_efficient_with_a_bias_and_its_gradient(shape, on_cpu):
+    tensors = leaves((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16), shape)
+    expanded = tensors[3].expand(2, 4, 9, 11)
+    out = aten._scaled_dot_product_efficient_attention(*tensors[:3], expanded, True)[0]
+    compare(out, tensors)
+
+
+def test_efficient_is_causal_from_the_first_key(on_cpu):
+    tensors = leaves((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(*tensors, None, True, 0.0, True)
+    compare(out, tensors, is_causal=True)
+    assert lse.shape == (2, 4, 32) and (lse[:, :, 5:] == math.inf).all()
+
+
+def test_a_row_that_a_mask_hides_is_zero(on_cpu):
+    q, k, v = leaves((1, 2, 3, 16), (1, 2, 5, 16), (1, 2, 5, 16))
+    bias = torch.zeros(3, 5, dtype=torch.float16)
+    bias[1] = -math.inf
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias.expand(1, 2, 3, 5), True)
+    assert not out[:, :, 1].any() and (lse[:, :, 1] == math.inf).all()
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in grads) and not grads[0][:, :, 1].any()
+
+
+def test_cudnn(on_cpu):
+    tensors = leaves((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
+    bias = randn(1, 1, 5, 11, seed=5, dtype=torch.float16)
+    out = aten._scaled_dot_product_cudnn_attention(*tensors, bias.expand(2, 4, 5, 11), True)[0]
+    compare(out, tensors, attn_mask=bias.double())
+    out = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, 0.0, True)[0]
+    compare(out, tensors, is_causal=True)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient"])
+def test_dropout_draws_pytorchs_mask_of_the_returned_state(backend, on_cpu):
+    q, k, v = leaves((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16))
+    if backend == "flash":
+        out, _, _, _, _, _, seed, _, debug = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.4, False, True
+        )
+        state, mask = seed.view(torch.int64), "flash"
+        assert seed.dtype == torch.uint64 and debug.shape == (2, 4, 128, 128)
+    else:
+        out, _, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.4)
+        state, mask = torch.stack([seed, offset]), "mem_efficient"
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wanted, _, softmax = reference.attention(
+        *(x.transpose(1, 2) for x in exact),
+        0.25,
+        reference.Features(dropout=mask),
+        reference.ScoreInputs(dropout_p=0.4, rng_state=state),
+        return_softmax=True,
+    )
+    weight = randn(2, 4, 9, 16, seed=9)
+    torch.testing.assert_close(out.double(), wanted.transpose(1, 2), rtol=0, atol=4e-3)
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    for a, b in zip(grads, torch.autograd.grad((wanted.transpose(1, 2) * weight).sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
+    if backend == "flash":
+        assert torch.equal(debug[:, :, :9, :11].signbit(), softmax.signbit())
+        assert not debug[:, :, 9:].any() and not debug[:, :, :, 11:].any()
+
+
+def test_packed_rows(on_cpu):
+    q, k, v = leaves((16, 4, 16), (16, 4, 16), (16, 4, 16))
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, CU, CU, 11, 11, 0.0, True, False, window_size_left=3, window_size_right=2
+    )
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    seen = (distance >= 0) & (distance <= 3)
+    seen[5:, :5] = False
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    wanted = scaled_dot_product_attention(*(x.transpose(0, 1) for x in exact), attn_mask=seen).transpose(0, 1)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
+    assert lse.shape == (4, 16)
+    weight = randn(16, 4, 16, seed=9)
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    for a, b in zip(grads, torch.autograd.grad((wanted * weight).sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
+
+
+def test_varlen_attn(on_cpu):
+    (x,) = leaves((16, 4, 16))
+    out = varlen_attn(x, x, x, CU, CU, 11, 11, window_size=(3, 0))
+    grad = torch.autograd.grad(out.float().sum(), x)[0]
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    seen = (distance >= 0) & (distance <= 3)
+    seen[5:, :5] = False
+    exact = x.detach().double().requires_grad_()
+    wanted = scaled_dot_product_attention(*(exact.transpose(0, 1),) * 3, attn_mask=seen).transpose(0, 1)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
+    torch.testing.assert_close(grad.double(), torch.autograd.grad(wanted.sum(), exact)[0], rtol=0, atol=3e-2)
+    assert set(sdpa.served) == {("_flash_attention_forward", ""), ("_flash_attention_backward", "")}
+
+
+def test_used_lengths_and_slopes_of_a_forward(on_cpu):
+    q, k, v = (x.detach() for x in leaves((2, 9, 4, 16), (2, 11, 4, 16), (2, 11, 4, 16)))
+    used, slopes = torch.tensor([3, 11], dtype=torch.int32), randn(4).abs()
+    arguments = (q, k, v, None, None, 9, 11, 0.0, False, False)
+    out = aten._flash_attention_forward(*arguments, seqused_k=used, alibi_slopes=slopes)[0]
+    wanted, _, _ = reference.attention(
+        *(q, k, v, 0.25),
+        inputs=reference.ScoreInputs(alibi_slopes=slopes),
+        lengths=reference.Lengths(seqused_k=used),
+    )
+    assert torch.equal(out, wanted)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(registry.Unsupported, match="block_table needs kernels for paged keys"):
+        aten._flash_attention_forward(*arguments, block_table=table)
+
+
+def test_strides_that_kernels_cannot_read_are_copied(on_cpu):
+    storage = randn(2, 4, 9, 19, dtype=torch.float16)
+    for x in (storage[..., :16], storage[..., 1:17], randn(2, 4, 16, 9, dtype=torch.float16).transpose(2, 3)):
+        prepared = operators._readable(x.transpose(1, 2))
+        assert prepared.is_contiguous() and torch.equal(prepared, x.transpose(1, 2))
+        out = aten._scaled_dot_product_flash_attention(x, x, x)[0]
+        wanted = scaled_dot_product_attention(x.double(), x.double(), x.double())
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
+    bias = randn(2, 4, 11, 9, dtype=torch.float16).transpose(2, 3)
+    assert operators._narrow_bias(bias).stride(-1) == 1
+    assert operators._narrow_bias(bias[:1, :1].expand(2, 4, 9, 11)).shape == (1, 1, 9, 11)
+
+
+def test_compiles(on_cpu):
+    torch.compiler.reset()
+    tensors = leaves((2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 16))
+
+    def f(q, k, v):
+        out = aten._scaled_dot_product_flash_attention(q * 2, k, v, 0.0, True)[0]
+        return aten._scaled_dot_product_efficient_attention(out, k, v, None, True)[0]
+
+    sdpa.served.clear()
+    outs = [g(*tensors) for g in (f, torch.compile(f, fullgraph=True, backend="aot_eager"))]
+    assert torch.equal(*outs)
+    grads = [torch.autograd.grad(out.sum(), tensors) for out in outs]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    assert set(sdpa.served.values()) == {2}
+
+
+# ---- dropout from torch's generator ----
+
+
+class Generator:
+    """What is used of a CUDA generator, which a machine without a GPU lacks."""
+
+    def __init__(self, seed, offset):
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        assert offset % 4 == 0
+        self.offset = offset
+
+
+def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
+    generator = Generator(2**64 - 5, 12)
+    monkeypatch.setattr(operators, "_generator", lambda device: generator)
+    options = Options(rng="torch")
+    q, k = randn(2, 3, 5, 16, dtype=BF16), randn(2, 3, 7, 16, dtype=BF16)
+    *_, state, _, _ = operators.flash_forward(options, q, k, k, 0.5)
+    assert state.view(torch.int64).tolist() == [-5, 12] and generator.offset == 12 + 2 * 3 * 32
+    _, _, seed, offset = operators.efficient_forward(options, q, k, k, None, True, 0.5)
+    assert (seed.item(), offset.item()) == (-5, 204)
+    assert generator.offset == 204 + 212  # 2 * 3 * 5 * 7 in fours
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, k)]
+    cu = [torch.tensor([0, n, 2 * n, 2 * n], dtype=torch.int32) for n in (5, 7)]
+    operators.rows_forward(options, *packed, *cu, 5, 7, 0.5, False, False)
+    assert generator.offset == 416 + 3 * 3 * 32
+    operators.flash_forward(options, q, k, k)  # without dropout nothing is drawn
+    assert generator.offset == 416 + 3 * 3 * 32
+
+
+# ---- the dispatcher ----
+
+CUDNN = "_scaled_dot_product_cudnn_attention"
+
+
+@pytest.fixture
+def stock():
+    """A stand-in for PyTorch's cuDNN kernel, under the CPU key, and its calls."""
+    calls = []
+
+    def kernel(query, key, value, attn_bias, compute_log_sumexp, *args, **kwargs):
+        calls.append((args, kwargs))
+        one, number = query.new_ones(()), torch.zeros((), dtype=torch.int64)
+        return one.expand(query.shape), one, None, None, 1, 1, number, number, None
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(CUDNN, kernel, "CPU")
+    yield calls
+    library._destroy()
+
+
+def test_what_is_declined_falls_through(stock):
+    q = randn(1, 2, 8, 16, dtype=BF16)
+    sdpa.served.clear()
+    activation = sdpa.Activation(Options(), "CPU")
+    served = aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0]
+    assert not stock and not torch.equal(served, torch.ones_like(q))
+    out = aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5, scale=2.0)[0]
+    assert torch.equal(out, torch.ones_like(q)) and stock == [((0.5,), {"scale": 2.0})]
+    reason = "dropout_p is 0.5; accepted under cuDNN, which has a mask of its own: 0"
+    assert dict(sdpa.served) == {(CUDNN, ""): 1, (CUDNN, reason): 1}
+    activation.remove()
+    activation.remove()
+    assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
+
+
+def test_what_is_declined_may_raise(stock):
+    q = randn(1, 2, 8, 16, dtype=BF16)
+    activation = sdpa.Activation(Options(unsupported="error"), "CPU")
+    with pytest.raises(registry.Unsupported, match=f"aten::{CUDNN} is not served: dropout_p is 0.5"):
+        aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5)
+    assert not stock
+    activation.remove()
+
+
+def test_only_the_named_backends_are_overridden(on_cpu):
+    on_cpu.remove()
+    q = randn(1, 2, 8, 16, dtype=BF16)
+    activation = sdpa.Activation(Options(backends=("flash",)), "CPU")
+    assert aten._scaled_dot_product_flash_attention(q, q, q)[0].shape == q.shape
+    with pytest.raises(NotImplementedError):
+        aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
+    activation.remove()
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    """Lets :func:`sdpa.activate` register for CUDA on a machine without it, and restores everything."""
+    monkeypatch.setattr(sdpa, "_check_machine", lambda: None)
+    yield
+    sdpa.restore()
+
+
+def test_activate_and_restore_leave_dispatch_as_it_was(with_a_gpu):
+    before = dispatch_tables()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa.activate()
+        sdpa.activate(rng="torch")
+    assert torch.nn.attention.current_flash_attention_impl() == sdpa.NAME
+    assert sdpa._active.options.rng == "torch"
+    assert all(now != table for now, table in zip(dispatch_tables(), before, strict=True))
+    sdpa.restore()
+    sdpa.restore()
+    assert dispatch_tables() == before and torch.nn.attention.current_flash_attention_impl() is None
+    with sdpa.active(backends=["efficient"]):
+        changed = [name for name, a, b in zip(NAMES, dispatch_tables(), before, strict=True) if a != b]
+        assert changed == list(OPERATORS["efficient"])
+    assert dispatch_tables() == before
+
+
+def test_pytorchs_own_functions_activate_and_restore(with_a_gpu):
+    before = dispatch_tables()
+    assert sdpa.NAME in torch.nn.attention.list_flash_attention_impls()
+    sdpa.activate(rng="torch", unsupported="error")
+    torch.nn.attention.activate_flash_attention_impl(sdpa.NAME)
+    assert sdpa._active.options == Options()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert sdpa._active is None and dispatch_tables() == before
+
+
+def test_activation_without_a_gpu_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    before = dispatch_tables()
+    with pytest.raises(ValueError, match="there is no CUDA device; accepted: a GPU of compute capability"):
+        sdpa.activate()
+    assert dispatch_tables() == before and sdpa._active is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backends": "flash"}, "backends is 'flash'; accepted: a tuple of 'flash', 'efficient', 'cudnn'"),
+        ({"backends": ("math",)}, r"backends is \('math',\)"),
+        ({"unsupported": "raise"}, "unsupported is 'raise'; accepted: 'fall_back', 'error'"),
+        ({"rng": "cuda"}, "rng is 'cuda'; accepted: 'ours', 'torch'"),
+    ],
+)
+def test_wrong_options(options, message, with_a_gpu):
+    with pytest.raises(ValueError, match=message):
+        sdpa.activate(**options)
+    assert sdpa._active is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures_are_pytorchs_schemas(name):
+    function = next(functions[name] for functions in OPERATORS.values() if name in functions)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    arguments = getattr(aten, name).default._schema.arguments
+    names = [a.name.rstrip("_") for a in arguments]
+    assert [p.name for p in parameters] == names
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only
+        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        assert parameter.default == default

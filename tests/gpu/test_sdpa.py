@@ -1,0 +1,153 @@
+"""PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_attn import sdpa
+from tests.checks import GRADIENT, check
+
+BF16 = torch.bfloat16
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    sdpa.served.clear()
+    yield
+    sdpa.restore()
+
+
+def tensors(rows=200, keys=333, dim=64, order="bshd", heads_kv=4):
+    generator = torch.Generator("cuda").manual_seed(0)
+    found = []
+    for heads, n in ((4, rows), (heads_kv, keys), (heads_kv, keys)):
+        shape = (2, n, heads, dim) if order == "bshd" else (2, heads, n, dim)
+        x = torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
+        found.append((x.transpose(1, 2) if order == "bshd" else x).requires_grad_())
+    return found
+
+
+def results(inputs, bias=None, **options):
+    """out and gradients by name."""
+    leaves = [*inputs, bias] if bias is not None and bias.requires_grad else inputs
+    out = scaled_dot_product_attention(*inputs, attn_mask=bias, **options)
+    generator = torch.Generator("cuda").manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator, device="cuda", dtype=torch.float32).to(BF16)
+    grads = torch.autograd.grad(out, leaves, weight.to(out.dtype))
+    return dict(zip(("out", "dq", "dk", "dv", "dbias"), (out.detach(), *grads), strict=False))
+
+
+def in_dtype(dtype, inputs, bias, options):
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.detach().to(dtype).requires_grad_(bias.requires_grad)
+    with sdpa_kernel(SDPBackend.MATH):
+        return results(inputs, bias, **options)
+
+
+def both_served(backend):
+    assert not [key for key in sdpa.served if key[1]]
+    names = {name for name, _ in sdpa.served}
+    assert any(backend in name and name.endswith("_backward") for name in names) and len(names) == 2
+
+
+CASES = {
+    "flash": [{}, {"is_causal": True}, {"scale": 0.2}],
+    "efficient": [{}, {"is_causal": True}, {"bias": "bool"}, {"bias": "grad"}, {"bias": "broadcast"}],
+    "cudnn": [{}, {"is_causal": True}, {"bias": "bool"}],
+}
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize(("backend", "options"), [(b, o) for b in CASES for o in CASES[b]])
+def test_values_and_gradients(backend, options, order):
+    options = dict(options)
+    rows = 333 if options.get("is_causal") else 200
+    inputs, kind = tensors(rows, order=order), options.pop("bias", "")
+    bias = None
+    if kind:
+        generator = torch.Generator("cuda").manual_seed(2)
+        shape = (1, 1, rows, 333) if kind == "broadcast" else (2, 4, rows, 333)
+        bias = torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
+        bias = bias > -1 if kind == "bool" else bias.requires_grad_(kind == "grad")
+    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
+        actual = results(inputs, bias, **options)
+    both_served(backend)
+    exact = in_dtype(torch.float64, inputs, bias, options)
+    plain = in_dtype(BF16, inputs, bias, options)
+    for name, value in actual.items():
+        factor = 2.0 if name == "out" else GRADIENT
+        check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient"])
+def test_rng_torch_changes_no_mask(backend):
+    inputs = tensors()
+    found = []
+    for active in (False, True):
+        torch.manual_seed(5)
+        torch.rand(7, device="cuda")
+        if active:
+            sdpa.activate(rng="torch", unsupported="error")
+        with sdpa_kernel(BACKENDS[backend]):
+            found.append([results(inputs, dropout_p=0.3), results(inputs, dropout_p=0.3)])
+        found[-1].append({"next": torch.rand(3, device="cuda")})
+    both_served(backend)
+    for stock, ours in zip(*found, strict=True):
+        for name in stock:  # another mask would differ everywhere by about as much as the values
+            torch.testing.assert_close(ours[name], stock[name], rtol=0.05, atol=0.05)
+
+
+def test_flash_debug_masks_are_equal_bit_for_bit():
+    q, k, v = (x.detach() for x in tensors(130, 200))
+    masks = []
+    for active in (False, True):
+        torch.manual_seed(5)
+        if active:
+            sdpa.activate(rng="torch", unsupported="error")
+        masks.append(torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3, False, True)[-1])
+    assert masks[0].shape == masks[1].shape
+    assert torch.equal(*(mask[:, :, :130, :200].signbit() for mask in masks))
+
+
+def test_what_no_kernel_supports_is_pytorchs():
+    inputs = [x.detach().float() for x in tensors()]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        wanted = scaled_dot_product_attention(*inputs)
+        sdpa.activate()
+        assert torch.equal(scaled_dot_product_attention(*inputs), wanted)
+    ((_, reason),) = sdpa.served
+    assert reason.startswith("q has dtype torch.float32")
+
+
+def test_a_compiled_function_in_one_graph():
+    torch.compiler.reset()
+    inputs = tensors(order="bhsd")
+    sdpa.activate(unsupported="error")
+
+    def f(q, k, v):
+        return scaled_dot_product_attention(q * 1.5, k, v)
+
+    outs = [g(*inputs) for g in (f, torch.compile(f, fullgraph=True))]
+    torch.testing.assert_close(*outs)
+    grads = [torch.autograd.grad(out.float().square().sum(), inputs) for out in outs]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_a_cuda_graph():
+    q, k, v = (x.detach() for x in tensors())
+    sdpa.activate(unsupported="error")
+    wanted = scaled_dot_product_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = scaled_dot_product_attention(q, k, v)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, wanted)
