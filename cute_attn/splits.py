@@ -54,10 +54,13 @@ def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int
         multiprocessors: of the GPU.
     """
     group, nheads_kv = params.group, params.k.shape[-2]
+    if group == 1 or params.batch * nheads_kv > MOST_TILES:
+        return 1
     sequences = _sequences(params)
     count = sum(-(-seqlen_k // tile.tile_n) for _, seqlen_k in sequences) * nheads_kv
-    splits = [n for n in range(1, group + 1) if group % n == 0 and count * n <= MOST_TILES]
-    if splits in ([], [1]):
+    most = min(group, MOST_TILES // max(count, 1))
+    splits = [n for n in range(1, most + 1) if group % n == 0]
+    if len(splits) < 2:
         return 1
     steps = [n for lengths in sequences for n in steps_of_keys(params, tile, *lengths)]
     gradient_bytes = 2 * (params.k.numel() + params.v.numel())

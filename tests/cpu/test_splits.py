@@ -64,6 +64,8 @@ def test_key_splits():
         (call(7053, 7053, 16, 1), 4, 16),  # 56 key blocks for 132 multiprocessors
         (call(7088, 291, 64, 4), 8, 16),  # 12
         (call(100, 2**22, 64, 1), 1, 1),
+        (call(1, 5, 2**25, 1), 2, MOST_TILES),
+        (call(1, 5, 64, 1, 2**28, packed=(2**28, 2**28)), 1, 1),
         (
             call(4448, 4448, 8, 1, 7, "causal", packed=(9000, 9000)),
             2,
