@@ -156,6 +156,8 @@ class Activation:
             warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
             for backend in options.backends:
                 for name, implementation in OPERATORS[backend].items():
+                    if not hasattr(torch.ops.aten, name):
+                        continue
                     run = _with_fall_through(name, implementation, options, _stock_kernel(name, key))
                     self.library.impl(name, run, key, with_keyset=True, allow_override=True)
 
@@ -173,11 +175,11 @@ _active: Activation | None = None
 
 
 def _with_fall_through(
-    name: str, implementation: Callable[..., tuple | str], options: Options, stock: Any
-) -> Callable[..., tuple]:
+    name: str, implementation: Callable[..., tuple | Tensor | str], options: Options, stock: Any
+) -> Callable[..., tuple | Tensor]:
     """``implementation`` as the dispatcher calls it; ``stock``, PyTorch's kernel or None, takes what it declines."""
 
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple:
+    def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
         found = implementation(options, *args, **kwargs)
         if not isinstance(found, str):
             served[name, ""] += 1

@@ -437,6 +437,55 @@ def rows_forward(
     return _laid_out(found.out, _strides_like(query, value.shape[-1])), found.lse, *_flash_state(found)
 
 
+def rows_forward_into(
+    options: Options,
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor | str:
+    """``aten::_flash_attention_forward_no_dropout_inplace``: writes ``out``, returns lse, has no backward."""
+    found = rows_forward(
+        options,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        0.0,
+        is_causal,
+        False,
+        scale=scale,
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        num_splits=num_splits,
+    )
+    if isinstance(found, str):
+        return found
+    out.copy_(found[0])
+    return found[1]
+
+
 def rows_backward(
     options: Options,
     grad_out: Tensor,
@@ -478,11 +527,12 @@ def rows_backward(
     return tuple(_laid_out(g, _strides_like(x, x.shape[-1])) for g, x in pairs if g is not None)
 
 
-OPERATORS: dict[str, dict[str, Callable[..., tuple | str]]] = {
+OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {
     "flash": {
         "_scaled_dot_product_flash_attention": flash_forward,
         "_scaled_dot_product_flash_attention_backward": flash_backward,
         "_flash_attention_forward": rows_forward,
+        "_flash_attention_forward_no_dropout_inplace": rows_forward_into,
         "_flash_attention_backward": rows_backward,
     },
     "efficient": {
@@ -494,4 +544,4 @@ OPERATORS: dict[str, dict[str, Callable[..., tuple | str]]] = {
         "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     },
 }
-"""The operators of each backend."""
+"""The operators of each backend; not every version of torch has all."""

@@ -436,6 +436,18 @@ def test_varlen_attn(on_cpu):
     assert set(sdpa.served) == {("_flash_attention_forward", ""), ("_flash_attention_backward", "")}
 
 
+def test_packed_rows_into_a_given_output(on_cpu):
+    q = randn(16, 4, 16, dtype=torch.float16)
+    arguments = (q, q, q, CU, CU, 11, 11, 0.0, True, False)
+    out = torch.empty(16, 8, 16, dtype=torch.float16)[:, ::2]
+    lse = aten._flash_attention_forward_no_dropout_inplace(out, *arguments, window_size_left=3)
+    wanted = aten._flash_attention_forward(*arguments, window_size_left=3)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(registry.Unsupported, match="block_table needs kernels for paged keys"):
+        aten._flash_attention_forward_no_dropout_inplace(out, *arguments, block_table=table)
+
+
 def test_used_lengths_and_slopes_of_a_forward(on_cpu):
     q, k, v = (x.detach() for x in leaves((2, 9, 4, 16), (2, 11, 4, 16), (2, 11, 4, 16)))
     used, slopes = torch.tensor([3, 11], dtype=torch.int32), randn(4).abs()
