@@ -42,6 +42,8 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "fingerprint",
             "interface",
             "kvcache",
+            "append",
+            "kvcache_params",
             "kvcache_reference",
             "merge",
         ),

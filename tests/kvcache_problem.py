@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import random
+from typing import Any
 
 import torch
 
 from cute_attn import kvcache_reference as ref
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.kvcache_params import AppendParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +129,31 @@ class Problem:
     @property
     def cache(self) -> ref.Cache:
         return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
+
+    def append_params(self) -> AppendParams:
+        """The append as the operator has it."""
+        cache, new, rotary = self.cache, self.new or (None, None), self.rotary
+        cu_new = self.cu_new if self.new else None
+        angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.seqlens)
+        lengths, interleaved = self.int32(self.case.lengths), self.case.interleaved
+        tables = (cache.page_table, cache.batch_idx)
+        return AppendParams(cache.k, cache.v, *new, lengths, *tables, cu_new, *angles, interleaved)
+
+    def options(self) -> dict[str, Any]:
+        """What attention_with_kvcache takes beside q and the caches."""
+        case, given = self.case, self.append_params()._asdict()
+        del given["k_cache"], given["v_cache"]
+        window = tuple(None if bound == UNBOUNDED else bound for bound in case.window)
+        return given | {
+            "cache_leftpad": self.int32(case.leftpad),
+            "cu_seqlens_q": self.cu_q,
+            "max_seqlen_q": max(case.queries or (1,)) if case.packed else None,
+            "softmax_scale": 0.3,
+            "causal": case.mask == "causal",
+            "window": window if case.mask == "window" else (None, None),
+            "softcap": case.softcap,
+            "alibi_slopes": self.slopes,
+        }
 
     def place(self, b: int, row: int) -> tuple[int, int]:
         """Where a row of sequence b is, and so the definition's arithmetic once more."""

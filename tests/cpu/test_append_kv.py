@@ -1,98 +1,33 @@
 """The append kernel: every thread of every CTA, compiled for the CPU, against the definition bit for bit."""
 
 import dataclasses
-import functools
-import math
 import random
 
 import cutlass
 import pytest
 import torch
-from cutlass import Constexpr, Int32, cute
+from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn import emulate, registry
+from cute_attn import append, registry
 from cute_attn import kvcache_reference as ref
 from cute_attn.compiler import compile
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence_of_row
-from cute_attn.kernels.append_kv import AppendKv
-from cute_attn.rows.new_rows import Angles, NewKeys, Queries, number_of_rows
-from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
+from tests import emulated_append
 from tests.kvcache_problem import CASES, Case, Problem
 
 
-@cute.jit
-def append(arguments: tuple, kernel: Constexpr):
-    """Every CTA and thread, one after the other; also CTAs beyond the grid's second extent."""
-    mKcache, mVcache, tables, new, angles, queries = arguments
-    key_rows = KeyRows.make(mKcache, tables)
-    vectors: Constexpr = 1024
-    for number in cutlass.range(number_of_rows(new.k), unroll=1):
-        for vector in cutlass.range(vectors, unroll=1):
-            kernel.append_vector(mKcache, mVcache, key_rows, new, angles, number, vector)
-    if cutlass.const_expr(queries is not None):
-        for number in cutlass.range(number_of_rows(queries.q), unroll=1):
-            for vector in cutlass.range(vectors, unroll=1):
-                kernel.rotate_query(queries, angles, number, vector)
-
-
-@functools.cache
-def compiled(traits: Traits):
-    kernel = AppendKv(traits, AppendTile())
-    fakes = kernel.fake_args()
-
-    @cute.jit
-    def host(values: tuple):
-        append(emulate._arguments(fakes, values), kernel)
-
-    return cute.compile(host, emulate._values(fakes), options="--gpu-arch sm_90a"), fakes
-
-
-def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The same at a multiple of 16 bytes, which torch's CPU allocations of no elements need not be."""
-    return torch.zeros(16, dtype=x.dtype)[:0].view(x.shape) if x is not None and not x.numel() else x
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    """What launches the kernel runs it on the CPU."""
+    emulated_append.patch(monkeypatch)
 
 
 def emulated(problem: Problem, q: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Append on every thread, and with ``q`` its rotated copy."""
-    case, cache, rotary = problem.case, problem.cache, problem.rotary
-    traits = Traits(
-        "append",
-        "sm80",
-        "fp16",
-        *case.dims,
-        varlen=q is not None and case.packed,
-        rotary="" if rotary is None else "interleaved" if rotary.interleaved else "halves",
-        rotate_q=q is not None,
-        varlen_new=case.packed,
-        paged=bool(case.page),
-        batch_idx=bool(case.batch_idx),
-    )
-    lengths = problem.int32(case.lengths)
-    none = [x[..., :0, :, :] for x in ((cache.k[0], cache.v[0]) if case.packed else (cache.k, cache.v))]
-    new = problem.new or [aligned(x[: case.batch] if not case.packed else x) for x in none]
-    cu_new = problem.cu_new
-    if case.packed and cu_new is None:
-        cu_new = torch.zeros(case.batch + 1, dtype=torch.int32)
-    angles, queries, rotated = None, None, None
-    if rotary is not None:
-        angles = Angles(rotary.cos, rotary.sin, lengths if rotary.seqlens is None else rotary.seqlens)
-    if q is not None:
-        rotated = torch.full_like(q, math.nan)
-        queries = Queries(q, rotated, problem.cu_q, int(bool(case.mask)))
-    given = (
-        cache.k,
-        cache.v,
-        CacheTables(cache.page_table, cache.batch_idx) if traits.paged or traits.batch_idx else None,
-        NewKeys(*new, lengths, cu_new),
-        angles,
-        queries,
-    )
-    function, fakes = compiled(traits)
-    function(emulate._values(fakes, given))
-    return rotated
+    """Append on every thread, and with ``q`` return its rotated copy."""
+    return append.launch(problem.append_params(), q, problem.cu_q, bool(problem.case.mask))
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:

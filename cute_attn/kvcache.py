@@ -1,0 +1,290 @@
+""":func:`attention_with_kvcache`: attention of new queries with a cache of keys and values, and its torch operator.
+
+On CUDA in two launches: the append kernel, where there is something to append or to rotate, and the forward kernel on
+the cache with lengths read on the device. Kernels that divide the keys of a sequence and read pages do not exist yet:
+what needs them is refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import append, kvcache_reference, ops, reference
+from cute_attn.interface import Window, _length, _number, resolve_mask
+from cute_attn.kvcache_params import (
+    CacheParams,
+    check_append_for_kernels,
+    check_attention,
+    check_attention_for_kernels,
+    readable,
+)
+from cute_attn.kvcache_params import check_lengths as _check_lengths
+from cute_attn.params import MAX_ROWS, AttentionParams, check_count
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    split_keys: int | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    tile: Any = None,
+    check_lengths: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the keys and values of a cache, to which new ones are appended first; no gradients.
+
+    :mod:`cute_attn.kvcache_reference` is the definition; CPU tensors are computed by it. Masks, windows and ALiBi are
+    aligned bottom right: a sequence's last query sees its last key. Nothing is read on the host, so that a CUDA graph
+    replays with other lengths and tables.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim) with cu_seqlens_q
+        In k_cache's dtype; nheads is a multiple of nheads_kv.
+    k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
+check_lengths
+        As for :func:`cute_attn.append.append_kv`; without k and v nothing is appended.
+    cache_seqlens : Tensor (batch,), int32, or int, optional
+        Rows in use before the append, leftpad counted. Default, without k: the capacity.
+    cache_leftpad : Tensor (batch,), int32, optional
+        The first valid row of each sequence. Positions of rotary embedding count from row 0 all the same.
+    cu_seqlens_q : Tensor (batch + 1,), int32, optional
+        Where packed queries start.
+    max_seqlen_q : int, optional
+        The longest packed sequence, or more. Default: all rows.
+    rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
+        Rotate new keys and the queries, in fp32 and then rounded. Query i is at rotary_seqlens[b] + i, by default
+        cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
+    softmax_scale, causal, window, softcap, alibi_slopes
+        As for :func:`cute_attn.attention`; causal is False or True.
+    num_splits, split_keys : int
+        0 or 1, and None: keys are not divided yet.
+    out : Tensor, optional
+        Where to write the output.
+    return_lse : bool
+        Also return the logarithm of each row's sum of exponentials.
+    kernel, tile
+        As for :func:`cute_attn.attention`.
+
+    Returns
+    -------
+    out : Tensor, as q with head_dim_v
+        0 where a query sees no key.
+    lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
+        With return_lse. Natural logarithm; -inf where a query sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted. On CUDA
+        page_table, cache_batch_idx and cache_leftpad are refused, as are packed queries with a cache whose entries do
+        not follow each other.
+    Unsupported
+        No kernel supports the call; a ValueError that gives each kernel's reason.
+    NotImplementedError
+        A tensor requires a gradient.
+    """
+    _check_splits(num_splits, split_keys)
+    if causal not in (False, True):
+        raise ValueError(f"causal is {causal!r}; accepted: False or True, aligned bottom right")
+    if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor):
+        name, value = ("q", q) if not isinstance(q, Tensor) else ("k_cache", k_cache)
+        raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
+    mask, left, right = resolve_mask(causal, window)
+    packed = cu_seqlens_q is not None
+    longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
+    params = CacheParams(
+        *(q, k_cache, v_cache, k, v, _seqlens(cache_seqlens, q, cu_seqlens_q), page_table, cache_batch_idx),
+        *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, cache_leftpad),
+        cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
+        if packed and max_seqlen_q is not None
+        else longest,
+        softmax_scale=_number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
+        mask=mask,
+        window_left=left,
+        window_right=right,
+        softcap=_number("softcap", softcap),
+        kernel=kernel or "",
+        tile="" if tile is None else str(tile),
+    )
+    append.check_types(params, ("q", "k_cache", "v_cache"))
+    append.refuse_gradients(params, "attention_with_kvcache")
+    if check_lengths:
+        check_attention(params)
+        _check_lengths(params.append, cache_leftpad)
+    found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
+    if out is not None:
+        if not isinstance(out, Tensor) or out.shape != found.shape or out.dtype != found.dtype:
+            given = f"{tuple(out.shape)} and {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"out is {given}; accepted: {tuple(found.shape)} and {found.dtype}")
+        found = out.copy_(found)
+    return (found, lse) if return_lse else found
+
+
+def _check_splits(num_splits: int, split_keys: int | None) -> None:
+    if num_splits not in (0, 1):
+        raise ValueError(
+            f"num_splits is {num_splits!r}; accepted: 0 or 1, since no kernel divides the keys yet"
+        )
+    if split_keys is not None:
+        raise ValueError(
+            f"split_keys is {split_keys!r}; accepted: None, since no kernel divides the keys yet"
+        )
+
+
+def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
+    """One length for all sequences as a tensor."""
+    if isinstance(cache_seqlens, bool):
+        raise TypeError(f"cache_seqlens is {cache_seqlens}; accepted: int32 (batch,), an int or None")
+    if not isinstance(cache_seqlens, int):
+        return cache_seqlens
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+
+
+# ---- the operator ----
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    **{kind: kind.__name__ for kind in (float, str, bool)},
+}
+_MUTATED = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
+
+
+def _schema(fields: dict[str, Any]) -> str:
+    """The operator's arguments; it writes new keys and values into the caches."""
+    return ", ".join(f"{_MUTATED.get(name, _TYPES[kind])} {name}" for name, kind in fields.items())
+
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")
+_library.define(
+    f"attention_with_kvcache({_schema(CacheParams.__annotations__)}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """By the definition."""
+    params = CacheParams._make(arguments)
+    check_attention(params)
+    if params.k is not None:
+        append.append_by_definition(params.append)
+    lengths = kvcache_reference.Lengths(
+        params.append.lengths_after(), params.cache_leftpad, params.cu_seqlens_q
+    )
+    return kvcache_reference.attention(
+        _rotated(params),
+        params.append.cache,
+        params.softmax_scale,
+        lengths,
+        reference.Features(params.mask),
+        params.score_inputs(),
+    )
+
+
+def _rotated(params: CacheParams) -> Tensor:
+    """The queries, turned by the definition where there is a rotary embedding."""
+    rotary, q = params.append.rotary, params.q
+    first = params.cache_seqlens if params.rotary_seqlens is None else params.rotary_seqlens
+    if rotary is None or first is None or not q.numel():
+        return q
+    positions = kvcache_reference.query_positions(first, params.cu_seqlens_q, q.shape[:-2], bool(params.mask))
+    return kvcache_reference.rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
+
+
+def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """By the append and the forward kernel, on the current stream of q's device."""
+    params = CacheParams._make(arguments)
+    check_attention(params)
+    check_append_for_kernels(params.append)
+    check_attention_for_kernels(params)
+    q = params.q
+    rotates = params.rotary_cos is not None and q.numel() > 0
+    if params.k is not None or rotates:
+        rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
+        q = q if rotated is None else rotated
+    out, lse, _ = ops.forward_cuda(forward_params(params, readable(q)))
+    return out, lse
+
+
+def forward_params(params: CacheParams, q: Tensor) -> AttentionParams:
+    """The call of the forward kernel with the keys that are in the cache; q: rotated, if it is to be."""
+    k, v, cu_seqlens_k = params.k_cache, params.v_cache, None
+    capacity = k.shape[1]
+    if (
+        params.cu_seqlens_q is not None
+    ):  # a packed sequence of keys for each entry, perhaps longer than in use
+        k, v = (x.as_strided((params.batch * capacity, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+        rows = params.batch * capacity
+        check_count("k_cache has rows", rows, MAX_ROWS)
+        cu_seqlens_k = torch.arange(0, rows + 1, capacity, dtype=torch.int32, device=q.device)
+    return AttentionParams(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=params.cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=None,
+        seqused_k=params.append.lengths_after(),
+        alibi_slopes=params.alibi_slopes,
+        bias=None,
+        rng_state=None,
+        epilogue_tensors=(),
+        max_seqlen_q=params.max_seqlen_q,
+        max_seqlen_k=capacity,
+        softmax_scale=params.softmax_scale,
+        mask=params.mask,
+        window_left=params.window_left,
+        window_right=params.window_right,
+        softcap=params.softcap,
+        dropout="",
+        dropout_p=0.0,
+        epilogues=(),
+        epilogue_numbers=(),
+        return_softmax=False,
+        kernel=params.kernel,
+        tile=params.tile,
+    )
+
+
+_library.impl("attention_with_kvcache", attend_cpu, "CPU")
+_library.impl("attention_with_kvcache", attend_cuda, "CUDA")
+
+
+@torch.library.register_fake("cute_attn::attention_with_kvcache", lib=_library)
+def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    params = CacheParams._make(arguments)
+    out, lse = params.output_shapes()
+    dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
+    return params.q.new_empty(out), params.q.new_empty(lse, dtype=dtype)

@@ -1,0 +1,308 @@
+"""attention_with_kvcache and append_kv: operators, checks, and their path on CUDA with kernels that run on the CPU.
+
+There the append kernel's own code runs on every thread, and attention is the reference's on the very arguments that
+the forward kernel would get.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cute_attn import append, kvcache, ops
+from cute_attn.append import append_kv
+from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.kvcache_params import AppendParams, CacheParams
+from tests import emulated_append
+from tests.kvcache_problem import CASES, Case, Problem
+
+
+def run(problem: Problem, **options):
+    given = problem.options() | options
+    return attention_with_kvcache(problem.q, problem.k, problem.v, return_lse=True, **given)
+
+
+# ---- on the CPU ----
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_function_is_the_definition(name):
+    problem, expected = Problem(CASES[name]), Problem(CASES[name])
+    if CASES[name].rotary and not CASES[name].rotary_seqlens:
+        assert problem.rotary.cos.shape[0] >= CASES[name].capacity
+    for found, whole in zip(run(problem), expected.run(), strict=True):
+        torch.testing.assert_close(found, whole)
+    assert problem.k.nan_to_num(7.0).equal(expected.k.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new])
+def test_append_alone(name):
+    problem = Problem(CASES[name])
+    expected = problem.appended()
+    append_kv(**problem.append_params()._asdict())
+    for found, whole in zip((problem.k, problem.v), expected, strict=True):
+        torch.testing.assert_close(found, whole, equal_nan=True)
+
+
+def test_a_length_for_all_and_none_for_full_entries():
+    case = Case((9, 9), queries=(2, 2), mask="causal")
+    expected, _ = run(Problem(case))
+    problem = Problem(case)
+    assert run(problem, cache_seqlens=9)[0].equal(expected)
+    full = Problem(dataclasses.replace(case, lengths=(24, 24)))
+    assert run(full, cache_seqlens=None)[0].equal(run(full)[0])
+
+
+def test_out_is_written():
+    problem = Problem(CASES["plain"])
+    expected, _ = run(problem)
+    out = torch.full_like(expected, math.nan)
+    found, _ = run(problem, out=out)
+    assert found is out and out.equal(expected)
+
+
+def test_a_window_that_hides_nothing_still_moves_the_angle():
+    """Positions follow from the arguments as given: a window of any width gives each query its own."""
+    wide = run(Problem(CASES["rotary-wide-window"]))[0]
+    case = dataclasses.replace(CASES["rotary-wide-window"], mask="", window=(UNBOUNDED, UNBOUNDED))
+    none = run(Problem(case))[0]
+    assert not torch.allclose(wide[:, 1:], none[:, 1:])
+    torch.testing.assert_close(wide[:, 0], none[:, 0])
+
+
+# ---- the path on CUDA ----
+
+
+@pytest.fixture
+def cuda_on_cpu(monkeypatch):
+    """The operators' CUDA implementations for CPU tensors in fp16."""
+    emulated_append.patch(monkeypatch)
+    monkeypatch.setattr(ops, "forward_cuda", ops.forward_cpu)
+
+
+def params_of(problem: Problem) -> CacheParams:
+    """What the operator gets."""
+    seen = []
+
+    class Operator:
+        @staticmethod
+        def default(*arguments):
+            seen.append(CacheParams._make(arguments))
+            return problem.q, problem.q
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.cute_attn, "attention_with_kvcache", Operator)
+        run(problem)
+    return seen[0]
+
+
+SERVED = [name for name, case in CASES.items() if not (case.page or case.batch_idx or case.leftpad)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_two_launches_equal_the_definition(name, cuda_on_cpu):
+    problem, expected = (Problem(CASES[name], dtype=torch.float16) for _ in range(2))
+    if problem.slopes is not None:
+        problem.slopes = problem.slopes.float()
+        expected.slopes = problem.slopes
+    found = kvcache.attend_cuda(*params_of(problem))
+    for one, whole in zip(found, expected.run(), strict=True):
+        torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
+    for one, whole in zip((problem.k, problem.v), (expected.k, expected.v), strict=True):
+        assert one.view(torch.int16).equal(whole.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["page-3", "batch-idx", "leftpad"])
+def test_what_no_kernel_reads_yet_is_refused_before_anything_is_written(name, cuda_on_cpu):
+    problem = Problem(dataclasses.replace(CASES[name], new=(1,) * CASES[name].batch), dtype=torch.float16)
+    before = problem.k.clone()
+    which = {"page-3": "page_table", "batch-idx": "cache_batch_idx", "leftpad": "cache_leftpad"}[name]
+    with pytest.raises(
+        ValueError, match=f"^{which} is given; accepted on CUDA: None, that is a contiguous cache"
+    ):
+        kvcache.attend_cuda(*params_of(problem))
+    assert problem.k.view(torch.int16).equal(before.view(torch.int16))
+
+
+def test_packed_queries_need_entries_after_each_other(cuda_on_cpu):
+    problem = Problem(CASES["packed"], dtype=torch.float16)
+    for name in ("k", "v"):
+        x = getattr(problem, name)
+        apart = torch.zeros(x.shape[0], x.shape[1] + 1, *x.shape[2:], dtype=x.dtype)[:, : x.shape[1]]
+        setattr(problem, name, apart.copy_(x))
+    with pytest.raises(
+        ValueError, match=r"k_cache has strides .* with packed queries: entries after each other"
+    ):
+        kvcache.attend_cuda(*params_of(problem))
+
+
+def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):
+    """Those that kernels cannot read are copied; the stride of a dimension of size 1 does not matter."""
+    case = Case((5,), new=(1,), queries=(1,), heads=(1, 1), rotary=2)
+    problem, expected = (Problem(case, dtype=torch.float16) for _ in range(2))
+    expected.run()
+    problem.new = [torch.stack((x, x), -1)[..., 0] for x in problem.new]
+    problem.k = problem.k.as_strided(problem.k.shape, (3, problem.k.stride(1), 5, 1))
+    kvcache.attend_cuda(*params_of(problem))
+    assert problem.k.contiguous().view(torch.int16).equal(expected.k.view(torch.int16))
+
+
+def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
+    monkeypatch.setattr(emulated_append, "build", None)
+    problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
+    params = problem.append_params()
+    arguments, rows = append.kernel_arguments(params, None, None, None, False)
+    assert rows == 0 and arguments[3].k.shape[0] == 0
+    append.append_cuda(*params)
+
+
+# ---- the operators ----
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "packed-append", "page-batch-idx", "leftpad-append", "rotary-window"]
+)
+def test_opcheck(name):
+    problem = Problem(CASES[name], dtype=torch.float32)
+    for x in (problem.k, problem.v):
+        x.nan_to_num_(0.0, 0.0)  # it compares tensors
+    torch.library.opcheck(torch.ops.cute_attn.attention_with_kvcache.default, tuple(params_of(problem)))
+    if CASES[name].new:
+        torch.library.opcheck(torch.ops.cute_attn.append_kv.default, tuple(problem.append_params()))
+
+
+def test_schemas_say_what_is_written():
+    for operator, params in (("append_kv", AppendParams), ("attention_with_kvcache", CacheParams)):
+        schema = getattr(torch.ops.cute_attn, operator).default._schema
+        assert tuple(x.name for x in schema.arguments) == params._fields
+        written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+        assert written == ["k_cache", "v_cache"]
+
+
+@pytest.mark.parametrize("name", ["packed-append", "page-3", "rotary-halves-causal"])
+def test_under_torch_compile(name):
+    problem, expected = (Problem(CASES[name], dtype=torch.float32) for _ in range(2))
+    traced = torch.compile(attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    found = traced(problem.q, problem.k, problem.v, return_lse=True, **problem.options())
+    for one, whole in zip(found, run(expected), strict=True):
+        torch.testing.assert_close(one, whole)
+    assert problem.k.nan_to_num(7.0).equal(expected.k.nan_to_num(7.0))
+
+
+# ---- wrong calls ----
+
+PLAIN = Case((4, 6), new=(2, 2), queries=(2, 2), rotary=4)
+INT32 = torch.int32
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=INT32)
+
+
+WRONG = {
+    "no-tensor": ({"k": 3, "v": 3}, "k is a int; accepted: a torch.Tensor"),
+    "k-alone": ({"v": None}, "v is None; accepted: both k and v, or neither"),
+    "k-without-lengths": ({"cache_seqlens": None}, "cache_seqlens is None; accepted with k and v: rows in use"),
+    "k-shape": ({"k": torch.zeros(2, 2, 3, 16)}, r"k has shape \(2, 2, 3, 16\); accepted: \(2, rows, 1, 16\)"),
+    "v-rows": ({"v": torch.zeros(2, 3, 1, 8)}, r"v has shape \(2, 3, 1, 8\); accepted: k's rows, \(2, 2, 1\)"),
+    "k-dtype": ({"k": torch.zeros(2, 2, 1, 16).half()}, "k has dtype torch.float16; accepted: torch.float32, k_ca"),
+    "cu-without-k": ({"k": None, "v": None, "cu_seqlens_k_new": ints(0, 1, 2)}, "cu_seqlens_k_new is given without"),
+    "lengths-dtype": ({"cache_seqlens": torch.tensor([1, 2])}, "cache_seqlens has dtype torch.int64; accepted: tor"),
+    "lengths-shape": ({"cache_seqlens": ints(1, 2, 3)}, r"cache_seqlens has shape \(3,\); accepted: \(2,\)"),
+    "lengths-bool": ({"cache_seqlens": True}, "cache_seqlens is True; accepted: int32"),
+    "batch-idx": ({"cache_batch_idx": ints(1)}, r"cache_batch_idx has shape \(1,\); accepted: \(2,\)"),
+    "page-table": ({"page_table": ints(1, 2)}, r"page_table has shape \(2,\) and strides \(1,\); accepted: \(entri"),
+    "page-entries": ({"page_table": ints(1, 2).view(1, 2)}, "page_table has 1 entries; accepted: 2, the batch, or"),
+    "page-dtype": ({"page_table": torch.zeros(2, 1)}, "page_table has dtype torch.float32; accepted: torch.int32"),
+    "leftpad": ({"cache_leftpad": ints(1)}, r"cache_leftpad has shape \(1,\); accepted: \(2,\)"),
+    "sin": ({"rotary_sin": None}, "rotary_sin is None; accepted: both rotary_cos and rotary_sin, or neither"),
+    "sin-shape": ({"rotary_sin": torch.zeros(40, 3)}, r"rotary_sin has shape \(40, 3\); accepted: \(40, 2\), rotary"),
+    "cos-wide": ({"rotary_cos": torch.zeros(40, 9)}, r"rotary_cos has shape \(40, 9\) .* with up to 8 pairs"),
+    "cos-short": (
+        {"rotary_cos": torch.zeros(23, 2), "rotary_sin": torch.zeros(23, 2)},
+        "rotary_cos has 23 positions; accepted: 24 or more, the cache's capacity, or rotary_seqlens",
+    ),
+    "cos-dtype": ({"rotary_cos": torch.zeros(40, 2).double()}, "rotary_cos has dtype torch.float64; accepted: torc"),
+    "no-position": ({"k": None, "v": None, "cache_seqlens": None}, "cache_seqlens is None; accepted with rotary_cos"),
+    "positions-alone": (
+        {"rotary_cos": None, "rotary_sin": None, "rotary_seqlens": ints(1, 2)},
+        "rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them",
+    ),
+    "top-left": ({"causal": "top_left"}, "causal is 'top_left'; accepted: False or True, aligned bottom right"),
+    "splits": ({"num_splits": 4}, "num_splits is 4; accepted: 0 or 1"),
+    "split-keys": ({"split_keys": 512}, "split_keys is 512; accepted: None"),
+    "slopes": ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes has shape \(3,\); accepted: \(2,\) or \(2, 2\)"),
+    "out": ({"out": torch.zeros(2, 2, 2, 7)}, r"out is \(2, 2, 2, 7\) and torch.float32; accepted: \(2, 2, 2, 8\)"),
+    "device": ({"k": torch.zeros(2, 2, 1, 16, device="meta")}, "k is on meta; accepted: cpu, where q is"),
+    "packed": ({"cu_seqlens_q": ints(0, 2, 4)}, r"q has shape \(2, 2, 2, 16\); accepted: \(total, nheads, head_dim\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_told(name):
+    options, message = WRONG[name]
+    problem = Problem(PLAIN, dtype=torch.float32)
+    with pytest.raises((TypeError, ValueError), match="^" + message) as error:
+        run(problem, **options)
+    assert "\n" not in str(error.value)
+
+
+WRONG_TENSORS = {
+    "q-dtype": ("q", lambda x: x.half(), "q has dtype torch.float16; accepted: torch.float32, k_cache's"),
+    "q-dim": ("q", lambda x: x[..., :8], "q has head_dim 8; accepted: 16, k_cache's"),
+    "v-shape": ("v", lambda x: x[:, :3], r"v_cache has shape \(2, 3, 1, 8\); accepted: \(2, 24, 1\) and a head_dim_v"),
+    "v-dtype": ("v", lambda x: x.half(), "v_cache has dtype torch.float16; accepted: torch.float32, k_cache's"),
+    "rank": ("k", lambda x: x[0], r"k_cache has shape \(24, 1, 16\); accepted: \(entries, capacity, nheads_kv"),
+    "heads": ("q", lambda x: x[:, :, :0], None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_tensors_are_told(name):
+    which, change, message = WRONG_TENSORS[name]
+    problem = Problem(PLAIN, dtype=torch.float32)
+    setattr(problem, which, change(getattr(problem, which)))
+    if message is None:
+        assert run(problem)[0].shape == (2, 2, 0, 8)
+        return
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        run(problem)
+
+
+def test_a_gradient_is_refused():
+    problem = Problem(PLAIN, dtype=torch.float32)
+    problem.q.requires_grad_()
+    with pytest.raises(
+        NotImplementedError, match=r"^q requires a gradient, which attention_with_kvcache does not"
+    ):
+        run(problem)
+    with torch.no_grad():
+        run(problem)
+
+
+BEYOND = {
+    "beyond": (Case((23, 5), new=(2, 2)), r"cache_seqlens\[0\] is 23 and 2 rows are appended; accepted: from 0 to the"),
+    "negative": (Case((3, -1)), r"cache_seqlens\[1\] is -1 and 0 rows are appended; accepted"),
+    "leftpad": (Case((3, 4), leftpad=(0, 25)), r"cache_leftpad\[1\] is 25; accepted: 0 to 24"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_lengths_out_of_bounds_are_told_where_asked(name):
+    case, message = BEYOND[name]
+    with pytest.raises(ValueError, match="^" + message):
+        run(Problem(case, dtype=torch.float32), check_lengths=True)
+
+
+def test_tables_out_of_bounds_are_told_where_asked():
+    problem = Problem(CASES["page-batch-idx"], dtype=torch.float32)
+    run(problem, check_lengths=True)
+    with pytest.raises(ValueError, match=r"^cache_batch_idx\[1\] is 3; accepted: 0 to 2"):
+        run(problem, cache_batch_idx=ints(0, 3), check_lengths=True)
+    problem.table[:, -1] = -1  # no sequence reaches the last page
+    run(problem, check_lengths=True)
+    problem.table[2, 1] = 2**31 - 1
+    with pytest.raises(ValueError, match=r"^page_table\[2, 1\] is 2147483647; accepted: 0 to"):
+        append_kv(**problem.append_params()._asdict(), check_lengths=True)

@@ -1,0 +1,62 @@
+"""The append kernel on the CPU: its own code, every thread of every CTA, behind the host code that launches it."""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import cutlass
+import torch
+from cutlass import Constexpr, cute
+
+from cute_attn import compiler, emulate
+from cute_attn.device.key_rows import KeyRows
+from cute_attn.kernels.append_kv import AppendKv
+from cute_attn.rows.new_rows import number_of_rows
+from cute_attn.tiles.inference import AppendTile
+from cute_attn.traits import Traits
+
+
+@cute.jit
+def append(arguments: tuple, kernel: Constexpr):
+    """Every CTA and thread, one after the other; also CTAs beyond the grid's second extent."""
+    mKcache, mVcache, tables, new, angles, queries = arguments
+    key_rows = KeyRows.make(mKcache, tables)
+    vectors: Constexpr = 1024
+    for number in cutlass.range(number_of_rows(new.k), unroll=1):
+        for vector in cutlass.range(vectors, unroll=1):
+            kernel.append_vector(mKcache, mVcache, key_rows, new, angles, number, vector)
+    if cutlass.const_expr(queries is not None):
+        for number in cutlass.range(number_of_rows(queries.q), unroll=1):
+            for vector in cutlass.range(vectors, unroll=1):
+                kernel.rotate_query(queries, angles, number, vector)
+
+
+@functools.cache
+def compiled(traits: Traits):
+    kernel = AppendKv(traits, AppendTile())
+    fakes = kernel.fake_args()
+
+    @cute.jit
+    def host(values: tuple):
+        append(emulate._arguments(fakes, values), kernel)
+
+    return cute.compile(host, emulate._values(fakes), options="--gpu-arch sm_90a"), fakes
+
+
+class Compiled(NamedTuple):
+    """What the compiler returns, as far as a launch looks at it."""
+
+    function: object
+
+
+def build(traits: Traits, tile: object, target: str) -> Compiled:
+    """In the compiler's place: a kernel whose launch runs it on the CPU; tensors are checked against its fakes."""
+    function, fakes = compiled(traits)
+    return Compiled(lambda *given: function(emulate._values(fakes, given)))
+
+
+def patch(monkeypatch) -> None:
+    """Launches on CUDA take CPU tensors, in fp16, and run the append kernel on the CPU."""
+    monkeypatch.setattr(compiler, "compile", build)
+    monkeypatch.setattr(compiler, "default_target", lambda arch: arch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
