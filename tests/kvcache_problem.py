@@ -91,7 +91,7 @@ class Problem:
         def randn(*shape):
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        self.case = case
+        self.case, self.device = case, "cpu"
         entries = max((*case.batch_idx, case.batch - 1)) + 1
         heads, heads_kv = case.heads
         self.table, shape = None, (entries, case.capacity)
@@ -119,9 +119,20 @@ class Problem:
         shape = (heads,) if case.alibi == "heads" else (case.batch, heads)
         self.slopes = randn(*shape).abs() if case.alibi else None
 
-    @staticmethod
-    def int32(values):
-        return torch.tensor(values, dtype=torch.int32) if values else None
+    def int32(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
+
+    def to(self, device: str) -> "Problem":
+        """The same problem, moved there."""
+        self.device = device
+        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else value.to(device))
+        self.new = self.new and [x.to(device) for x in self.new]
+        if self.rotary is not None:
+            angles = (self.rotary.cos.to(device), self.rotary.sin.to(device))
+            self.rotary = ref.Rotary(*angles, self.case.interleaved, self.int32(self.case.rotary_seqlens))
+        return self
 
     def cumulative(self, lengths):
         return self.int32([sum(lengths[:i]) for i in range(len(lengths) + 1)] if lengths else ())

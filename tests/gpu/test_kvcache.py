@@ -1,0 +1,178 @@
+"""merge_attention, append_kv and attention_with_kvcache on the GPU, against the definition."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cute_attn import append, compiler
+from cute_attn.append import append_kv
+from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.kvcache_reference import merge, query_positions, rotate
+from cute_attn.merge import merge_attention
+from cute_attn.tiles.inference import CombineTile
+from cute_attn.traits import Traits
+from tests.gpu.archs import runnable_archs
+from tests.kvcache_problem import CASES, Case, Problem
+
+ARCHS = runnable_archs("append")
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+# ---- merge ----
+
+
+def partial_results(partials, batch, queries, heads, dim, empty=0.3):
+    """Random ones; where an LSE is -inf or +inf, out is NaN."""
+    generator = torch.Generator("cuda").manual_seed(partials)
+    outs = torch.randn(partials, batch, queries, heads, dim, generator=generator, device="cuda")
+    lses = 4 * torch.randn(partials, batch, heads, queries, generator=generator, device="cuda")
+    absent = torch.rand(lses.shape, generator=generator, device="cuda")
+    lses[absent < empty] = -math.inf
+    lses[absent < empty / 4] = math.inf
+    lses[:, 0, 0, 0] = -math.inf
+    outs[lses.isinf().transpose(-1, -2)] = math.nan
+    return outs, lses
+
+
+def check_merged(found, outs, lses):
+    exact, exact_lse = merge(outs.double(), lses.double())
+    out, lse = found
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    eps = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=max(eps, 1e-5), atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("partials", [1, 2, 3, 5, 17, 32, 55, 97, 133, 256])
+def test_merge(partials, arch):
+    """Each tile, dtype and several head dims; rows that are no multiple of a CTA's."""
+    target = compiler.default_target("sm80")
+    for dim, dtype in ((8, torch.float32), (40, torch.float16), (64, torch.bfloat16), (256, torch.bfloat16)):
+        outs, lses = partial_results(partials, 2, 7, 3, dim)
+        for tile in (CombineTile.of(1), CombineTile.of(256), CombineTile(2, 3, 2)):
+            out = torch.full(outs.shape[1:], math.nan, dtype=dtype, device="cuda")
+            lse = torch.full(lses.shape[1:], math.nan, device="cuda")
+            kernel = compiler.compile(Traits("combine", arch, NAMES[dtype], dim), tile, target)
+            kernel.function(outs, lses, out, lse)
+            check_merged((out, lse), outs, lses)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 108, 1024])
+def test_merge_attention(queries):
+    outs, lses = partial_results(6, 1, queries, 5, 128)
+    found = merge_attention(outs, lses)
+    check_merged(found, outs, lses)
+    packed = merge_attention(outs[:, 0], lses[:, 0])
+    listed = merge_attention(list(outs), list(lses))
+    for one, other, whole in zip(packed, listed, found, strict=True):
+        assert one.equal(whole[0]) and other.equal(whole)
+    half, _ = merge_attention(outs.bfloat16(), lses)
+    check_merged((half, found[1]), outs.bfloat16().float(), lses)
+    for _ in range(50):
+        assert merge_attention(outs, lses)[0].equal(found[0])
+
+
+# ---- append ----
+
+
+def launched(problem: Problem, arch: str, q: torch.Tensor | None) -> torch.Tensor | None:
+    """Append by the kernel of ``arch``, and the rotated copy of q."""
+    params = problem.append_params()
+    rotated = None if q is None else torch.full_like(q, math.nan)
+    arguments, rows = append.kernel_arguments(params, q, rotated, problem.cu_q, bool(problem.case.mask))
+    assert rows
+    target = compiler.default_target("sm80")
+    compiler.compile(append.traits_of(params, arch, q), None, target).function(*arguments)
+    return rotated
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new or case.rotary])
+def test_append_is_the_definition_bit_for_bit(name, dtype, arch):
+    case = dataclasses.replace(CASES[name], dims=(64, 40), heads=(6, 2))
+    problem, expected = Problem(case, dtype=dtype).to("cuda"), Problem(case, dtype=dtype)
+    expected.run()
+    rotated = launched(problem, arch, problem.q if case.rotary and problem.q.numel() else None)
+    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+    if rotated is not None:
+        start = expected.int32(case.lengths) if expected.rotary.seqlens is None else expected.rotary.seqlens
+        positions = query_positions(start, expected.cu_q, expected.q.shape[:-2], bool(case.mask))
+        whole = rotate(expected.q.flatten(0, -3), positions, expected.rotary).view(expected.q.shape)
+        assert bits(rotated).equal(bits(whole))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_append_beyond_two_to_the_31(page):
+    """Entries, or pages, more than 2**31 elements apart."""
+    rows, step = 16, 2**31 + 1024
+    storage = torch.zeros(step + rows * 64, dtype=torch.float16, device="cuda")
+    k_cache = storage.as_strided((2, rows, 1, 64), (step, 64, 64, 1))
+    v_cache = torch.zeros_like(k_cache, memory_format=torch.contiguous_format)
+    k, v = (torch.randn(2, 3, 1, 64, device="cuda").half() for _ in range(2))
+    lengths = torch.tensor([13, 5], dtype=torch.int32, device="cuda")
+    table = torch.tensor([[1], [0]], dtype=torch.int32, device="cuda") if page else None
+    append_kv(k_cache, v_cache, k, v, lengths, page_table=table)
+    for b, start in enumerate((13, 5)):
+        entry = 1 - b if page else b
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            assert cache[entry, start : start + 3].equal(new[b])
+    assert storage.count_nonzero() <= 2 * 3 * 64
+
+
+# ---- attention ----
+
+SERVED = [name for name, case in CASES.items() if not (case.page or case.batch_idx or case.leftpad)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", SERVED)
+def test_attention_is_the_definition(name, arch):
+    case = dataclasses.replace(CASES[name], dims=(64, 64))
+    problem, expected = Problem(case, dtype=torch.bfloat16).to("cuda"), Problem(case, dtype=torch.bfloat16)
+    if problem.slopes is not None:
+        problem.slopes, expected.slopes = problem.slopes.float(), expected.slopes.float()
+    out, lse = attention_with_kvcache(
+        problem.q, problem.k, problem.v, return_lse=True, kernel=arch, **problem.options()
+    )
+    whole, whole_lse = expected.run()
+    torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
+    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+
+
+def test_a_graph_replays_with_other_lengths():
+    """Also none, and up to the capacity."""
+    case = Case(
+        (5, 9, 0), new=(1, 1, 1), dims=(128, 128), heads=(8, 2), capacity=200, rotary=64, mask="causal"
+    )
+    problem = Problem(case, dtype=torch.bfloat16).to("cuda")
+    problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5, 0.5)
+    problem.rotary = dataclasses.replace(problem.rotary, interleaved=True)
+    options = problem.options()
+    lengths = options["cache_seqlens"]
+    start = [x.clone() for x in (problem.k, problem.v)]
+
+    def call():
+        return attention_with_kvcache(problem.q, problem.k, problem.v, return_lse=True, **options)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for given in ((5, 9, 0), (199, 0, 64), (0, 0, 0), (100, 150, 199)):
+        results = []
+        for replay in (True, False):
+            problem.k.copy_(start[0]), problem.v.copy_(start[1])
+            lengths.copy_(torch.tensor(given, dtype=torch.int32))
+            if replay:
+                graph.replay()
+            results.append([x.clone() for x in (*(found if replay else call()), problem.k, problem.v)])
+        assert all(one.equal(other) for one, other in zip(*results, strict=True)), given
