@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import attention, attention_varlen
-from cute_attn.params import rows_are_regular
 
 __all__ = [
     "flash_attn_func",
@@ -300,7 +299,7 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
         "return_lse": probs,
         "return_softmax": probs and dropout,
     }
-    prepared: Any = tuple(map(_whole_head_dim, tensors))
+    prepared: Any = tuple(map(whole_head_dim, tensors))
     if lengths is None:
         result: Any = attention(*prepared, **arguments)
     else:
@@ -312,19 +311,6 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
         return out
     lse = others[0].masked_fill(others[0] == -math.inf, math.inf)
     return out, lse, others[1] if dropout else out.new_empty(0)
-
-
-_MULTIPLE = 8
-"""Of head dims that kernels take."""
-
-
-def _whole_head_dim(x: Tensor) -> Tensor:
-    """``x`` with zeros up to the next multiple of 8, and strides that kernels read."""
-    if x.dim() == 0:
-        return x
-    if x.shape[-1] % _MULTIPLE:
-        return F.pad(x, (0, -x.shape[-1] % _MULTIPLE))
-    return x if rows_are_regular(x) else x.contiguous()
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:

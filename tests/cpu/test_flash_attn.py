@@ -14,7 +14,8 @@ import torch
 
 import cute_attn.flash_attn as package
 from cute_attn import draw_rng_state, reference
-from cute_attn.flash_attn import bert_padding, flash_attn_interface
+from cute_attn.flash_attn import bert_padding
+from cute_attn.head_dims import whole_head_dim
 
 F64 = torch.float64
 SHARED = {
@@ -264,9 +265,9 @@ def test_strides_that_kernels_do_not_read_are_copied():
         torch.testing.assert_close(
             package.flash_attn_func(q, k, v), package.flash_attn_func(plain_q, k, v), rtol=0, atol=0
         )
-        prepared = flash_attn_interface._whole_head_dim(q)
+        prepared = whole_head_dim(q)
         assert prepared.is_contiguous() and torch.equal(prepared, q)
-    assert flash_attn_interface._whole_head_dim(plain_q) is plain_q
+    assert whole_head_dim(plain_q) is plain_q
 
 
 @pytest.mark.parametrize("longest", [np.int64(7), torch.tensor(7)])

@@ -1,0 +1,257 @@
+"""Hugging Face transformers on the kernels of this package: ``attn_implementation="cute_attn"``.
+
+    import cute_attn.transformers
+    cute_attn.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cute_attn")
+
+transformers asks two functions. :func:`attention_mask` says, once for all layers of a kind, what hides keys:
+
+* None, where causality and a sliding window say it all: kernels know both, and no mask is read;
+* the padding of keys, bool (batch, keys), where these and padding say it all: it becomes one row of a bias;
+* else bool (batch, 1, queries, keys) as transformers' ``sdpa_mask`` makes it: packed sequences without their lengths,
+  chunks, blocks, static caches, masks that a model adds.
+
+:func:`attention_forward` computes one layer's attention from it. What it does not understand raises; padding is never
+attended to. A query that sees no key, as padding before a sequence does not, has an output of 0.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.head_dims import whole_head_dim
+from cute_attn.interface import Window, attention, attention_varlen
+
+NAME = "cute_attn"
+"""transformers takes a name that contains "flash" for FlashAttention, and one with a slash for a repository."""
+
+
+def register(name: str = NAME) -> None:
+    """Let models use these kernels by ``attn_implementation=name``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        transformers is not installed.
+    ValueError
+        transformers would give the name another meaning.
+    """
+    if "flash" in name or "/" in name or "|" in name:
+        raise ValueError(
+            f"name is {name!r}; accepted: without 'flash', '/' and '|', which have a meaning there"
+        )
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)  # without it transformers passes no mask at all
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    *,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    config: Any = None,
+    **others: Any,
+) -> Tensor | None:
+    """What :func:`attention_forward` reads as attention_mask, from the arguments of transformers' mask functions.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length, q_offset, kv_offset : int
+        Queries and keys of a layer, and the positions of the first. A static cache has a tensor as q_offset.
+    mask_function : callable
+        transformers' definition of the mask, without padding.
+    attention_mask : Tensor (batch, seen keys), bool, optional
+        True for keys that are no padding.
+    local_size : int, optional
+        The sliding window, or a chunk.
+    allow_is_causal_skip, allow_is_bidirectional_skip : bool
+        Whether mask_function is the causal one, perhaps with local_size, or the one that hides nothing.
+    use_vmap : bool
+        Whether a model added its own mask.
+    config : the model's configuration
+    others : device and dtype
+
+    Returns
+    -------
+    None, Tensor (batch, kv_length), or Tensor (batch, 1, q_length, kv_length), bool
+    """
+    causal = (
+        allow_is_causal_skip
+        and isinstance(q_offset, int)
+        and q_offset + q_length == kv_offset + kv_length  # the last query is the last key's
+        and (local_size is None or _is_window(local_size, config))
+    )
+    everything = allow_is_bidirectional_skip and local_size is None
+    long_enough = attention_mask is None or attention_mask.shape[1] >= kv_length
+    if not use_vmap and (causal or everything) and long_enough:
+        if attention_mask is None:
+            return None
+        padding = attention_mask[:, attention_mask.shape[1] - kv_length :].to(torch.bool)
+        # To read it would wait for the device, once a forward pass, and a compiler cannot.
+        return None if not torch.compiler.is_compiling() and bool(padding.all()) else padding
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        config=config,
+        **others,
+    )
+
+
+def _is_window(local_size: int, config: Any) -> bool:
+    """Whether it is the sliding window that layers pass to the attention function, rather than a chunk."""
+    return (
+        getattr(config, "sliding_window", None) == local_size
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention.
+
+    Parameters
+    ----------
+    module : Module
+        The layer; its is_causal counts where that argument is None.
+    query : Tensor (batch, nheads, seqlen_q, head_dim)
+    key, value : Tensor (batch, nheads_kv, seqlen_k, head_dim)
+    attention_mask : Tensor, optional
+        As :func:`attention_mask` returns it, or a model's own (batch, 1 or nheads, seqlen_q, seqlen_k or more), bool or
+        added to scores. One of four dimensions is all that hides keys.
+    dropout, scaling, softcap
+        dropout_p, softmax_scale and softcap of :func:`cute_attn.attention`.
+    sliding_window : int, optional
+        How many keys a query sees, its own included.
+    position_bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), optional
+        Added to scores.
+    kwargs
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of packed sequences, which count without a mask and
+        with a batch of 1; others are ignored.
+
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, nheads, head_dim of value)
+    None
+        Instead of weights.
+
+    Raises
+    ------
+    NotImplementedError
+        s_aux, cache or output_attentions is set.
+    ValueError
+        A mask has another shape, a layer does not pass its sliding window, or as :func:`cute_attn.attention`.
+    """
+    for name, given in (("s_aux", s_aux), ("cache", cache)):
+        if given is not None:
+            raise NotImplementedError(f"{name} is a {type(given).__name__}; accepted: None")
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError("output_attentions is True; accepted: False, since no kernel keeps weights")
+    _check_window(module, sliding_window)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    rows, keys = query.shape[2], key.shape[2]
+    q, k, v = (whole_head_dim(x.transpose(1, 2)) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        "softcap": softcap or 0.0,
+        "dropout_p": dropout,
+        "causal": False,
+    }
+    if attention_mask is None or attention_mask.dim() == 2:
+        options |= {"causal": causal, "window": _window(sliding_window, causal, keys)}
+    lengths: list[Any] = [
+        kwargs.get(f"{name}_{side}") for name in ("cu_seq_lens", "max_length") for side in "qk"
+    ]
+    if attention_mask is None and all(x is not None for x in lengths) and query.shape[0] == 1:
+        if position_bias is not None:
+            raise NotImplementedError("position_bias with packed sequences is given; accepted: one of them")
+        longest = (int(x) for x in lengths[2:])
+        out: Any = attention_varlen(q[0], k[0], v[0], *lengths[:2], *longest, **options)
+        out = out.unsqueeze(0)
+    else:
+        bias = _bias(attention_mask, position_bias, query.dtype, (rows, keys))
+        out = attention(q, k, v, bias=bias, **options)
+    return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out, None
+
+
+def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
+    """Raise where the mask function counts on a window that the layer does not pass."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if sliding_window is None and kinds and isinstance(layer, int) and layer < len(kinds):
+        if kinds[layer] == "sliding_attention":
+            window = getattr(config, "sliding_window", None)
+            raise ValueError(
+                f"sliding_window is None in a layer with one of {window}; accepted: the layer's own"
+            )
+
+
+def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:
+    """Bounds before and after a query's own key."""
+    if sliding_window is None or sliding_window > keys:
+        return None, None
+    if not causal:
+        raise ValueError(
+            f"sliding_window is {sliding_window} without causality and without a mask of four dimensions; "
+            "accepted: one of them"
+        )
+    return sliding_window - 1, 0
+
+
+def _bias(
+    mask: Tensor | None, position_bias: Tensor | None, dtype: torch.dtype, sizes: tuple[int, int]
+) -> Tensor | None:
+    """What is added to scores: (batch or 1, nheads or 1, queries or 1, keys)."""
+    if mask is None:
+        return position_bias
+    rows, keys = sizes
+    if mask.dim() == 2 and mask.shape[1] == keys:
+        mask = mask[:, None, None, :].to(torch.bool)
+    elif mask.dim() == 4 and mask.shape[2] in (1, rows) and mask.shape[3] >= keys:
+        mask = mask[..., :keys]
+    else:
+        shape = tuple(mask.shape)
+        raise ValueError(
+            f"attention_mask has shape {shape}; accepted: (batch, {keys}) or (batch, 1, {rows}, {keys})"
+        )
+    if mask.dtype == torch.bool:
+        hidden = torch.zeros((), dtype=dtype, device=mask.device)
+        mask = torch.where(mask, hidden, -math.inf)
+    return (mask if position_bias is None else mask + position_bias).contiguous()

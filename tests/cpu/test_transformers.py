@@ -1,0 +1,357 @@
+"""Hugging Face's attention and mask functions: what each mask means, and whole models where transformers is installed.
+
+The functions' arguments are those of transformers 5.22 and 5.23.
+"""
+
+import inspect
+import math
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_attn import transformers as hf
+
+F64 = torch.float64
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def layer(**attributes):
+    return SimpleNamespace(**{"is_causal": True, "config": None, "layer_idx": 0} | attributes)
+
+
+def heads(rows=6, keys=6, batch=2, dim=16, dim_v=16):
+    shapes = ((batch, 4, rows, dim), (batch, 2, keys, dim), (batch, 2, keys, dim_v))
+    return [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def plain(q, k, v, mask=None, **options):
+    """(batch, rows, heads, dim), 0 where a query sees no key."""
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, **options).transpose(1, 2)
+    return out.nan_to_num()
+
+
+def band(rows, keys, window=math.inf):
+    """Causal, with the last query at the last key."""
+    distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
+    return (distance >= 0) & (distance < window)
+
+
+# ---- the attention function ----
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(6, 6), (1, 6), (3, 6)])
+@pytest.mark.parametrize("window", [None, 2, 9])
+def test_without_a_mask_the_last_query_is_the_last_keys(rows, keys, window):
+    q, k, v = heads(rows, keys)
+    out, weights = hf.attention_forward(layer(), q, k, v, None, sliding_window=window)
+    assert weights is None and out.shape == (2, rows, 4, 16)
+    torch.testing.assert_close(out, plain(q, k, v, band(rows, keys, window or math.inf)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_padding(window):
+    q, k, v = heads()
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0]]).bool()
+    out, _ = hf.attention_forward(layer(), q, k, v, padding, sliding_window=window)
+    seen = band(6, 6, window or math.inf) & padding[:, None, None, :]
+    torch.testing.assert_close(out, plain(q, k, v, seen))
+    assert not out[0, :2].any()
+    out, _ = hf.attention_forward(layer(is_causal=False), q, k, v, padding)
+    torch.testing.assert_close(out, plain(q, k, v, padding[:, None, None, :].expand(2, 1, 6, 6)))
+
+
+def test_a_mask_of_four_dimensions_is_all_that_hides():
+    q, k, v = heads()
+    seen = torch.rand(2, 1, 6, 8, generator=torch.Generator().manual_seed(3)) > 0.3
+    added = randn(2, 4, 6, 6, seed=8)
+    for mask in (seen, added):
+        out, _ = hf.attention_forward(layer(), q, k, v, mask, sliding_window=2)
+        torch.testing.assert_close(out, plain(q, k, v, mask[..., :6]))
+    out, _ = hf.attention_forward(layer(), q, k, v, seen, position_bias=added)
+    torch.testing.assert_close(out, plain(q, k, v, added.masked_fill(~seen[..., :6], -math.inf)))
+
+
+def test_a_position_bias_is_added():
+    q, k, v = heads()
+    bias = randn(1, 4, 6, 6, seed=8)
+    out, _ = hf.attention_forward(layer(), q, k, v, None, position_bias=bias)
+    torch.testing.assert_close(out, plain(q, k, v, bias.masked_fill(~band(6, 6), -math.inf)))
+
+
+def test_numbers_reach_the_kernels():
+    q, k, v = heads(dim=12, dim_v=20)
+    out, _ = hf.attention_forward(layer(), q, k, v, None, scaling=0.3, softcap=0.8, is_causal=False)
+    scores = 0.8 * ((q @ k.repeat_interleave(2, 1).mT * 0.3) / 0.8).tanh()
+    wanted = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(hf.attention_forward(layer(), q, k, v, None)[0], plain(q, k, v, band(6, 6)))
+    torch.manual_seed(0)
+    dropped, _ = hf.attention_forward(layer(), q, k, v, None, dropout=0.5)
+    assert not torch.allclose(dropped, plain(q, k, v, band(6, 6)))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_packed_sequences(window):
+    q, k, v = heads(9, 9, batch=1)
+    starts = torch.tensor([0, 2, 6, 9], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    lengths |= {"max_length_q": 4, "max_length_k": torch.tensor(4)}
+    out, _ = hf.attention_forward(layer(), q, k, v, None, sliding_window=window, **lengths)
+    owner = torch.bucketize(torch.arange(9), starts, right=True)
+    seen = band(9, 9, window or math.inf) & (owner[:, None] == owner)
+    torch.testing.assert_close(out, plain(q, k, v, seen))
+
+
+Q = randn(1, 2, 4, 8)
+SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
+WRONG = {
+    "sinks": ({"s_aux": Q}, NotImplementedError, "s_aux is a Tensor; accepted: None"),
+    "cache": ({"cache": 1}, NotImplementedError, "cache is a int; accepted: None"),
+    "weights": (
+        {"output_attentions": True},
+        NotImplementedError,
+        "output_attentions is True; accepted: False",
+    ),
+    "short": (
+        {"attention_mask": torch.ones(1, 3).bool()},
+        ValueError,
+        r"attention_mask has shape \(1, 3\); accepted: \(batch, 4\) or",
+    ),
+    "rows": (
+        {"attention_mask": torch.ones(1, 1, 3, 4)},
+        ValueError,
+        r"attention_mask has shape \(1, 1, 3, 4\)",
+    ),
+    "window": (
+        {"module": layer(config=SLIDING, layer_idx=1)},
+        ValueError,
+        "sliding_window is None in a layer with one of 7; accepted: the layer's own",
+    ),
+    "both_ways": (
+        {"is_causal": False, "sliding_window": 3},
+        ValueError,
+        "sliding_window is 3 without causality and without a mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_understood_raises(name):
+    changes, error, message = WRONG[name]
+    call = {"module": layer(), "query": Q, "key": Q, "value": Q, "attention_mask": None} | changes
+    with pytest.raises(error, match=message) as raised:
+        hf.attention_forward(**call)
+    assert "\n" not in str(raised.value)
+
+
+# ---- the mask function ----
+
+
+@pytest.fixture
+def sdpa_mask(monkeypatch):
+    """transformers' function, replaced: its arguments."""
+    calls = []
+    package, module = ModuleType("transformers"), ModuleType("transformers.masking_utils")
+    module.sdpa_mask = lambda **arguments: calls.append(arguments) or "four dimensions"
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", module)
+    return calls
+
+
+WINDOW = SimpleNamespace(sliding_window=4)
+NONE = {
+    "plain": {},
+    "continued": {"q_length": 3, "q_offset": 5},
+    "decoding": {"q_length": 1, "q_offset": 7},
+    "window": {"local_size": 4, "config": WINDOW},
+    "window_cache": {"local_size": 4, "config": WINDOW, "q_length": 2, "q_offset": 30, "kv_offset": 24},
+    "bidirectional": {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True},
+    "cross": {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True, "q_length": 3},
+}
+FOUR = {
+    "added": {"use_vmap": True},
+    "packed": {"allow_is_causal_skip": False},
+    "chunks": {"local_size": 4, "config": SimpleNamespace(attention_chunk_size=4)},
+    "chunks_of_the_window": {
+        "local_size": 4,
+        "config": SimpleNamespace(attention_chunk_size=4, sliding_window=4),
+    },
+    "static_cache": {"q_offset": torch.tensor(0)},
+    "unused_keys": {"q_length": 3, "q_offset": 0},
+    "bidirectional_window": {
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": True,
+        "local_size": 4,
+        "config": WINDOW,
+    },
+}
+
+
+def mask_of(**changes):
+    return hf.attention_mask(**{"batch_size": 2, "q_length": 8, "kv_length": 8, "device": "cpu"} | changes)
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_no_mask_where_the_band_says_it_all(name, sdpa_mask):
+    assert mask_of(**NONE[name]) is None
+    assert mask_of(**NONE[name], attention_mask=torch.ones(2, 11).bool()) is None
+    padding = torch.ones(2, 11).bool()
+    padding[0, 4] = False  # the first of the last eight is number 3
+    mask = mask_of(**NONE[name], attention_mask=padding)
+    assert mask.shape == (2, 8) and mask.dtype == torch.bool
+    assert (~mask).nonzero().tolist() == [[0, 1]]
+    assert not sdpa_mask
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_anything_else_is_transformers_mask(name, sdpa_mask):
+    padding = torch.ones(2, 8).bool()
+    assert mask_of(**FOUR[name], attention_mask=padding, mask_function="its own") == "four dimensions"
+    (call,) = sdpa_mask
+    assert call["mask_function"] == "its own" and call["attention_mask"] is padding
+    assert not call["allow_is_causal_skip"] and not call["allow_is_bidirectional_skip"]
+    assert call["use_vmap"] == FOUR[name].get("use_vmap", False) and call["device"] == "cpu"
+
+
+def test_padding_of_fewer_keys_than_there_are(sdpa_mask):
+    assert mask_of(attention_mask=torch.ones(2, 7).bool()) == "four dimensions"
+
+
+# ---- registration ----
+
+
+def test_register_adds_both_functions(sdpa_mask, monkeypatch):
+    class Interface:
+        """As transformers' registries: a mapping of the class."""
+
+        def __init_subclass__(cls):
+            cls.functions = {}
+
+        @classmethod
+        def register(cls, name, function):
+            cls.functions[name] = function
+
+    masks, functions = type("Masks", (Interface,), {}), type("Functions", (Interface,), {})
+    modeling = ModuleType("transformers.modeling_utils")
+    modeling.AttentionInterface = functions
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
+    sys.modules["transformers.masking_utils"].AttentionMaskInterface = masks
+    hf.register()
+    hf.register()
+    assert functions.functions == {"cute_attn": hf.attention_forward}
+    assert masks.functions == {"cute_attn": hf.attention_mask}
+    for name in ("my_flash", "a/b", "x|y"):
+        with pytest.raises(ValueError, match="accepted: without 'flash'"):
+            hf.register(name)
+
+
+def test_register_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    with pytest.raises(ModuleNotFoundError):
+        hf.register()
+
+
+# ---- whole models ----
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers")
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 12},
+    "Qwen3": {},
+}
+
+
+def models(name):
+    """The same random model with eager attention and with ours."""
+    import transformers
+
+    hf.register()
+    both = []
+    for implementation in ("eager", hf.NAME):
+        config = getattr(transformers, f"{name}Config")(**SMALL, **MODELS[name])
+        make = getattr(transformers, f"{name}ForCausalLM")._from_config
+        torch.manual_seed(0)
+        both.append(make(config, attn_implementation=implementation).eval())
+    both[1].load_state_dict(both[0].state_dict())
+    assert both[1].config._attn_implementation == hf.NAME and both[0].config._attn_implementation == "eager"
+    return both
+
+
+@needs_transformers
+@pytest.mark.parametrize("side", ["", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_eager(name, side):
+    eager, ours = models(name)
+    ids = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if side:
+        mask[0, slice(0, 4) if side == "left" else slice(7, None)] = 0
+    logits, grads = [], []
+    for model in (eager, ours):
+        found = model(ids, attention_mask=mask).logits[mask.bool()]
+        logits.append(found)
+        grads.append(torch.autograd.grad(found.square().sum(), model.parameters()))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@needs_transformers
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_equals_eager(name, cache):
+    eager, ours = models(name)
+    ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "cache_implementation": cache,
+        "disable_compile": True,
+    }
+    tokens = [model.generate(ids, attention_mask=mask, **options) for model in (eager, ours)]
+    assert torch.equal(*tokens)
+
+
+@needs_transformers
+def test_packed_position_ids_equal_eager():
+    eager, ours = models("Llama")
+    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    logits = [model(ids, position_ids=positions, use_cache=False).logits for model in (eager, ours)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+    packed = ours(ids, position_ids=positions, use_cache=False, **lengths).logits
+    torch.testing.assert_close(packed, logits[0], rtol=1e-4, atol=1e-5)
+
+
+@needs_transformers
+def test_the_functions_take_what_transformers_passes():
+    from transformers.masking_utils import sdpa_mask
+
+    own = inspect.signature(hf.attention_mask).parameters
+    assert set(inspect.signature(sdpa_mask).parameters) - {"device", "kwargs"} <= set(own)
