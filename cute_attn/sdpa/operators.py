@@ -88,7 +88,7 @@ def _forward(call: Call, inputs: Inputs, options: Options, *, return_softmax: bo
     out, lse, softmax = (ops.forward_cuda if q.is_cuda else ops.forward_cpu)(params)
     if _may_see_nothing(call, inputs):
         lse = lse.masked_fill(lse == -math.inf, math.inf)
-    return Results(out, lse, q.new_zeros(2, dtype=torch.int64) if state is None else state, softmax)
+    return Results(out, lse, q.new_empty(2, dtype=torch.int64) if state is None else state, softmax)
 
 
 def _may_see_nothing(call: Call, inputs: Inputs) -> bool:

@@ -4,6 +4,8 @@ import inspect
 import itertools
 import math
 import random
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -566,6 +568,20 @@ def test_what_is_declined_falls_through(stock):
     activation.remove()
     activation.remove()
     assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
+
+
+def test_an_activation_is_quiet():
+    """PyTorch warns of the first override in a process."""
+    script = """if True:
+        import warnings, torch
+        from cute_attn import sdpa
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_scaled_dot_product_cudnn_attention", lambda *a, **k: None, "CPU")
+        warnings.simplefilter("error")
+        sdpa.Activation(sdpa.Options(), "CPU")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_declined_may_raise(stock):

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cute_attn import sdpa
+from cute_attn import reference, sdpa
 from tests.checks import GRADIENT, check
 
 BF16 = torch.bfloat16
@@ -35,20 +35,33 @@ def tensors(rows=200, keys=333, dim=64, order="bshd", heads_kv=4):
 
 def results(inputs, bias=None, **options):
     """out and gradients by name."""
-    leaves = [*inputs, bias] if bias is not None and bias.requires_grad else inputs
     out = scaled_dot_product_attention(*inputs, attn_mask=bias, **options)
-    generator = torch.Generator("cuda").manual_seed(1)
-    weight = torch.randn(out.shape, generator=generator, device="cuda", dtype=torch.float32).to(BF16)
-    grads = torch.autograd.grad(out, leaves, weight.to(out.dtype))
+    return with_gradients(out, inputs, bias)
+
+
+def with_gradients(out, inputs, bias):
+    leaves = [*inputs, bias] if bias is not None and bias.requires_grad else inputs
+    generator = torch.Generator(out.device).manual_seed(1)
+    weight = torch.randn(out.shape, generator=generator, device=out.device).to(BF16).to(out.dtype)
+    grads = torch.autograd.grad(out, leaves, weight)
     return dict(zip(("out", "dq", "dk", "dv", "dbias"), (out.detach(), *grads), strict=False))
 
 
-def in_dtype(dtype, inputs, bias, options):
+def defined(dtype, inputs, bias, *, is_causal=False, scale=None):
+    """The same by the reference, every step in ``dtype``."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    if bias is not None and bias.dtype != torch.bool:
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill(~bias, -torch.inf)
+    elif bias is not None:
         bias = bias.detach().to(dtype).requires_grad_(bias.requires_grad)
-    with sdpa_kernel(SDPBackend.MATH):
-        return results(inputs, bias, **options)
+    out, _, _ = reference.attention(
+        *(x.transpose(1, 2) for x in inputs),
+        scale or inputs[0].shape[-1] ** -0.5,
+        reference.Features("causal" if is_causal else ""),
+        reference.ScoreInputs(bias=bias),
+        compute_dtype=dtype,
+    )
+    return with_gradients(out.transpose(1, 2), inputs, bias)
 
 
 def both_served(backend):
@@ -79,8 +92,7 @@ def test_values_and_gradients(backend, options, order):
     with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
         actual = results(inputs, bias, **options)
     both_served(backend)
-    exact = in_dtype(torch.float64, inputs, bias, options)
-    plain = in_dtype(BF16, inputs, bias, options)
+    exact, plain = (defined(dtype, inputs, bias, **options) for dtype in (torch.float64, BF16))
     for name, value in actual.items():
         factor = 2.0 if name == "out" else GRADIENT
         check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
