@@ -27,7 +27,7 @@ from cute_attn import _imported_at
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
 # Files of this package that shape no kernel.
-_HOST_ONLY = {"benchmark", "lab"} | {
+_HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
     f"{name}.py"
     for name in (
         *(
@@ -40,6 +40,7 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "cubin",
             "demo",
             "fingerprint",
+            "head_dims",
             "interface",
             "kvcache",
             "append",
@@ -47,7 +48,17 @@ _HOST_ONLY = {"benchmark", "lab"} | {
             "kvcache_reference",
             "merge",
         ),
-        *("launcher", "ops", "options", "params", "pictures", "prebuild_worker", "reference", "workers"),
+        *(
+            "launcher",
+            "ops",
+            "options",
+            "params",
+            "pictures",
+            "prebuild_worker",
+            "reference",
+            "transformers",
+            "workers",
+        ),
     )
 }
 _DISTRIBUTIONS = {
