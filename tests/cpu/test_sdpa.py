@@ -293,9 +293,12 @@ def test_cudnn_contract(order, dim_v):
     check_contract(name + "_backward", *saved)
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_contract_of_rows_before_heads(packed):
+def test_contract_of_rows_before_heads(packed, heads_first):
     q, k = randn(16, 4, 24, dtype=BF16)[..., :16], randn(16, 2, 16, seed=1, dtype=BF16)
+    if heads_first:
+        q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
     lengths = (CU, CU, 11, 11) if packed else (None, None, 16, 16)
     if not packed:
         q, k = q[None], k[None]
