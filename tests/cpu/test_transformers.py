@@ -109,6 +109,20 @@ def test_packed_sequences(window):
     torch.testing.assert_close(out, plain(q, k, v, seen))
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 6).bool(), band(6, 6).expand(2, 1, 6, 6)])
+def test_compiles_into_one_graph(mask):
+    torch.compiler.reset()
+    q, k, v = heads()
+    module = torch.nn.Module()
+    module.is_causal, module.layer_idx = True, 0
+
+    def f(q, k, v, mask):
+        return hf.attention_forward(module, q, k, v, mask, sliding_window=3)[0]
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, mask), f(q, k, v, mask))
+
+
 Q = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
 WRONG = {
