@@ -1,0 +1,280 @@
+"""Key blocks in equal shares: split-KV whatever the lengths, divided on the device from the lengths it finds there.
+
+A *unit* is a query block of one kv head of one sequence, with the key blocks that its queries see. All units' key
+blocks lie on one line: sequence by sequence, kv head by kv head, query block by query block. The line is cut into
+parts whose sizes differ by one at most, one for each *slot*, a CTA's place. (As stream-K divides a GEMM: Osama et al.
+2023, arXiv:2301.03598.)
+
+So a CTA gets the end of one unit, some whole units, and the start of another. Whole units it writes directly; the other
+two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The combine kernel finds a unit's slots by the
+same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays with
+other lengths.
+
+On the line a unit also takes ``overhead`` places before its key blocks, for the time that it takes beside them, and a
+unit whose queries see no key counts as one block, so that a CTA writes its zeros.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
+
+from cute_attn.device.math import on_device
+from cute_attn.device.score_tile import ScoreContext
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.work.block_range import BlockRange
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class VisibleBlocks:
+    """Query blocks of a sequence, and the key blocks that each sees."""
+
+    seqlens: Seqlens
+    mask_args: tuple
+    mask: Constexpr  # an ``epilogues.mask.Mask``, bottom right
+    queries: Constexpr  # of a query block
+    tile_n: Constexpr
+
+    @cute.jit
+    def m_blocks(self, batch: Int32) -> Int32:
+        """Query blocks of one kv head."""
+        return cute.ceil_div(SeqlenInfo.read(self.seqlens, batch).seqlen_q, self.queries)
+
+    @cute.jit
+    def key_blocks(self, batch: Int32, m_block: Int32) -> BlockRange:
+        """Those that any query of the block sees."""
+        info = SeqlenInfo.read(self.seqlens, batch)
+        zero = Int32(0)
+        lengths = (info.seqlen_q, info.seqlen_k, zero, zero)
+        context = ScoreContext(zero, zero, zero, *lengths, info.seqlen_k - info.seqlen_q, None, None, None)
+        band = self.mask.begin(self.mask_args, context)
+        first = m_block * self.queries
+        return BlockRange.of_queries(
+            band, first, cutlass.min(first + self.queries, info.seqlen_q), self.tile_n
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one slot has of one unit: key blocks [begin, end) of those that it sees, counted from the first.
+
+    One without key blocks that is not :attr:`whole` is overhead alone: there is nothing to do.
+
+    Attributes:
+        batch, head, m_block: the unit; ``head`` of the kv heads.
+        starts: whether the unit's first key block is in this slot.
+        ends: whether its last is.
+        next: where on the line the following unit starts.
+    """
+
+    batch: Int32
+    head: Int32
+    m_block: Int32
+    begin: Int32
+    end: Int32
+    starts: Boolean
+    ends: Boolean
+    next: Int32
+
+    @property
+    def whole(self) -> Boolean:
+        """Whether the result is written directly."""
+        return self.starts & self.ends
+
+    def partial(self, slot: Int32) -> Int32:
+        """The index of the partial result of a share that is not whole."""
+        return 2 * slot + cutlass.select_(self.starts, Int32(1), Int32(0))
+
+
+@dataclass(frozen=True)
+class KeyShares:
+    """The line, cut. ``blocks`` has ``m_blocks`` and ``key_blocks`` as :class:`VisibleBlocks`.
+
+    By whole warps, whose threads call with their ``lane``; all get the same results. Positions are 32-bit: the host
+    checks that all key blocks, with overhead, are fewer than 2**31.
+    """
+
+    blocks: Any
+    batch: Int32
+    heads: Int32
+    lane: Int32
+    total: Int32  # positions on the line
+    slots: Int32  # that have a share: at most as many as there are positions
+    overhead: Constexpr
+
+    @staticmethod
+    @cute.jit
+    def make(
+        blocks: Any, batch: Int32, heads: Int32, slots: Int32, lane: Int32, overhead: Constexpr
+    ) -> "KeyShares":
+        """Measure the line. slots: as many as there are CTAs, at least 1."""
+        line = KeyShares(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
+        total = Int32(0)
+        for first in cutlass.range(0, batch, WARP, unroll=1):
+            total += warp_sum(line.sequence_size, first, batch, lane)
+        return KeyShares(blocks, batch, heads, lane, total, cutlass.min(slots, total), overhead)
+
+    # ---- slots ----
+
+    @cute.jit
+    def begin(self, slot: Int32) -> Int32:
+        """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond."""
+        position = self.total
+        if slot < self.slots:
+            position = Int32(Int64(slot) * self.total // self.slots)
+        return position
+
+    @cute.jit
+    def slot_of(self, position: Int32) -> Int32:
+        """The slot that has a position."""
+        return Int32(((Int64(position) + 1) * self.slots - 1) // self.total)
+
+    # ---- sizes on the line ----
+
+    @cute.jit
+    def unit_size(self, batch: Int32, m_block: Int32) -> Int32:
+        """Positions of a unit."""
+        blocks = self.blocks.key_blocks(batch, m_block)
+        return cutlass.max(blocks.end - blocks.begin, 1) + self.overhead
+
+    @cute.jit
+    def head_size(self, batch: Int32) -> Int32:
+        """Positions of all query blocks of one kv head."""
+        size = Int32(0)
+        for m_block in cutlass.range(self.blocks.m_blocks(batch), unroll=1):
+            size += self.unit_size(batch, m_block)
+        return size
+
+    @cute.jit
+    def sequence_size(self, batch: Int32) -> Int32:
+        """Positions of a sequence."""
+        return self.head_size(batch) * self.heads
+
+    # ---- from positions to units and back ----
+
+    @cute.jit
+    def share(self, position: Int32, end: Int32) -> Share:
+        """What a slot that ends at ``end`` has of the unit at ``position``, from there on."""
+        batch, start = self.find_sequence(position)
+        size = self.head_size(batch)
+        head = (position - start) // size
+        start += head * size
+        m_block = Int32(0)
+        size = self.unit_size(batch, m_block)
+        while start + size <= position:
+            start += size
+            m_block += 1
+            size = self.unit_size(batch, m_block)
+        first = start + self.overhead  # the first key block's position
+        stop = start + size
+        seen = self.blocks.key_blocks(batch, m_block)
+        until = cutlass.min(end, stop)
+        blocks = seen.end - seen.begin
+        return Share(
+            batch=batch,
+            head=head,
+            m_block=m_block,
+            begin=cutlass.min(cutlass.max(position - first, 0), blocks),
+            end=cutlass.min(cutlass.max(until - first, 0), blocks),
+            starts=(position <= first) & (first < until),
+            ends=stop <= end,
+            next=stop,
+        )
+
+    @cute.jit
+    def find_sequence(self, position: Int32) -> tuple[Int32, Int32]:
+        """The sequence that has a position, and where it starts."""
+        batch, start, first = Int32(0), Int32(0), Int32(0)
+        searching = Boolean(True)
+        while searching:
+            before, size = warp_search(self.sequence_size, first, self.batch, position - start, self.lane)
+            batch, start = first + before, start + size
+            first += WARP
+            searching = (before == WARP) & (first < self.batch)
+        return batch, start
+
+    @cute.jit
+    def slots_of(self, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
+        """The first and the last slot of a unit; where they are the same, that one wrote the result directly.
+
+        Otherwise each slot between them, and these two, wrote a partial result: :meth:`partial`.
+        """
+        position = Int32(0)
+        for first in cutlass.range(0, batch, WARP, unroll=1):
+            position += warp_sum(self.sequence_size, first, batch, self.lane)
+        position += head * self.head_size(batch)
+        for before in cutlass.range(m_block, unroll=1):
+            position += self.unit_size(batch, before)
+        last = position + self.unit_size(batch, m_block) - 1
+        return self.slot_of(position + self.overhead), self.slot_of(last)
+
+    @staticmethod
+    def partial(slot: Int32, first: Int32) -> Int32:
+        """The index of the partial result that ``slot`` wrote of a unit whose first slot is ``first``."""
+        return 2 * slot + cutlass.select_(slot == first, Int32(1), Int32(0))
+
+
+Terms = Callable[[Int32], Int32]
+
+
+def warp_sum(compute: Terms, first: Int32, end: Int32, lane: Int32) -> Int32:
+    """compute(first) + ... + compute(min(first + 32, end) - 1), a term in each lane; all lanes get the sum.
+
+    On the host a thread has all terms.
+    """
+    if not on_device():
+        return _search(compute, first, end, Int32(0), everything=True)[1]
+    return _sum_of_lanes(_term(compute, first + lane, end))
+
+
+def warp_search(
+    compute: Terms, first: Int32, end: Int32, position: Int32, lane: Int32
+) -> tuple[Int32, Int32]:
+    """How many of compute(first), ..., compute(first + 31) end at or before ``position`` of their line, and their sum.
+
+    Terms from ``end`` on are 0. As :func:`warp_sum`.
+    """
+    if not on_device():
+        return _search(compute, first, end, position, everything=False)
+    own = _term(compute, first + lane, end)
+    until = own
+    for step in range(5):
+        below = cute.arch.shuffle_sync_up(until, offset=1 << step)
+        until = until + cutlass.select_(lane >= (1 << step), below, Int32(0))
+    passed = until <= position
+    return (
+        _sum_of_lanes(cutlass.select_(passed, Int32(1), Int32(0))),
+        _sum_of_lanes(cutlass.select_(passed, own, Int32(0))),
+    )
+
+
+def _sum_of_lanes(term: Int32) -> Int32:
+    for step in range(5):
+        term = term + cute.arch.shuffle_sync_bfly(term, offset=1 << step)
+    return term
+
+
+@cute.jit
+def _term(compute: Constexpr, i: Int32, end: Int32) -> Int32:
+    term = Int32(0)
+    if i < end:
+        term = compute(i)
+    return term
+
+
+@cute.jit
+def _search(
+    compute: Constexpr, first: Int32, end: Int32, position: Int32, everything: Constexpr
+) -> tuple[Int32, Int32]:
+    before, size, until = Int32(0), Int32(0), Int32(0)
+    for i in cutlass.range(WARP, unroll=1):
+        term = _term(compute, first + i, end)
+        until += term
+        if everything or until <= position:
+            before += 1
+            size += term
+    return before, size

@@ -1,0 +1,71 @@
+"""Equal shares of all key blocks: the device code on the CPU, over random lengths, against brute force."""
+
+import pytest
+import torch
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    st.sampled_from(list(KINDS)),
+    st.sampled_from((0, 3)),
+    st.lists(
+        st.tuples(st.sampled_from((0, 1, 1, 4, 16, 17, 50)), st.integers(0, 700)), min_size=1, max_size=9
+    ),
+    st.integers(1, 3),
+    st.integers(1, 140),
+)
+def test_random_lengths(kind, overhead, lengths, heads, slots):
+    Line(kind, overhead, lengths, heads, slots).check()
+
+
+@pytest.mark.parametrize("overhead", [0, 3])
+@pytest.mark.parametrize("batch", [31, 32, 33, 64, 100])
+def test_more_sequences_than_a_warp_has_lanes(batch, overhead):
+    generator = torch.Generator().manual_seed(batch)
+    keys = torch.randint(0, 900, (batch,), generator=generator).tolist()
+    queries = (torch.rand(batch, generator=generator) > 0.2).int().tolist()  # some have none
+    Line("causal", overhead, list(zip(queries, keys, strict=True)), 2, 132).check()
+
+
+LENGTHS = {
+    "one-long-sequence": ([(1, 32768)], 8, 132),
+    "fewer-blocks-than-slots": ([(1, 40), (1, 65)], 1, 132),
+    "no-keys": ([(1, 0), (3, 0)], 2, 4),
+    "no-queries": ([(0, 50), (0, 0)], 2, 4),
+    "no-queries-at-the-ends": ([(0, 50), (1, 900), (0, 70)], 2, 5),
+    "one-slot": ([(1, 100), (1, 0), (17, 64)], 2, 1),
+    "prefill-beside-decode": ([(64, 640), (1, 3000), (1, 31)], 2, 16),
+}
+
+
+@pytest.mark.parametrize("overhead", [0, 2])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths(name, overhead):
+    Line("causal", overhead, *LENGTHS[name]).check()
+
+
+def test_slots_of_a_long_line():
+    """Positions times slots exceed 32 bits."""
+    line = Line("none", 0, [(1, 2**22), (1, 2**22)], 64, 264)
+    assert line.total == 2**24
+    bounds = {s["slot"]: 0 for s in line.shares}
+    for s in line.shares:
+        bounds[s["slot"]] += s["end"] - s["begin"]
+    assert len(bounds) == 264 and max(bounds.values()) - min(bounds.values()) <= 1
+    line.check_partials()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_warp_shares_the_search(arch):
+    """On the device each lane measures a sequence: shuffles, and no memory of its own."""
+    given = (*fakes(), KINDS["causal"], 3, make_fake_stream())
+    options = (cute.GPUArch(arch), cute.KeepPTX(True))
+    compiled = cute.compile[options](divide_by_a_warp, *given)
+    ptx = compiled.__ptx__
+    assert "shfl.sync.up" in ptx and "shfl.sync.bfly" in ptx and ".local" not in ptx
