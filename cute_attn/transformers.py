@@ -160,6 +160,8 @@ def attention_forward(
         dropout_p, softmax_scale and softcap of :func:`cute_attn.attention`.
     sliding_window : int, optional
         How many keys a query sees, its own included.
+    s_aux : Tensor (nheads,), optional
+        Attention sinks: of each head the score of one more key, whose value is 0 (gpt-oss).
     position_bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), optional
         Added to scores.
     kwargs
@@ -175,13 +177,14 @@ def attention_forward(
     Raises
     ------
     NotImplementedError
-        s_aux, cache or output_attentions is set.
+        cache or output_attentions is set.
     ValueError
         A mask has another shape, a layer does not pass its sliding window, or as :func:`cute_attn.attention`.
     """
-    for name, given in (("s_aux", s_aux), ("cache", cache)):
-        if given is not None:
-            raise NotImplementedError(f"{name} is a {type(given).__name__}; accepted: None")
+    if cache is not None:
+        raise NotImplementedError(
+            f"cache is a {type(cache).__name__}; accepted: None, since no kernel reads it"
+        )
     if kwargs.get("output_attentions"):
         raise NotImplementedError("output_attentions is True; accepted: False, since no kernel keeps weights")
     _check_window(module, sliding_window)
@@ -193,6 +196,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
         "causal": False,
+        "return_lse": s_aux is not None,
     }
     if attention_mask is None or attention_mask.dim() == 2:
         options |= {"causal": causal, "window": _window(sliding_window, causal, keys)}
@@ -203,11 +207,12 @@ def attention_forward(
         if position_bias is not None:
             raise NotImplementedError("position_bias with packed sequences is given; accepted: one of them")
         longest = (int(x) for x in lengths[2:])
-        out: Any = attention_varlen(q[0], k[0], v[0], *lengths[:2], *longest, **options)
-        out = out.unsqueeze(0)
+        found: Any = attention_varlen(q[0], k[0], v[0], *lengths[:2], *longest, **options)
     else:
         bias = _bias(attention_mask, position_bias, query.dtype, (rows, keys))
-        out = attention(q, k, v, bias=bias, **options)
+        found = attention(q, k, v, bias=bias, **options)
+    out = found if s_aux is None else _with_sinks(found[0], found[1], s_aux)
+    out = out.reshape(query.shape[0], rows, *out.shape[-2:])
     return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out, None
 
 
@@ -221,6 +226,12 @@ def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
             raise ValueError(
                 f"sliding_window is None in a layer with one of {window}; accepted: the layer's own"
             )
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``out`` (..., rows, heads, dim) where each row's sum of exponentials also has its head's exp(sink)."""
+    share = torch.sigmoid(lse - sinks[:, None].to(lse.dtype))
+    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
 def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:

@@ -97,6 +97,23 @@ def test_numbers_reach_the_kernels():
     assert not torch.allclose(dropped, plain(q, k, v, band(6, 6)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_are_keys_without_a_value(packed):
+    q, k, v = heads(9, 9, batch=1)
+    sinks = randn(4, seed=7).requires_grad_()
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+    out, _ = hf.attention_forward(layer(), q, k, v, None, s_aux=sinks, **(lengths if packed else {}))
+    owner = torch.bucketize(torch.arange(9), starts, right=True)
+    seen = band(9, 9) & (owner[:, None] == owner) if packed else band(9, 9)
+    scores = (q @ k.repeat_interleave(2, 1).mT / 4).masked_fill(~seen, -math.inf)
+    scores = torch.cat([scores, sinks[None, :, None, None].expand(1, 4, 9, 1)], -1)
+    wanted = (scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, wanted)
+    grads = [torch.autograd.grad(x.square().sum(), sinks)[0] for x in (out, wanted)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("window", [None, 2])
 def test_packed_sequences(window):
     q, k, v = heads(9, 9, batch=1)
@@ -126,8 +143,7 @@ def test_compiles_into_one_graph(mask):
 Q = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
 WRONG = {
-    "sinks": ({"s_aux": Q}, NotImplementedError, "s_aux is a Tensor; accepted: None"),
-    "cache": ({"cache": 1}, NotImplementedError, "cache is a int; accepted: None"),
+    "cache": ({"cache": 1}, NotImplementedError, "cache is a int; accepted: None, since"),
     "weights": (
         {"output_attentions": True},
         NotImplementedError,
@@ -294,6 +310,7 @@ MODELS = {
     "Mistral": {"sliding_window": 5},
     "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 12},
     "Qwen3": {},
+    "GptOss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 
@@ -330,6 +347,50 @@ def test_a_model_equals_eager(name, side):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def encoders():
+    """Functions of a made model and its configuration: padding in both directions, cross-attention, images."""
+    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes |= {"num_attention_heads": 4}
+    ids = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = 0
+    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()}
+    bart = {"vocab_size": 97, "d_model": 48, "max_position_embeddings": 64} | sides
+    return {
+        "BertModel": (
+            sizes | {"vocab_size": 97},
+            lambda model: model(ids, attention_mask=mask).last_hidden_state[mask.bool()],
+        ),
+        "ViTModel": (
+            sizes | {"image_size": 32, "patch_size": 8},
+            lambda model: model(torch.ones(1, 3, 32, 32)).last_hidden_state,
+        ),
+        "BartModel": (
+            bart,
+            lambda model: model(ids, attention_mask=mask, decoder_input_ids=ids[:, :6]).last_hidden_state,
+        ),
+    }
+
+
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["BertModel", "ViTModel", "BartModel"])
+def test_an_encoder_equals_eager(name):
+    import transformers
+
+    hf.register()
+    sizes, run = encoders()[name]
+    found = []
+    for implementation in ("eager", hf.NAME):
+        config = getattr(transformers, name.replace("Model", "Config"))(**sizes)
+        torch.manual_seed(0)
+        model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
+        found.append(run(model.eval()))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @needs_transformers
