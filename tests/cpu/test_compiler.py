@@ -366,10 +366,17 @@ OTHER = {
     "variant": "",
     "bias_grad": True,
     "lse_grad": True,
+    "rotary": "halves",
+    "rotate_q": True,
+    "varlen_new": True,
+    "paged": True,
+    "batch_idx": True,
 }
+APPEND = Traits("append", "sm80", "bf16", 64, rotary="interleaved")
 ELSEWHERE = {
     "bias_grad": Traits("backward", "sm80", "bf16", 64, bias="bf16"),
     "lse_grad": Traits("backward_preprocess", "sm80", "bf16", 64),
+    **dict.fromkeys(("rotary", "rotate_q", "varlen_new", "paged", "batch_idx"), APPEND),
 }
 """Traits that have what a forward has not."""
 
