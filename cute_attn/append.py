@@ -258,6 +258,8 @@ def kernel_arguments(
     if q is not None:
         rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
     check_count("k and q have rows", rows)
+    if seqlens is None or seqlens.shape[0] == 0:
+        rows = 0  # what rows there are belong to no sequence
     new = NewKeys(_regular(k), _regular(v), seqlens, params.cu_seqlens_k_new)
     return (_regular(params.k_cache), _regular(params.v_cache), tables, new, angles, queries), rows
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from cute_attn import kvcache_reference, launcher
+from cute_attn.kvcache_params import readable
 from cute_attn.launcher import contiguous_strides
-from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, is_aligned, rows_are_regular
+from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Traits
 
@@ -149,9 +150,7 @@ def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
     """Run the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
     from cute_attn import compiler
 
-    outs = outs.to(torch.float32)
-    if not (rows_are_regular(outs) and is_aligned(outs)):
-        outs = outs.clone(memory_format=torch.contiguous_format)
+    outs = readable(outs.to(torch.float32))
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")

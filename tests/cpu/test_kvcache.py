@@ -10,13 +10,17 @@ import math
 import pytest
 import torch
 
-from cute_attn import append, kvcache, ops
+from cute_attn import append, compiler, kvcache, ops
 from cute_attn.append import append_kv
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.kvcache import attention_with_kvcache
 from cute_attn.kvcache_params import AppendParams, CacheParams
 from tests import emulated_append
 from tests.kvcache_problem import CASES, Case, Problem
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def run(problem: Problem, **options):
@@ -150,12 +154,19 @@ def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):
 
 
 def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
-    monkeypatch.setattr(emulated_append, "build", None)
+    monkeypatch.setattr(compiler, "compile", None)
     problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
     params = problem.append_params()
     arguments, rows = append.kernel_arguments(params, None, None, None, False)
     assert rows == 0 and arguments[3].k.shape[0] == 0
     append.append_cuda(*params)
+
+
+def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
+    """With no sequence there are no lengths to read."""
+    monkeypatch.setattr(compiler, "compile", None)
+    k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), ints()
+    append.append_cuda(*AppendParams(k_cache, k_cache, k, k, none, None, None, ints(0), *[None] * 3, True))
 
 
 # ---- the operators ----
@@ -194,13 +205,6 @@ def test_under_torch_compile(name):
 # ---- wrong calls ----
 
 PLAIN = Case((4, 6), new=(2, 2), queries=(2, 2), rotary=4)
-INT32 = torch.int32
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=INT32)
-
-
 WRONG = {
     "no-tensor": ({"k": 3, "v": 3}, "k is a int; accepted: a torch.Tensor"),
     "k-alone": ({"v": None}, "v is None; accepted: both k and v, or neither"),
