@@ -27,14 +27,17 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo test test-gpu bench bench-backward bench-shapes lint format types clean
+.PHONY: help demo test cpu-tests test-gpu bench bench-backward bench-shapes lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(installed)
 	$(run) -m cute_attn.demo
 
-test: lint types
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types cpu-tests
+
+cpu-tests: $(installed_dev)
 	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q $(ARGS)
 
 lint: $(VENV)/installed-dev
