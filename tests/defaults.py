@@ -116,7 +116,8 @@ def demands(default: Default) -> set[Hashable]:
     traits, kernel = default.traits, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
     values |= {"lengths": default.lengths}
-    code = "sm90" if default.target == "sm90" else "sm80"  # sm86 and sm89 have sm80's instructions and registers
+    # sm86 and sm89 have sm80's instructions and registers.
+    code = "sm90" if default.target == "sm90" else "sm80"
     present = [(name, value) for name, value in values.items() if value and not name.startswith("head_dim")]
     return {
         (kernel, str(default.kernel.tile), code),
