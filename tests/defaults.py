@@ -2,8 +2,8 @@
 
 Building all of them takes a quarter of an hour of two cores. The cover has, for each op and arch:
 
-- every default tile for sm80's instructions and for sm90's, as it is their default, and every target;
-- every pair of features that occurs in the list: of mask, softcap, ALiBi, bias, dropout, lengths and dtype;
+- every default tile for each target that it is the default of;
+- every pair of features that occurs in the list: of mask, softcap, ALiBi, bias, dropout, lengths, dtype and target;
 - every head dim, and the causal kernels of head dims 64 and 128, which most users run.
 
 Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. A head dim acts
@@ -115,13 +115,10 @@ def demands(default: Default) -> set[Hashable]:
     """What a kernel covers: its tile on its target, its head dim, and pairs of what it has."""
     traits, kernel = default.traits, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    values |= {"lengths": default.lengths}
-    # sm86 and sm89 have sm80's instructions and registers.
-    code = "sm90" if default.target == "sm90" else "sm80"
+    values |= {"target": default.target, "lengths": default.lengths}
     present = [(name, value) for name, value in values.items() if value and not name.startswith("head_dim")]
     return {
-        (kernel, str(default.kernel.tile), code),
-        (kernel, default.target),
+        (kernel, str(default.kernel.tile), default.target),
         (kernel, traits.head_dim),
         *((kernel, *pair) for pair in itertools.combinations(present, 2)),
     }
