@@ -5,7 +5,7 @@ Host code, run once for the metadata of a call. Times are counted in steps: one 
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cute_attn.params import AttentionParams
@@ -38,8 +38,7 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
         splits: -(-splits * planes // multiprocessors) * -(-blocks // splits)
         for splits in range(1, min(blocks, MAX_SPLITS) + 1)
     }
-    least = min(times.values())
-    return next(splits for splits, time in times.items() if time <= 1.05 * least)
+    return _fewest(times)
 
 
 def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int:
@@ -73,9 +72,13 @@ def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int
         adding = (n + 1) * gradient_bytes / BYTES_PER_STEP + 1 if n > 1 else 0
         return makespan(tiles, multiprocessors) + adding
 
-    times = {n: time(n) for n in splits}
+    return _fewest({n: time(n) for n in splits})
+
+
+def _fewest(times: Mapping[int, float]) -> int:
+    """The first number of splits whose time is within 5 % of the least."""
     least = min(times.values())
-    return next(n for n, spent in times.items() if spent <= 1.05 * least)
+    return next(splits for splits, time in times.items() if time <= 1.05 * least)
 
 
 def cost_of_a_head(params: AttentionParams) -> float:
@@ -91,7 +94,7 @@ def cost_of_a_head(params: AttentionParams) -> float:
     return max(0, head_dim - 64) * 2e-4
 
 
-def makespan(costs: Sequence[float], machines: int) -> float:
+def makespan(costs: Iterable[float], machines: int) -> float:
     """When the last of some jobs ends, each begun in their order by the machine that is free first."""
     ends = [0.0] * machines
     for cost in costs:
@@ -101,26 +104,30 @@ def makespan(costs: Sequence[float], machines: int) -> float:
 
 def steps_of_keys(params: AttentionParams, tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
     """Query blocks that see each key block of a sequence; of many key blocks some, repeated."""
-    first, last = _seen_by(params, seqlen_q, seqlen_k)
-    blocks = -(-seqlen_k // tile.tile_n)
-    every = -(-blocks // _MOST_BLOCKS)
-    for block in range(blocks):
-        key = (block // every * every + min(every, blocks - block) // 2) * tile.tile_n
-        begin = max(0, key + first)
-        end = min(seqlen_q, min(key + tile.tile_n, seqlen_k) - 1 + last)
-        yield -(-end // tile.tile_m) - begin // tile.tile_m if begin < end else 0
-
-
-def _seen_by(params: AttentionParams, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """Key k is seen by queries from k + the first number up to, not including, k + the second."""
-    shift = 0 if "top_left" in params.mask else seqlen_k - seqlen_q
-    beyond = seqlen_q + seqlen_k
-    left = right = beyond
+    left = right = None
     if params.mask.startswith("window"):
         left, right = params.window_left, params.window_right
     elif params.mask:
         right = 0
-    return -min(right, beyond) - shift, min(left, beyond) - shift + 1
+    offset = 0 if "top_left" in params.mask else seqlen_q - seqlen_k
+    blocks = -(-seqlen_k // tile.tile_n)
+    every = -(-blocks // _MOST_BLOCKS)
+    for block in range(blocks):
+        first = (block // every * every + min(every, blocks - block) // 2) * tile.tile_n
+        last = min(first + tile.tile_n, seqlen_k) - 1
+        yield steps_of_block(first, last, seqlen_q, tile.tile_m, offset, right, left)
+
+
+def steps_of_block(
+    first: int, last: int, cols: int, step: int, offset: int, before: int | None, after: int | None
+) -> int:
+    """Blocks of ``step`` of ``cols`` columns that rows first to last see.
+
+    Row r sees columns from r + offset - before to r + offset + after, without a bound where that is None.
+    """
+    begin = 0 if before is None else max(first + offset - before, 0)
+    end = cols if after is None else min(last + offset + after + 1, cols)
+    return -(-end // step) - begin // step if begin < end else 0
 
 
 def _sequences(params: AttentionParams) -> list[tuple[int, int]]:

@@ -15,10 +15,10 @@ of loads beyond what stalls say (one stage or two at head dim 256); power, which
 shared memory conflict-free but late. Differences below 2% mean nothing: an A/B on the GPU decides.
 """
 
-import heapq
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from cute_attn import splits
 from cute_attn.lab.gpu import MULTIPROCESSORS
 from cute_attn.lab.verdict import Verdict
 from cute_attn.traits import Traits
@@ -90,9 +90,7 @@ def _steps(
     found = Counter[int]()
     for first in range(0, rows, block):
         last = min(first + block, rows) - 1
-        begin = 0 if before is None else max(first + offset - before, 0)
-        end = cols if after is None else min(last + offset + after + 1, cols)
-        found[-(-end // step) - begin // step if end > begin else 0] += 1
+        found[splits.steps_of_block(first, last, cols, step, offset, before, after)] += 1
     return found
 
 
@@ -102,11 +100,8 @@ def makespan(tiles: dict[float, int], slots: int) -> float:
     count = sum(tiles.values())
     if count > MOST_SIMULATED:
         return total / slots + total / count / 2
-    free = [0.0] * slots
-    for duration in sorted(tiles, reverse=True):
-        for _ in range(tiles[duration]):
-            heapq.heapreplace(free, free[0] + duration)
-    return max(free)
+    longest_first = sorted(tiles, reverse=True)
+    return splits.makespan((duration for duration in longest_first for _ in range(tiles[duration])), slots)
 
 
 def operand_bytes(workload: "Workload") -> int:

@@ -74,14 +74,14 @@ def _middle_tiles(traits: Traits, d: int) -> list[BackwardSm90Tile]:
 def _wide_tiles(traits: Traits) -> list[BackwardSm90Tile]:
     """For head dims above 128. More keys a step where dK and dV leave registers for them."""
     tile = BackwardSm90Tile(64, 64, p_in_smem=True, staggered=True)
-    more_keys = dataclasses.replace(tile, dkv_transposed=True)
+    transposed = dataclasses.replace(tile, dkv_transposed=True)
+    more_keys = [
+        dataclasses.replace(transposed, tile_n=n, num_stages_do=stages)
+        for stages in (2, 1)
+        for n in (112, 96)
+    ]
     return [
-        *(dataclasses.replace(more_keys, tile_n=n) for n in (112, 96) if not _needs_registers(traits)),
-        *(
-            dataclasses.replace(more_keys, tile_n=n, num_stages_do=1)
-            for n in (112, 96)
-            if not _needs_registers(traits)
-        ),
+        *([] if _needs_registers(traits) else more_keys),
         tile,
         dataclasses.replace(tile, num_stages_do=1),
         dataclasses.replace(tile, num_stages_do=1, num_stages_ds=1),
