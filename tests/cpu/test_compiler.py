@@ -430,7 +430,7 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
     for path in shaping:
         path.write_text(path.read_text() + "\n# changed\n")
         seen.add(digest())
-    assert {"base.py", "forward_sm80.py", "mask.py", "seqlen.py", "smem.py"} <= {
+    assert {"base.py", "softmax_sm80.py", "mask.py", "seqlen.py", "smem.py"} <= {
         path.name for path in shaping
     }
     assert len(seen) == len(shaping) + 1

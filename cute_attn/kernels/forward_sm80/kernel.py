@@ -30,7 +30,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Uint32, cute, memory
 
 import layouts
-from cute_attn.device.copy import RowCopy, block_of_rows
+from cute_attn.device.copy import RowCopy
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -39,56 +39,14 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.forward_sm80.heuristics import preferred_tiles
+from cute_attn.kernels.forward_sm80.params import BlockLoad, MainloopContext, Operands
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Operands of both products in shared memory, and their tiled MMA."""
-
-    tiled_mma: cute.TiledMma
-    q: SmemOperand
-    k: SmemOperand
-    v: SmemOperand
-
-
-@dataclass(frozen=True)
-class BlockLoad:
-    """Loads key blocks of one head's K or V, (seqlen_k, head_dim), from global to shared memory."""
-
-    row_copy: RowCopy
-    g: cute.Tensor
-    s: cute.Tensor  # (tile_n, padded head_dim, stage)
-    seqlen_k: Int32
-
-    @cute.jit
-    def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``; ``whole``: all its keys exist. Others are zeroed, since 0 * NaN is NaN."""
-        rows = cute.size(self.s, mode=[0])
-        g_block = block_of_rows(self.g, block, rows, cute.size(self.s, mode=[1]))
-        self.row_copy.copy(g_block, self.s[None, None, stage], self.seqlen_k - block * rows, whole)
-
-
-@dataclass(frozen=True)
-class MainloopContext:
-    """What the steps of the main loop need of the CTA's work tile."""
-
-    operands: Operands
-    load_k: BlockLoad
-    load_v: BlockLoad
-    blocks: BlockRange
-    state: ScoreState
-    thread: Int32
-    row0: Int32
-    softmax: OnlineSoftmax
-    stats: cute.Pointer  # row statistics of all threads in shared memory
-    acc_o: cute.Tensor
-    acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -110,8 +68,7 @@ class ForwardSm80:
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
         """The tile for calls that name none."""
-        fits_always = ForwardSm80Tile(tile_m=64, tile_n=32, num_warps=4)
-        return first_that_fits([*_preferred_tiles(traits), fits_always], traits, target)
+        return first_that_fits(preferred_tiles(traits), traits, target)
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm80":
         """This kernel: its default tile does not depend on lengths and heads."""
@@ -496,69 +453,3 @@ class ForwardSm80:
         g_o = cute.local_tile(o, (tile_m, padded(dv)), (tile.row0 // tile_m, 0))
         copy_o = RowCopy(self.gmem_store(dv), thread, padded(dv), dv)
         copy_o.copy(s_o, g_o, tile.info.seqlen_q - tile.row0, False)
-
-
-def _register_need(traits: Traits) -> str:
-    """Registers that the epilogues need beside the scores: a key of the tables in ``_TILES``."""
-    modified = traits.softcap or traits.alibi
-    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
-        return "highest"
-    if traits.bias == "fp32":
-        return "high"
-    if traits.bias or traits.epilogues or (traits.dropout and modified):
-        return "medium"
-    return "low" if traits.dropout or modified else "none"
-
-
-def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
-    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
-
-
-# Largest head_dim_v -> ``_register_need`` -> tiles, best first; the first that fits the traits and the target is the
-# default. A need that is not listed takes "none". Fastest on an H200 of those that spill on no target: 32 queries a
-# warp read K and V from shared memory half as often as 16, and two stages save a barrier. bench/notes.md has others.
-_TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
-    32: {
-        "none": [_tile(128, 128, 4, 2)],
-        "low": [_tile(128, 64, 4, 2)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    64: {
-        "none": [_tile(128, 96, 4, 2)],
-        "low": [_tile(128, 96, 4, 2, qk_unroll=2)],
-        "medium": [_tile(128, 96, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 64, 4, 2, qk_unroll=2)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    96: {
-        "none": [_tile(128, 64, 4, 2)],
-        "low": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 32, 4, 2, qk_unroll=2)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    128: {
-        "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
-        "high": [_tile(128, 32, 4, 2, qk_unroll=4)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    192: {
-        "none": [_tile(128, 64, 8, 1)],
-        "high": [_tile(64, 64, 4, 1)],
-        "highest": [_tile(64, 32, 4, 1)],
-    },
-    256: {
-        "none": [_tile(64, 64, 4, 1)],
-        "highest": [_tile(64, 32, 4, 1, qk_unroll=4)],
-    },
-}
-_FITS_ALWAYS = _tile(64, 32, 4, 1)
-
-
-def _preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    """Tiles to try, best first."""
-    table = next(table for dim, table in _TILES.items() if traits.head_dim_v <= dim)
-    return [*table.get(_register_need(traits), table["none"]), *table["highest"], _FITS_ALWAYS]
