@@ -39,6 +39,7 @@ def attention(
     tile: Any = None,
     deterministic: bool = False,
     backward_tile: Any = None,
+    precision: str | None = None,
 ) -> Result:
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
@@ -99,6 +100,9 @@ def attention(
         instead of once, and for the gradient of a broadcast bias 4 bytes a score: see :mod:`cute_attn.backward`.
     backward_tile : Tile or str, optional
         As tile, for the backward.
+    precision : {"fp32", "tf32"}, optional
+        Of the products of fp32 tensors on CUDA: "fp32" for that of fp32, "tf32" for operands rounded to tf32, three
+        times as fast. Default: what torch.backends.cuda.matmul says of PyTorch's own products.
 
     Returns
     -------
@@ -138,6 +142,7 @@ def attention(
         tile,
         deterministic,
         backward_tile,
+        resolve_precision(q, precision),
     )
     return _attend(tensors, options)
 
@@ -169,6 +174,7 @@ def attention_varlen(
     tile: Any = None,
     deterministic: bool = False,
     backward_tile: Any = None,
+    precision: str | None = None,
 ) -> Result:
     """:func:`attention` for sequences of different lengths, packed one after the other.
 
@@ -189,7 +195,7 @@ def attention_varlen(
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, softcap, dropout_p, dropout_mask, rng_state, epilogues, return_lse, \
-return_softmax, kernel, tile, deterministic, backward_tile
+return_softmax, kernel, tile, deterministic, backward_tile, precision
         As for :func:`attention`.
 
     Returns
@@ -223,6 +229,7 @@ return_softmax, kernel, tile, deterministic, backward_tile
         tile,
         deterministic,
         backward_tile,
+        resolve_precision(q, precision),
     )
     return _attend(tensors, options)
 
@@ -251,6 +258,7 @@ def attention_backward(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of :func:`attention` from its outputs, or from PyTorch's.
 
@@ -276,7 +284,7 @@ def attention_backward(
     tile : Tile or str, optional
         The backward's.
     softmax_scale, causal, window, alibi_slopes, bias, softcap, dropout_p, dropout_mask, seqused_k, epilogues, kernel, \
-deterministic
+deterministic, precision
         As the forward's.
 
     Returns
@@ -308,6 +316,7 @@ deterministic
         None,
         deterministic,
         tile,
+        resolve_precision(q, precision),
     )
     params = _params_of(tensors, options)
     if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
@@ -344,6 +353,7 @@ def attention_varlen_backward(
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> tuple[Tensor, ...]:
     """:func:`attention_backward` for packed sequences: gradients of :func:`attention_varlen`.
 
@@ -384,6 +394,7 @@ def attention_varlen_backward(
         None,
         deterministic,
         tile,
+        resolve_precision(q, precision),
     )
     params = _params_of(tensors, options)
     if lse.dim() == 3:
@@ -463,6 +474,7 @@ class _Options(NamedTuple):
     tile: Any
     deterministic: bool
     backward_tile: Any
+    precision: str
 
 
 def _attend(tensors: Tensors, given: tuple) -> Result:
@@ -542,6 +554,7 @@ def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
             "" if options.tile is None else str(options.tile),
             bool(options.deterministic),
             "" if options.backward_tile is None else str(options.backward_tile),
+            options.precision,
         )
     )
 
@@ -562,6 +575,31 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; accepted: a Python number")
     return float(value)
+
+
+def resolve_precision(q: Tensor, precision: str | None = None) -> str:
+    """The traits' precision of a call: the one that is named, or for fp32 tensors the one of PyTorch's products.
+
+    Raises
+    ------
+    ValueError
+        precision is not what :func:`attention` describes, or q is no fp32 tensor.
+    """
+    single = isinstance(q, Tensor) and q.dtype == torch.float32
+    if precision is None:
+        return "tf32" if single and _torch_uses_tf32() else ""
+    if precision not in ("fp32", "tf32") or not single:
+        accepted = "'fp32', 'tf32', or None" if single else "None, for tensors that are not float32"
+        raise ValueError(f"precision is {precision!r}; accepted: {accepted}")
+    return "" if precision == "fp32" else precision
+
+
+def _torch_uses_tf32() -> bool:
+    """Whether PyTorch multiplies fp32 matrices in tf32 on CUDA."""
+    flags = torch.backends.cuda.matmul
+    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
+        return flags.fp32_precision == "tf32"
+    return flags.allow_tf32
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:

@@ -14,7 +14,6 @@ from cute_attn import kvcache_reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.params import (
     FLOAT_DTYPES,
-    KERNEL_DTYPES,
     _check_cumulative,
     _check_int32,
     _check_strides,
@@ -22,6 +21,8 @@ from cute_attn.params import (
     is_aligned,
     rows_are_regular,
 )
+
+APPEND_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class AppendParams(NamedTuple):
@@ -332,8 +333,8 @@ def _check_range(name: str, values: Tensor, end: int) -> None:
 def check_append_for_kernels(params: AppendParams) -> None:
     """Raise for what the append kernel does not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", params.k_cache), ("v_cache", params.v_cache)):
-        if x.dtype not in KERNEL_DTYPES:
-            accepted = ", ".join(map(str, KERNEL_DTYPES))
+        if x.dtype not in APPEND_DTYPES:
+            accepted = ", ".join(map(str, APPEND_DTYPES))
             raise TypeError(f"{name} has dtype {x.dtype}; accepted on CUDA: {accepted}")
         if x.shape[-1] % 8 or x.shape[-1] > 256:
             raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")

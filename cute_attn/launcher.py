@@ -433,7 +433,8 @@ def choose_kernel(
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.registry`.
 
     A variant that is registered for the forward alone leaves the backward to its generation's own kernel. Where a
-    newer generation declines, such as a tile with fields of an older one, a warning gives its reason.
+    newer generation declines a tile, such as one with fields of an older one, a warning gives its reason; where it
+    does not compute such traits, the log at level DEBUG does.
 
     Raises:
         Unsupported: no kernel supports it, with each one's reason.
@@ -458,11 +459,11 @@ def choose_kernel(
             reason = _tma_bias_reason(params, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
-            if reasons:
+            if reasons and tile:
                 warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
             if reason:
                 kernel = kernel.without_tma_bias()
-            why = f"; for TMA, {reason.rstrip(',')}" if reason else ""
+            why = f"; for TMA, {reason.rstrip(',')}" if reason else "".join(f"; {x}" for x in reasons)
             _log.debug("%s on %s takes tile %s%s", kernel.traits, target, kernel.tile, why)
             return kernel
         except ValueError as reason:

@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.traits import DROPOUTS, MASKS, Traits
+from cute_attn.traits import (
+    DROPOUTS,
+    MASKS,
+    MAX_HEAD_DIM,
+    PRECISIONS,
+    Traits,
+    head_dim_multiple,
+    head_dims_text,
+)
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = tuple(DTYPE_NAMES)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ALIGNMENT_BYTES = 16
 _MAX_INT32 = 2**31 - 1
@@ -51,6 +59,7 @@ class AttentionParams(NamedTuple):
         tile: text of the tile's fields to change, empty for the default tile.
         deterministic: whether gradients repeat bit for bit.
         backward_tile: as ``tile``, for the backward's main kernel.
+        precision: of ``traits.PRECISIONS``, or empty for that of q's dtype.
     """
 
     q: Tensor
@@ -80,6 +89,7 @@ class AttentionParams(NamedTuple):
     tile: str
     deterministic: bool = False
     backward_tile: str = ""
+    precision: str = ""
 
     @property
     def varlen(self) -> bool:
@@ -163,6 +173,7 @@ class AttentionParams(NamedTuple):
             dtype=DTYPE_NAMES[self.q.dtype],
             head_dim=int(self.q.shape[-1]),
             head_dim_v=int(self.v.shape[-1]),
+            precision=self.precision,
             mask=self.mask,
             softcap=self.softcap > 0,
             alibi=self.alibi_slopes is not None,
@@ -291,9 +302,14 @@ def _check_numbers(params: AttentionParams) -> None:
         raise ValueError(
             f"dropout_p is {params.dropout_p} and dropout empty; accepted: a name of a mask, or 0"
         )
-    for name, value, accepted in (("mask", params.mask, MASKS), ("dropout", params.dropout, DROPOUTS)):
+    for name, value, accepted in (
+        ("mask", params.mask, MASKS),
+        ("dropout", params.dropout, DROPOUTS),
+        ("precision", params.precision, PRECISIONS if params.q.dtype == torch.float32 else ()),
+    ):
         if value and value not in accepted:
-            raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}, or empty")
+            names = "".join(f"{item!r}, " for item in accepted)
+            raise ValueError(f"{name} is {value!r}; accepted: {names}or empty")
     for name in ("window_left", "window_right"):
         value = getattr(params, name)
         if not 0 <= value <= UNBOUNDED:
@@ -388,11 +404,13 @@ def check_for_kernels(params: AttentionParams) -> None:
             f"q has dtype {params.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
             f"(on the CPU: {_list(FLOAT_DTYPES)})"
         )
+    multiple = head_dim_multiple(DTYPE_NAMES[params.q.dtype])
     for name, tensor in (("q", params.q), ("k", params.k), ("v", params.v)):
         dim = tensor.shape[-1]
-        if dim % 8 or dim > 256:
+        if dim % multiple or dim > MAX_HEAD_DIM:
             which = "head_dim_v" if name == "v" else "head_dim"
-            raise ValueError(f"{name} has {which} {dim}; accepted: multiples of 8 up to 256")
+            accepted = head_dims_text(multiple, MAX_HEAD_DIM)
+            raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
         _check_strides(name, tensor)
     _check_sizes(params)
     if params.alibi_slopes is not None:

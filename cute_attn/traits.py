@@ -16,22 +16,28 @@ from dataclasses import dataclass, field, fields, replace
 
 OPS = ("forward", "softmax", "backward", "backward_preprocess", "backward_convert", "combine", "append")
 PARTS = ("backward_preprocess", "backward_convert")
-PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
+PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q", "aligned")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
 
 ARCHS = ("sm80", "sm90")
-DTYPES = ("fp16", "bf16")
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+DTYPES = tuple(ELEMENT_BYTES)
+PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
-HEAD_DIM_MULTIPLE = 8
-MAX_HEAD_DIM = 256
+ROW_BYTES = 16
+"""Rows of head-dim elements, and their strides, are multiples of so many bytes, unless the traits are unaligned."""
+MAX_HEAD_DIM = 576
+"""The largest head dim that any kernel takes; each kernel's ``supports`` has its own."""
 
 _WORD = re.compile(r"[a-z_][a-z0-9_]*")
 _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
 # The optional words of a name. A word that is not here names a user's epilogue.
 _TOKENS: dict[str, tuple[str, object]] = {
+    **{precision: ("precision", precision) for precision in PRECISIONS},
+    "unaligned": ("aligned", False),
     **{mask: ("mask", mask) for mask in MASKS},
     "softcap": ("softcap", True),
     "alibi": ("alibi", True),
@@ -49,6 +55,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "paged": ("paged", True),
     "batch_idx": ("batch_idx", True),
 }
+_BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
 # Features of a single op.
 _ONLY_IN = {
     "bias_grad": "backward",
@@ -58,6 +65,16 @@ _ONLY_IN = {
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
 
+def head_dim_multiple(dtype: str) -> int:
+    """Elements of ``dtype`` whose multiples fill aligned rows."""
+    return ROW_BYTES // ELEMENT_BYTES[dtype]
+
+
+def head_dims_text(multiple: int, most: int) -> str:
+    """How errors name the accepted head dims."""
+    return f"1 to {most}" if multiple == 1 else f"multiples of {multiple} up to {most}"
+
+
 @dataclass(frozen=True, order=True)
 class Traits:
     """What is computed: the operation, the kernel's generation, the types, the score features.
@@ -65,9 +82,12 @@ class Traits:
     Attributes:
         op: the operation, one of ``OPS``.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
-        dtype: element type of q, k, v and o; "fp32" for the output of combine alone.
-        head_dim: elements of a row of q and k, a multiple of 8 up to 256.
+        dtype: element type of q, k, v and o.
+        head_dim: elements of a row of q and k, up to 576; a multiple of 16 bytes unless unaligned.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
+        precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32.
+        aligned: rows of q, k, v and o start at multiples of 16 bytes and are contiguous. If not, elements may lie
+            anywhere, and head dims be any.
         mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last
             key (bottom right), the ``_top_left`` ones the first query with the first key.
         softcap: scores pass through ``cap * tanh(score / cap)``.
@@ -96,6 +116,8 @@ class Traits:
     dtype: str
     head_dim: int
     head_dim_v: int = 0
+    precision: str = ""
+    aligned: bool = True
     mask: str = ""
     softcap: bool = False
     alibi: bool = False
@@ -120,7 +142,8 @@ class Traits:
         for name, accepted in (
             ("op", OPS),
             ("arch", ARCHS),
-            ("dtype", (*DTYPES, "fp32") if self.op == "combine" else DTYPES),
+            ("dtype", DTYPES),
+            ("precision", ("", *PRECISIONS) if self.dtype == "fp32" else ("",)),
             ("mask", ("", *MASKS)),
             ("bias", ("", *BIAS_DTYPES)),
             ("dropout", ("", *DROPOUTS)),
@@ -130,12 +153,11 @@ class Traits:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
                 )
+        multiple = head_dim_multiple(self.dtype) if self.aligned else 1
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)
-            if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % HEAD_DIM_MULTIPLE == 0):
-                raise ValueError(
-                    f"{name} is {dim!r}; accepted: multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
-                )
+            if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % multiple == 0):
+                raise ValueError(f"{name} is {dim!r}; accepted: {head_dims_text(multiple, MAX_HEAD_DIM)}")
         for name, op in _ONLY_IN.items():
             if getattr(self, name) and self.op != op:
                 raise ValueError(
@@ -164,7 +186,7 @@ class Traits:
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         arch = f"{self.arch}:{self.variant}" if self.variant else self.arch
         words = [_TOKEN_OF[item] for item in self._features() if item in _TOKEN_OF]
-        before_epilogues = [w for w in words if _TOKENS[w][0] in ("mask", "softcap", "alibi", "bias")]
+        before_epilogues = [w for w in words if _TOKENS[w][0] in _BEFORE_EPILOGUES]
         after_epilogues = words[len(before_epilogues) :]
         return "-".join(
             [self.op, arch, self.dtype, dims, *before_epilogues, *self.epilogues, *after_epilogues]
@@ -225,6 +247,11 @@ class Traits:
     def softmax(self) -> "Traits":
         """Traits of the softmax kernel of such a forward."""
         return replace(self, op="softmax", arch="sm80", head_dim_v=self.head_dim, variant="")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of q, k, v and o."""
+        return ELEMENT_BYTES[self.dtype]
 
     @property
     def causal(self) -> bool:

@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.math import convert_to_16_bits
 from cute_attn.kernels.arguments import append_fake_args
+from cute_attn.kernels.limits import beyond
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
@@ -51,7 +52,7 @@ class AppendKv:
             return f"it uses no score features; accepted: {plain}"
         if traits.varlen and not traits.rotate_q:
             return "varlen is of the queries; accepted: with rotate_q"
-        return None
+        return beyond(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> AppendTile:

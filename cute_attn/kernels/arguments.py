@@ -47,9 +47,9 @@ ALIGN_BYTES = 16
 
 
 def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor of head-dim rows: last dimension contiguous, other strides multiples of 16 bytes."""
+    """A tensor of head-dim rows: last dimension contiguous, its size and other strides multiples of 16 bytes."""
     divisibility = ALIGN_BYTES * 8 // dtype.width
-    shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=8))
+    shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(ndim - 1)), 1)
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=ALIGN_BYTES)
 

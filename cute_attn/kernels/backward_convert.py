@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import warp
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
+from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
@@ -44,7 +45,7 @@ class BackwardConvert:
             return f"it computes backward_convert, not {traits.op}"
         if traits != traits.part(traits.op):
             return f"it uses no score features; accepted: {traits.part(traits.op)}"
-        return None
+        return beyond(traits)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:

@@ -26,6 +26,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.kernels.arguments import preprocess_fake_args
+from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.dq_order import accumulator_rows
 from cute_attn.tiles import BackwardPreprocessTile, padded
 from cute_attn.traits import Traits
@@ -91,7 +92,7 @@ class BackwardPreprocess:
             return f"it computes backward_preprocess, not {traits.op}"
         if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
             return f"it uses no score features; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
-        return None
+        return beyond(traits)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:

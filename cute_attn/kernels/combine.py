@@ -25,8 +25,9 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
 from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args
+from cute_attn.kernels.limits import beyond
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, Traits
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Combine:
         if traits.op != "combine":
             return f"it computes combine, not {traits.op}"
         plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, variant=traits.variant)
-        return None if traits == plain else f"it uses no features; accepted: {plain}"
+        if traits != plain:
+            return f"it uses no features; accepted: {plain}"
+        return beyond(traits, dtypes=DTYPES)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> CombineTile:

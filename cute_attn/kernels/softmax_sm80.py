@@ -35,6 +35,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.kernels.arguments import CUTE_DTYPES, softmax_fake_args
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.tiles import SoftmaxTile, padded
 from cute_attn.traits import Traits
@@ -69,7 +70,7 @@ class SoftmaxSm80:
             return f"it computes softmax-sm80, not {traits.op}-{traits.arch}"
         if traits.head_dim_v != traits.head_dim:
             return f"head_dim_v is {traits.head_dim_v}; accepted: {traits.head_dim}, head_dim: it reads no V"
-        return None
+        return beyond(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SoftmaxTile:

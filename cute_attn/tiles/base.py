@@ -25,6 +25,11 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
 
 
+def row_bytes(traits: Traits) -> tuple[int, int]:
+    """Bytes of a padded row of head_dim elements, and of head_dim_v elements."""
+    return traits.element_bytes * padded(traits.head_dim), traits.element_bytes * padded(traits.head_dim_v)
+
+
 def choice(default: Any, *values: Any) -> Any:
     """A tile's field with the values that are worth a try: :mod:`cute_attn.lab.space` takes neighbours from them.
 
@@ -114,7 +119,7 @@ class WarpTile(Tile):
     def copies_reason(self, traits: Traits, **extents: int) -> str | None:
         """Why the warps cannot copy whole tiles of so many rows, or None; extents: name -> rows."""
         for dim in sorted({padded(traits.head_dim), padded(traits.head_dim_v)}):
-            rows_per_pass = self.num_threads // (8 if dim % 64 == 0 else 4)
+            rows_per_pass = self.num_threads // (8 if dim * traits.element_bytes % 128 == 0 else 4)
             for name, rows in extents.items():
                 if rows % rows_per_pass:
                     return (

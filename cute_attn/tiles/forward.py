@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
 from cute_attn.traits import Traits
 
 SM90_SHARED_MEMORY = 233_472
@@ -61,15 +61,16 @@ class ForwardSm80Tile(WarpTile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        q, o = 2 * self.tile_m * d, 2 * self.tile_m * dv
+        row, row_v = row_bytes(traits)
+        q, o = self.tile_m * row, self.tile_m * row_v
         k_start = 0 if self.share_qk_smem else q
-        v_start = max(q, k_start + 2 * self.tile_n * d * self.num_stages)
-        v_end = v_start + 2 * self.tile_n * dv * self.num_stages
+        k_end = k_start + self.tile_n * row * self.num_stages
+        v_start = max(q, k_end)
+        v_end = v_start + self.tile_n * row_v * self.num_stages
         stats = max(v_end, o)
         return {
             "q": (0, q),
-            "k": (k_start, k_start + 2 * self.tile_n * d * self.num_stages),
+            "k": (k_start, k_end),
             "v": (v_start, v_end),
             "o": (0, o),
             "stats": (stats, stats + self.stats_bytes),
@@ -170,11 +171,11 @@ class ForwardSm90Tile(Tile):
         return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
     def smem_bytes(self, traits: Traits) -> int:
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        q, o = self.tile_m * d, self.tile_m * dv
-        kv = self.tile_n * (d + dv) * self.num_stages
-        scores = self.tile_m * self.tile_n * self.bias_stages
-        return 2 * (kv + (max(q, o) if self.share_qo_smem else q + o) + scores) + self.BARRIER_BYTES
+        row, row_v = row_bytes(traits)
+        q, o = self.tile_m * row, self.tile_m * row_v
+        kv = self.tile_n * (row + row_v) * self.num_stages
+        scores = 2 * self.tile_m * self.tile_n * self.bias_stages  # a bias of 16 bits
+        return kv + (max(q, o) if self.share_qo_smem else q + o) + scores + self.BARRIER_BYTES
 
     BARRIER_BYTES: ClassVar[int] = 1024
     BROADCAST_START: ClassVar[int] = 480  # within the barriers: the work broadcast's items
@@ -242,8 +243,8 @@ class SoftmaxTile(WarpTile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q and K."""
-        d = padded(traits.head_dim)
-        q, k = 2 * self.tile_m * d, 2 * self.tile_n * d
+        row, _ = row_bytes(traits)
+        q, k = self.tile_m * row, self.tile_n * row
         return {"q": (0, q), "k": (q, q + k)}
 
     def registers(self, traits: Traits) -> int:

@@ -45,6 +45,7 @@ from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
 from cute_attn.kernels.backward_sm80.step import step_content
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
@@ -150,7 +151,7 @@ class BackwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("backward", "sm80"):
             return f"it computes backward-sm80, not {traits.op}-{traits.arch}"
-        return EpilogueChain.decline(traits)
+        return beyond(traits) or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:

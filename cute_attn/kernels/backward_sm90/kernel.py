@@ -89,6 +89,7 @@ from cute_attn.kernels.backward_sm90.params import (
 from cute_attn.kernels.backward_sm90.philox import PhiloxProducer, dropout_mask_of
 from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Predicates
 from cute_attn.kernels.backward_sm90.producer import load_all
+from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.dq_order import make_accumulator
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
@@ -110,7 +111,7 @@ class BackwardSm90(BackwardSm90Predicates):
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("backward", "sm90"):
             return f"it computes backward-sm90, not {traits.op}-{traits.arch}"
-        return EpilogueChain.decline(traits)
+        return beyond(traits) or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:

@@ -41,6 +41,7 @@ from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
 from cute_attn.kernels.forward_sm80.heuristics import preferred_tiles
 from cute_attn.kernels.forward_sm80.params import BlockLoad, MainloopContext, Operands
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
@@ -63,7 +64,7 @@ class ForwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm80"):
             return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
-        return None
+        return beyond(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:

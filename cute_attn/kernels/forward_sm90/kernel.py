@@ -57,6 +57,7 @@ from cute_attn.kernels.forward_sm90.params import (
     make_storage,
 )
 from cute_attn.kernels.forward_sm90.producer import Producer
+from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
@@ -79,7 +80,7 @@ class ForwardSm90:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm90"):
             return f"it computes forward-sm90, not {traits.op}-{traits.arch}"
-        return None
+        return beyond(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:

@@ -1,0 +1,32 @@
+"""What several kernels' ``supports`` decline."""
+
+from cute_attn.traits import Traits
+
+HALF = ("fp16", "bf16")
+
+
+def beyond(
+    traits: Traits,
+    *,
+    dtypes: tuple[str, ...] = HALF,
+    most: int = 256,
+    multiple: int = 8,
+    unaligned: bool = False,
+) -> str | None:
+    """Why a kernel with these limits cannot serve ``traits``, or None.
+
+    Args:
+        dtypes: of q, k, v and o.
+        most: the largest head dim.
+        multiple: of the head dims, where rows are aligned.
+        unaligned: whether rows may be unaligned.
+    """
+    if traits.dtype not in dtypes:
+        return f"dtype is {traits.dtype}; accepted: {', '.join(dtypes)}"
+    if not traits.aligned and not unaligned:
+        return "rows are unaligned; accepted: aligned ones"
+    for name in ("head_dim", "head_dim_v"):
+        dim = getattr(traits, name)
+        if dim > most or (traits.aligned and dim % multiple):
+            return f"{name} is {dim}; accepted: multiples of {multiple} up to {most}"
+    return None
