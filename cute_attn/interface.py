@@ -597,9 +597,9 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
 def _torch_uses_tf32() -> bool:
     """Whether PyTorch multiplies fp32 matrices in tf32 on CUDA."""
     flags = torch.backends.cuda.matmul
-    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
-        return flags.fp32_precision == "tf32"
-    return flags.allow_tf32
+    if torch.compiler.is_compiling() or not hasattr(flags, "fp32_precision"):
+        return flags.allow_tf32  # the name that compilers know
+    return flags.fp32_precision == "tf32"  # the other raises where this one has been set
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:

@@ -269,13 +269,13 @@ def repeated(*shape):
 
 # Accepted on the CPU, refused by kernels.
 WRONG_FOR_KERNELS = {
-    "float32": (
-        dense(q=randn(2, 16, 4, 64), k=randn(2, 24, 2, 64), v=randn(2, 24, 2, 64)),
+    "float64": (
+        dense(**{name: GOOD[name].double() for name in "qkv"}),
         TypeError,
-        "q has dtype torch.float32; accepted on CUDA: torch.float16, torch.bfloat16",
+        "q has dtype torch.float64; accepted on CUDA: torch.float16, torch.bfloat16, torch.float32",
     ),
-    "head_dim_12": (dense(**wide(12)), ValueError, "q has head_dim 12; accepted: multiples of 8 up to 256"),
-    "head_dim_264": (dense(**wide(264)), ValueError, "q has head_dim 264"),
+    "head_dim_12": (dense(**wide(12)), ValueError, "q has head_dim 12; accepted: multiples of 8 up to 576"),
+    "head_dim_584": (dense(**wide(584)), ValueError, "q has head_dim 584"),
     "head_dim_v_4": (
         dense(v=randn(2, 24, 2, 4, dtype=BF16)),
         ValueError,

@@ -154,9 +154,9 @@ def empty(*shape, dtype=BF16, device="cpu"):
 
 CU = torch.tensor([0, 5, 16], dtype=torch.int32)
 DECLINED = {
-    "dtype": ("flash", {name: empty(2, 8, 4, 64, dtype=torch.float32) for name in "qkv"}, "q has dtype"),
+    "dtype": ("flash", {name: empty(2, 8, 4, 64, dtype=torch.float64) for name in "qkv"}, "q has dtype"),
     "v_dtype": ("flash", {"v": empty(2, 128, 2, 64, dtype=torch.float16)}, "v has dtype torch.float16"),
-    "head_dim": ("flash", {name: empty(2, 8, 4, 264) for name in "qkv"}, "q has head_dim 264; accepted"),
+    "head_dim": ("flash", {name: empty(2, 8, 4, 584) for name in "qkv"}, "q has head_dim 584; accepted"),
     "odd": ("efficient", {name: empty(2, 8, 4, 20) for name in "qkv"}, "q has head_dim 20; accepted: mult"),
     "v_dim": ("flash", {"v": empty(2, 128, 2, 32)}, "v has head_dim 32; accepted by flash attention: 64"),
     "heads": ("flash", {"q": empty(2, 128, 3, 64)}, "q has 3 heads; accepted: a multiple of k's 2"),
@@ -218,7 +218,7 @@ def test_reason_takes_the_arguments_of_scaled_dot_product_attention():
         assert sdpa.reason(q64, q64, q64, mask, 0.1, scale=0.3) is None
         assert sdpa.reason(q64, k64, k64, is_causal=True) is None
         assert "attn_mask has shape (128, 128)" in sdpa.reason(q64, k64, k64, mask)
-        assert "q has dtype torch.float32" in sdpa.reason(*(q64.float(),) * 3)
+        assert "q has dtype torch.float64" in sdpa.reason(*(q64.double(),) * 3)
         assert "query has shape (2, 4, 128)" in sdpa.reason(q3, q64, q64)
         assert "tensors are on cpu, cuda:0" in sdpa.reason(q64, q64, q64, torch.empty(1, 128, device="cpu"))
     assert sdpa.reason(*(randn(1, 1, 8, 8),) * 3) == "query is on cpu; accepted: cuda"
