@@ -27,8 +27,11 @@ from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 
-SAMPLE_MS = 25.0
-"""How long one sample of a contender takes; longer than the GPU needs to react to its power."""
+SAMPLE_MS = 3.0
+"""How long one sample of a contender takes: four are far shorter than the swings of a clock that power holds down."""
+WARM_MS = 25.0
+"""The same while the GPU warms up."""
+MOST_ROUNDS = 1000
 HEAT_MS = 10.0
 """The same in a race, whose rounds are many."""
 
@@ -230,7 +233,7 @@ def ab(
         progress(f"checking on {workload.name}")
         runs = [_ready(card, contender, workload) for contender in (first, second)]
         progress(f"warming up on {workload.name}")
-        warm(card, runs, sample_ms)
+        warm(card, runs)
         deadline = card.now() + budget_s / left
         start = card.now()
         measured.append(_measure(card, workload, runs, rounds, resolution, deadline, sample_ms, progress))
@@ -271,7 +274,7 @@ def _ready(card: Card, contender: Contender, workload: Workload) -> Run:
         raise ValueError(f"{contender} does not run {workload.name}: {reason}") from None
 
 
-def warm(card: Card, runs: Sequence[Run], sample_ms: float) -> None:
+def warm(card: Card, runs: Sequence[Run], sample_ms: float = WARM_MS) -> None:
     """Run until the times of half a second are those of the one before, up to five seconds."""
     before = None
     for _ in range(_WARM_WINDOWS if runs else 0):
@@ -313,7 +316,11 @@ def _measure(
         return None if latest is not None and latest.slowed else ratio
 
     ratios, void = until_decided(
-        one_round, rounds=rounds, resolution=resolution, in_time=lambda: card.now() < deadline
+        one_round,
+        rounds=rounds,
+        resolution=resolution,
+        most=MOST_ROUNDS,
+        in_time=lambda: card.now() < deadline,
     )
     if not ratios:
         slowed = summary(states)
@@ -398,7 +405,7 @@ def race(
             failed[contender] = str(error)
     heats = dict.fromkeys(runs, 0)
     scores = {contender: [list[float]() for _ in shapes] for contender in runs}
-    warm(card, [run for own in runs.values() for run in own], sample_ms)
+    warm(card, [run for own in runs.values() for run in own])
     alive = list(runs)
     while alive:
         for contender in alive:

@@ -73,11 +73,12 @@ def median_rank(n: int, confidence: float = CONFIDENCE) -> int:
     [0, 2, 4, 6, 10]
     """
     # 2**n (1 - confidence) / 2 outcomes of n coins may have fewer than k heads.
-    allowed, fewer = (1 - confidence) / 2 * 2**n, 0
+    allowed, fewer, ways = (1 - confidence) / 2, 0, 1
     for k in range(n // 2 + 1):
-        fewer += math.comb(n, k)
-        if fewer > allowed:
+        fewer += ways
+        if fewer / 2**n > allowed:
             return k
+        ways = ways * (n - k) // (k + 1)
     return n // 2
 
 

@@ -409,7 +409,7 @@ class _Study:
             self.say("checking and warming up the default tile")
             for workload in self.search.workloads:
                 self.runs[workload] = self.card.prepare(self.search.default, workload)
-            warm(self.card, list(self.runs.values()), SAMPLE_MS)
+            warm(self.card, list(self.runs.values()))
         return True
 
     def heat(self, entry: _Entry) -> None:
