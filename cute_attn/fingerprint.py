@@ -43,6 +43,7 @@ _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
             "head_dims",
             "interface",
             "kvcache",
+            "kvcache_launcher",
             "append",
             "kvcache_params",
             "kvcache_reference",

@@ -91,6 +91,8 @@ class CacheParams(NamedTuple):
         cu_seqlens_q: int32 (batch + 1,), or None.
         alibi_slopes: (nheads,) or (batch, nheads), or None.
         max_seqlen_q to tile: as of :class:`cute_attn.params.AttentionParams`.
+        num_splits: parts of each query block's keys; 0 for shares of all key blocks.
+        split_keys: keys of a part, or 0.
     """
 
     q: Tensor
@@ -117,6 +119,8 @@ class CacheParams(NamedTuple):
     softcap: float
     kernel: str
     tile: str
+    num_splits: int = 0
+    split_keys: int = 0
 
     @property
     def append(self) -> AppendParams:
@@ -127,6 +131,11 @@ class CacheParams(NamedTuple):
     def batch(self) -> int:
         """Number of sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.q.shape[-2] // self.k_cache.shape[2]
 
     def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of out and lse."""

@@ -30,7 +30,7 @@ def merge_attention(
     ----------
     outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
         fp32, or of any float dtype, which is copied to fp32 on CUDA; or a sequence of partial results, which are
-        copied to one tensor. On CUDA up to 256 partials, head_dim_v a multiple of 8 up to 256.
+        copied to one tensor. On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
         Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
     dtype : torch.dtype, optional

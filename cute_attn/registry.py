@@ -20,7 +20,7 @@ from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
-from cute_attn.kernels.combine import Combine
+from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
@@ -41,6 +41,8 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("append", "sm90", ""): AppendKv,
     ("combine", "sm80", ""): Combine,
     ("combine", "sm90", ""): Combine,
+    ("combine_shares", "sm80", ""): CombineShares,
+    ("combine_shares", "sm90", ""): CombineShares,
 }
 """(op, arch, variant) -> kernel class."""
 
@@ -156,6 +158,11 @@ def defaults() -> list[tuple[Traits, str]]:
             dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
             pairs += [(Traits(op, arch, dtype, dim), targets[-1]) for dtype in dims for dim in dims[dtype]]
             continue
+        if op == "combine_shares":
+            pairs += [
+                (Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _SHARES_FEATURES
+            ]
+            continue
         if op == "append":
             pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
             continue
@@ -179,6 +186,13 @@ _APPEND_FEATURES: list[dict[str, Any]] = [
     {},
     {"rotary": "interleaved", "rotate_q": True, "batch_idx": True},
     {"rotary": "halves", "rotate_q": True, "varlen": True, "varlen_new": True, "paged": True},
+]
+
+
+_SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
+    (128, {"seqused_k": True}),
+    (64, {"mask": "causal", "varlen": True, "seqused_k": True}),
+    (256, {"mask": "window", "seqused_k": True, "leftpad": True}),
 ]
 
 

@@ -14,7 +14,10 @@ How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_a
 import re
 from dataclasses import dataclass, field, fields, replace
 
-OPS = ("forward", "softmax", "backward", "backward_preprocess", "backward_convert", "combine", "append")
+OPS = (
+    *("forward", "softmax", "backward", "backward_preprocess", "backward_convert"),
+    *("kvcache", "combine", "combine_shares", "append"),
+)
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q", "aligned")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
@@ -25,6 +28,7 @@ DTYPES = tuple(ELEMENT_BYTES)
 PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
+SPLITS = ("parts", "shares")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
@@ -54,13 +58,18 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "varlen_new": ("varlen_new", True),
     "paged": ("paged", True),
     "batch_idx": ("batch_idx", True),
+    "leftpad": ("leftpad", True),
+    **{f"split_{split}": ("split", split) for split in SPLITS},
 }
 _BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
-# Features of a single op.
-_ONLY_IN = {
-    "bias_grad": "backward",
-    "lse_grad": "backward_preprocess",
-    **dict.fromkeys(("rotary", "rotate_q", "varlen_new", "paged", "batch_idx"), "append"),
+# Features of some ops only.
+_ONLY_IN: dict[str, tuple[str, ...]] = {
+    "bias_grad": ("backward",),
+    "lse_grad": ("backward_preprocess",),
+    **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
+    **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
+    "leftpad": ("kvcache", "combine_shares"),
+    "split": ("kvcache",),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -103,8 +112,11 @@ class Traits:
             (i, i + pairs). Append, as are those that follow.
         rotate_q: queries are rotated too; ``varlen`` is theirs.
         varlen_new: new keys are packed, with cumulative lengths.
-        paged: the cache consists of pages, found through a table.
+        paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
+        leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_shares after it.
+        split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
+            size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's own.
 
     Raises:
@@ -134,6 +146,8 @@ class Traits:
     varlen_new: bool = False
     paged: bool = False
     batch_idx: bool = False
+    leftpad: bool = False
+    split: str = ""
     variant: str = ""
 
     def __post_init__(self) -> None:
@@ -148,6 +162,7 @@ class Traits:
             ("bias", ("", *BIAS_DTYPES)),
             ("dropout", ("", *DROPOUTS)),
             ("rotary", ("", *ROTARY)),
+            ("split", ("", *SPLITS)),
         ):
             if getattr(self, name) not in accepted:
                 raise ValueError(
@@ -158,10 +173,11 @@ class Traits:
             dim = getattr(self, name)
             if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % multiple == 0):
                 raise ValueError(f"{name} is {dim!r}; accepted: {head_dims_text(multiple, MAX_HEAD_DIM)}")
-        for name, op in _ONLY_IN.items():
-            if getattr(self, name) and self.op != op:
+        for name, ops in _ONLY_IN.items():
+            if getattr(self, name) and self.op not in ops:
+                which = " or ".join(map(repr, ops))
                 raise ValueError(
-                    f"{name} is {getattr(self, name)} with op {self.op!r}; accepted: with op {op!r}"
+                    f"{name} is {getattr(self, name)} with op {self.op!r}; accepted: with op {which}"
                 )
         if self.rotate_q and not self.rotary:
             raise ValueError(f"rotate_q is True without rotary; accepted: with rotary {' or '.join(ROTARY)}")

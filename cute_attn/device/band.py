@@ -8,17 +8,27 @@ from cutlass import Constexpr, Int32
 
 @dataclass(frozen=True)
 class Band:
-    """Query i sees key j if i + left <= j < i + right and j < seqlen_k. ``has_left``, ``has_right``: bounds in use."""
+    """Query i sees key j if i + left <= j < i + right and first <= j < seqlen_k.
+
+    ``has_left``, ``has_right``: bounds in use. ``first``: the sequence's first key, None for key 0.
+    """
 
     has_left: Constexpr
     has_right: Constexpr
     left: Int32
     right: Int32
     seqlen_k: Int32
+    first: Int32 | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether a query may not see the keys from 0 on."""
+        return self.has_left or self.first is not None
 
     def first_key(self, query: Int32) -> Int32:
         """The first key that ``query`` sees (may be beyond the last)."""
-        return cutlass.max(query + self.left, 0) if self.has_left else Int32(0)
+        first = Int32(0) if self.first is None else self.first
+        return cutlass.max(query + self.left, first) if self.has_left else first
 
     def end_key(self, query: Int32) -> Int32:
         """One past the last key that ``query`` sees (may be negative)."""

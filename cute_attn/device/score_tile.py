@@ -34,6 +34,7 @@ class ScoreContext:
     score_scale: Float32
     inv_score_scale: Float32
     gradient_scale: Float32 | None = None  # factor of a backward's dS: 1 / (1 - dropout_p)
+    first_key: Int32 | None = None  # the first key, if that is not key 0
 
 
 @dataclass(frozen=True)

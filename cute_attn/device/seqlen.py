@@ -9,7 +9,10 @@ from cutlass import Int32, Int64
 
 
 class Seqlens(NamedTuple):
-    """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,)."""
+    """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,).
+
+    leftpad (batch,): the first row of a cache's entry that a sequence has, where that is not row 0.
+    """
 
     cu_seqlens_q: cute.Tensor | None
     cu_seqlens_k: cute.Tensor | None
@@ -17,6 +20,7 @@ class Seqlens(NamedTuple):
     seqused_k: cute.Tensor | None
     max_seqlen_q: Int32
     max_seqlen_k: Int32
+    leftpad: cute.Tensor | None = None
 
     def batch(self, tensor: cute.Tensor) -> Int32:
         """Number of sequences; ``tensor``: (batch, ...), not read if varlen."""
@@ -25,12 +29,16 @@ class Seqlens(NamedTuple):
 
 @dataclass(frozen=True)
 class SeqlenInfo:
-    """Lengths of one sequence and, if varlen, its first row in q and k (0 otherwise)."""
+    """Lengths of one sequence and, if varlen, its first row in q and k (0 otherwise).
+
+    With leftpad, keys are the rows [first_key, seqlen_k) of an entry: their indices count from its row 0.
+    """
 
     seqlen_q: Int32
     seqlen_k: Int32
     offset_q: Int32
     offset_k: Int32
+    first_key: Int32 | None = None
 
     @staticmethod
     @cute.jit
@@ -38,7 +46,10 @@ class SeqlenInfo:
         """Read the lengths of sequence ``batch``."""
         seqlen_q, offset_q = _read(seqlens.cu_seqlens_q, seqlens.seqused_q, seqlens.max_seqlen_q, batch)
         seqlen_k, offset_k = _read(seqlens.cu_seqlens_k, seqlens.seqused_k, seqlens.max_seqlen_k, batch)
-        return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k)
+        first_key = None
+        if cutlass.const_expr(seqlens.leftpad is not None):
+            first_key = cutlass.max(seqlens.leftpad[batch], 0)  # type: ignore[index]
+        return SeqlenInfo(seqlen_q, seqlen_k, offset_q, offset_k, first_key)
 
 
 @cute.jit

@@ -138,6 +138,7 @@ class EpilogueChain:
             score_scale=score_scale,
             inv_score_scale=1.0 / score_scale,
             gradient_scale=self.dropout.rescale_of(args[-1]) if self.dropout else Float32(1.0),
+            first_key=info.first_key,
         )
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:

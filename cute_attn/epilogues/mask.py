@@ -39,8 +39,9 @@ class Mask(Epilogue):
     def begin(self, args: tuple, context: ScoreContext) -> Band:
         if self.windowed:
             left, right = args
-            return Band(True, True, context.shift - left, context.shift + right + 1, context.seqlen_k)
-        return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k)
+            bounds = (context.shift - left, context.shift + right + 1, context.seqlen_k)
+            return Band(True, True, *bounds, context.first_key)
+        return Band(False, self.causal, Int32(0), context.shift + 1, context.seqlen_k, context.first_key)
 
     def forward(self, state: Band, tile: ScoreTile, loaded=()) -> None:
         """Bounds are computed once a column if transposed, else once a row: a thread has fewer of these."""
@@ -58,7 +59,7 @@ class Mask(Epilogue):
             first = state.first_key(query) - tile.col0
             for c in cutlass.range_constexpr(len(tile.cols)):
                 visible = tile.cols[c] < end
-                if cutlass.const_expr(state.has_left):
+                if cutlass.const_expr(state.has_first):
                     visible = visible & (tile.cols[c] >= first)
                 tile.acc[r, c] = tile.acc[r, c] if visible else -Float32.inf
 

@@ -39,6 +39,7 @@ from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 from cute_attn.traits import Traits
+from cute_attn.work.key_parts import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 
@@ -196,6 +197,70 @@ def combine_fake_args(traits: Traits) -> tuple:
     )
 
 
+def kvcache_fake_args(traits: Traits, score_args: tuple) -> tuple:
+    """``__call__``'s arguments of a kvcache kernel, without the stream.
+
+    mQ, mK, mV, mO, mLSE, seqlens, tables, softmax_scale, schedule, score_args, partials. mK and mV: the caches as of
+    ``append_fake_args``, with its tables. Of seqlens cu_seqlens_k is None and max_seqlen_k the capacity. partials is
+    None without the trait ``split``.
+    """
+    dtype = CUTE_DTYPES[traits.dtype]
+    ndim = 3 if traits.varlen else 4
+    return (
+        rows_fake(dtype, ndim),
+        rows_fake(dtype, 4),
+        rows_fake(dtype, 4),
+        rows_fake(dtype, ndim),
+        plain_fake(Float32, ndim - 1),
+        _cache_seqlens_fake(traits),
+        _tables_fake(traits),
+        Float32(0.0),
+        ForwardSchedule(make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=16), Int32(0)),
+        score_args,
+        _partials_fake(traits.split) if traits.split else None,
+    )
+
+
+def combine_shares_fake_args(traits: Traits, mask_args: tuple) -> tuple:
+    """``__call__``'s arguments of the combine kernel after shares, without the stream.
+
+    partials (``Partials``), mO, mLSE and seqlens as the kvcache kernel's, mask_args, nheads_kv, slots.
+    """
+    ndim = 3 if traits.varlen else 4
+    return (
+        _partials_fake("shares"),
+        rows_fake(CUTE_DTYPES[traits.dtype], ndim),
+        plain_fake(Float32, ndim - 1),
+        _cache_seqlens_fake(traits),
+        mask_args,
+        Int32(0),
+        Int32(0),
+    )
+
+
+def _partials_fake(split: str) -> Partials:
+    sizes = (5, 4) if split == "parts" else (3, 2)
+    return Partials(rows_fake(Float32, sizes[0]), strided_fake(Float32, sizes[1]), Int32(0), Int32(0))
+
+
+def _cache_seqlens_fake(traits: Traits) -> Seqlens:
+    """Lengths of packed or batched queries and of what is used of a cache."""
+
+    def lengths(present: bool) -> cute.Tensor | None:
+        return plain_fake(Int32, 1) if present else None
+
+    cu_seqlens_q, seqused_k = lengths(traits.varlen), lengths(traits.seqused_k)
+    return Seqlens(cu_seqlens_q, None, None, seqused_k, Int32(0), Int32(0), lengths(traits.leftpad))
+
+
+def _tables_fake(traits: Traits) -> CacheTables | None:
+    if not (traits.paged or traits.batch_idx):
+        return None
+    return CacheTables(
+        plain_fake(Int32, 2) if traits.paged else None, plain_fake(Int32, 1) if traits.batch_idx else None
+    )
+
+
 def append_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the append kernel, without the stream.
 
@@ -218,7 +283,4 @@ def append_fake_args(traits: Traits) -> tuple:
         if traits.rotate_q
         else None
     )
-    tables = None
-    if traits.paged or traits.batch_idx:
-        tables = CacheTables(plain_fake(Int32, 2) if traits.paged else None, lengths(traits.batch_idx))
-    return (rows_fake(dtype, 4), rows_fake(dtype, 4), tables, new, angles, queries)
+    return (rows_fake(dtype, 4), rows_fake(dtype, 4), _tables_fake(traits), new, angles, queries)

@@ -1,5 +1,7 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
+:class:`Combine` merges given ones, :class:`CombineShares` those of a kvcache kernel that divides all key blocks.
+
     m       = max over i of lse[i]              of one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
     out     = sum over i of w[i] * o[i] / sum over i of w[i]
@@ -13,7 +15,7 @@ groups of threads each add up every groups-th partial row, 16 bytes a thread and
 group adds the groups' sums in their order. So the order of all sums depends on the number of partial results and the
 tile alone: results repeat bit for bit.
 
-Limits: up to 256 fp32 partial results; out in fp16, bf16 or fp32; head dims up to 256, multiples of 8.
+Limits: up to ``MAX_PARTIALS`` fp32 partial results; out in fp16, bf16 or fp32; head dims up to 256, multiples of 8.
 """
 
 from dataclasses import dataclass
@@ -24,10 +26,14 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
-from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.epilogues.mask import Mask
+from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args, combine_shares_fake_args
 from cute_attn.kernels.limits import beyond
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineSharesTile, CombineTile
 from cute_attn.traits import DTYPES, Traits
+from cute_attn.work.key_parts import Partials
+from cute_attn.work.key_shares import OVERHEAD, KeyShares, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,39 @@ class Place:
     batch: Int32
     query: Int32
     head: Int32
+
+
+@dataclass(frozen=True)
+class RowPartials:
+    """Where the partial results of one row are, in elements, and how many.
+
+    Partial result i is at ``start + i * step``, or with ``alternates`` the first one is one index further: a share at
+    the end of a slot's line has the odd index, see :class:`cute_attn.work.key_shares.Share`.
+    """
+
+    count: Int32
+    out: Int64
+    out_step: Int64
+    lse: Int64
+    lse_step: Int64
+    alternates: Constexpr = False
+
+    @cute.jit
+    def out_row(self, i: Int32) -> Int64:
+        """Where row i of O starts."""
+        return self._place(i, self.out, self.out_step)
+
+    @cute.jit
+    def lse_place(self, i: Int32) -> Int64:
+        """Where LSE i is."""
+        return self._place(i, self.lse, self.lse_step)
+
+    @cute.jit
+    def _place(self, i: Int32, start: Int64, step: Int64) -> Int64:
+        index = Int64(i)
+        if cutlass.const_expr(self.alternates):
+            index = Int64(2 * i + cutlass.select_(i == 0, Int32(1), Int32(0)))
+        return start + index * step
 
 
 @dataclass(frozen=True)
@@ -124,11 +163,26 @@ class Combine:
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
         place = self.place(block, thread, rows, divisors)
-        self.load_lse(mLSEpartial, shared, place)
+        partials = self.row_partials(mOpartial, mLSEpartial, place)
+        self.merge(mOpartial.iterator, mLSEpartial.iterator, partials, shared, place, mO, mLSE)
+
+    @cute.jit
+    def merge(
+        self,
+        out: cute.Pointer,
+        lse: cute.Pointer,
+        partials: RowPartials,
+        shared: Shared,
+        place: Place,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+    ) -> None:
+        """Merge the rows of a CTA: ``partials`` are this thread's row's, at ``out`` and ``lse``."""
+        self.load_lse(lse, partials, shared, place)
         cute.arch.barrier()
-        row_max, largest = self.compute_weights(mLSEpartial.shape[0], shared, place)
+        row_max, largest = self.compute_weights(partials.count, shared, place)
         cute.arch.barrier()
-        acc, total = self.add_partials(mOpartial, largest, shared, place)
+        acc, total = self.add_partials(out, partials, largest, shared, place)
         if cutlass.const_expr(self.tile.groups > 1):
             self.store_sums(acc, total, shared, place)
             cute.arch.barrier()
@@ -165,15 +219,22 @@ class Combine:
         return Place(own, thread // per_row % groups, thread % per_row, flat < rows, batch, query, head)
 
     @cute.jit
-    def load_lse(self, mLSEpartial: cute.Tensor, shared: Shared, place: Place) -> None:
+    def row_partials(self, mOpartial: cute.Tensor, mLSEpartial: cute.Tensor, place: Place) -> RowPartials:
+        """Of a thread's row."""
+        step_partial, step_batch, step_query, step_head, _ = mOpartial.stride
+        out = (
+            Int64(place.batch) * step_batch + Int64(place.query) * step_query + Int64(place.head) * step_head
+        )
+        step_lse, lse_batch, lse_head, lse_query = mLSEpartial.stride
+        lse = Int64(place.batch) * lse_batch + Int64(place.head) * lse_head + Int64(place.query) * lse_query
+        return RowPartials(Int32(mOpartial.shape[0]), out, Int64(step_partial), lse, Int64(step_lse))
+
+    @cute.jit
+    def load_lse(self, lses: cute.Pointer, partials: RowPartials, shared: Shared, place: Place) -> None:
         """The row's LSEs to shared memory, +inf as -inf."""
-        step_partial, step_batch, step_head, step_query = mLSEpartial.stride
-        start = Int64(place.batch) * step_batch + Int64(place.head) * step_head
-        start += Int64(place.query) * step_query
         first, step = self.own_partials(place)
-        for i in cutlass.range(first, mLSEpartial.shape[0], step, unroll=1):
-            source = mLSEpartial.iterator + start + Int64(i) * step_partial
-            lse = cute.make_tensor(source, cute.make_layout(1))[0]
+        for i in cutlass.range(first, partials.count, step, unroll=1):
+            lse = cute.make_tensor(lses + partials.lse_place(i), cute.make_layout(1))[0]
             shared.lse[place.row, i] = -Float32.inf if lse == Float32.inf else lse
 
     @cute.jit
@@ -196,7 +257,9 @@ class Combine:
         return place.group * per_row + place.lane, per_row * self.tile.groups
 
     @cute.jit
-    def add_partials(self, mOpartial: cute.Tensor, largest: Int32, shared: Shared, place: Place):
+    def add_partials(
+        self, outs: cute.Pointer, partials: RowPartials, largest: Int32, shared: Shared, place: Place
+    ):
         """The group's sums: of weighted rows, this thread's columns (4, vectors), and of weights.
 
         The rows of ``unroll`` partial results are loaded at once, without a branch: in place of those without weight,
@@ -204,24 +267,21 @@ class Combine:
         """
         traits, groups, unroll = self.traits, self.tile.groups, self.tile.unroll
         vectors: Constexpr = self.tile.vectors(traits)
-        partials = Int32(0) if largest < 0 else Int32(mOpartial.shape[0])
-        step_partial, step_batch, step_query, step_head, _ = mOpartial.stride
-        start = Int64(place.batch) * step_batch + Int64(place.query) * step_query
-        start += Int64(place.head) * step_head
+        count = Int32(0) if largest < 0 else partials.count
         acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), Float32)
         acc.fill(0.0)
         total = Float32(0.0)
         values = cute.make_rmem_tensor(cute.make_layout((4, vectors, unroll)), Float32)
         weights = cute.make_rmem_tensor(cute.make_layout(unroll), Float32)
-        for first in cutlass.range(place.group, partials, groups * unroll, unroll=1):
+        for first in cutlass.range(place.group, count, groups * unroll, unroll=1):
             for u in cutlass.range_constexpr(unroll):
                 i = first + u * groups
-                weight = shared.weights[place.row, cutlass.min(i, partials - 1)]
-                weights[u] = weight if i < partials else Float32(0.0)
-                row = start + Int64(largest if weights[u] == 0.0 else i) * step_partial
+                weight = shared.weights[place.row, cutlass.min(i, count - 1)]
+                weights[u] = weight if i < count else Float32(0.0)
+                row = partials.out_row(largest if weights[u] == 0.0 else i)
                 for j in cutlass.range_constexpr(vectors):
                     col = cutlass.min(self.column(place, j), traits.head_dim_v - 4)
-                    source = mOpartial.iterator + cute.assume(row + col, divby=4)
+                    source = outs + cute.assume(row + col, divby=4)
                     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values[None, j, u])
             for u in cutlass.range_constexpr(unroll):
                 total += weights[u]
@@ -279,17 +339,172 @@ class Combine:
             out.store(acc.load())
         else:
             convert_to_16_bits(acc, out)
-        step_batch, step_query, step_head, _ = mO.stride
-        start = Int64(place.batch) * step_batch + Int64(place.query) * step_query
-        start += Int64(place.head) * step_head
+        start = Int64(place.query) * mO.stride[-3] + Int64(place.head) * mO.stride[-2]
+        if cutlass.const_expr(len(mO.shape) == 4):
+            start += Int64(place.batch) * mO.stride[0]
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
             col = self.column(place, j)
             if col < self.traits.head_dim_v:
                 target = mO.iterator + cute.assume(start + col, divby=4)
                 cute.autovec_copy(out[None, j], cute.make_tensor(target, cute.make_layout(4)))
         if place.lane == 0:
-            start = Int64(place.batch) * mLSE.stride[0] + Int64(place.head) * mLSE.stride[1]
-            target = cute.make_tensor(
-                mLSE.iterator + start + Int64(place.query) * mLSE.stride[2], cute.make_layout(1)
-            )
+            start = Int64(place.head) * mLSE.stride[-2] + Int64(place.query) * mLSE.stride[-1]
+            if cutlass.const_expr(len(mLSE.shape) == 3):
+                start += Int64(place.batch) * mLSE.stride[0]
+            target = cute.make_tensor(mLSE.iterator + start, cute.make_layout(1))
             target[0] = -Float32.inf if total == 0.0 else row_max + log(total)
+
+
+@dataclass(frozen=True)
+class CombineUnits:
+    """Units, query blocks of packs of heads, in chunks of a CTA's rows: block -> (batch, pack, m_block, chunk)."""
+
+    chunks: cute.FastDivmodDivisorV2
+    m_blocks: cute.FastDivmodDivisorV2
+    packs: cute.FastDivmodDivisorV2
+    packs_per_kvhead: cute.FastDivmodDivisorV2
+    group: Int32
+    total: Int32
+
+    @staticmethod
+    def make(mO: cute.Tensor, seqlens: Seqlens, nheads_kv: Int32, tile: CombineSharesTile) -> "CombineUnits":
+        """On the host."""
+        queries = tile.tile_m // tile.pack_heads
+        group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
+        packs_per_kvhead = cute.ceil_div(group, tile.pack_heads)
+        rows = cutlass.min(Int64(seqlens.max_seqlen_q) * tile.pack_heads, Int64(tile.tile_m))
+        chunks = cute.ceil_div(Int32(rows), tile.rows)
+        m_blocks = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries)
+        packs = nheads_kv * packs_per_kvhead
+        total = seqlens.batch(mO) * packs * m_blocks * chunks
+        chunks, m_blocks, packs, packs_per_kvhead = (
+            cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
+        )
+        return CombineUnits(chunks, m_blocks, packs, packs_per_kvhead, group, total)
+
+
+@dataclass(frozen=True)
+class CombineShares(Combine):
+    """Merges what a kvcache kernel with split "shares" left in parts. A CTA handles some rows of one unit.
+
+    It finds the unit's slots by the arithmetic of :class:`KeyShares`, and leaves at once where a single slot wrote the
+    result.
+    """
+
+    tile: CombineSharesTile
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op != "combine_shares":
+            return f"it computes combine_shares, not {traits.op}"
+        used = ("mask", "varlen", "seqused_k", "leftpad", "variant")
+        own = {name: getattr(traits, name) for name in used}
+        plain = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim, **own)
+        if traits != plain:
+            return f"it uses lengths and the mask alone; accepted: {plain}"
+        return beyond(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> CombineSharesTile:
+        """The tile after a kernel with 64 rows and keys a block; calls have one that follows the kernel's."""
+        return CombineSharesTile()
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return combine_shares_fake_args(self.traits, self.mask.fake_args())
+
+    @property
+    def mask(self) -> Mask:
+        """The kvcache kernel's."""
+        return Mask.of(self.traits)
+
+    @cute.jit
+    def __call__(
+        self,
+        partials: Partials,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        mask_args: tuple,
+        nheads_kv: Int32,
+        slots: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        units = CombineUnits.make(mO, seqlens, nheads_kv, self.tile)
+        self.kernel(partials, mO, mLSE, seqlens, mask_args, units, slots).launch(
+            grid=[units.total, 1, 1],
+            block=[self.tile.num_threads(self.traits), 1, 1],
+            stream=stream,
+            use_pdl=self.traits.arch == "sm90",
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        partials: Partials,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        mask_args: tuple,
+        units: CombineUnits,
+        slots: Int32,
+    ) -> None:
+        tile, thread = self.tile, cute.arch.thread_idx()[0]
+        plane, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
+        plane, m_block = divmod(plane, units.m_blocks)
+        batch, pack = divmod(plane, units.packs)
+        info = SeqlenInfo.read(seqlens, batch)
+        row0 = m_block * (tile.tile_m // tile.pack_heads)
+        first, last = Int32(0), Int32(0)
+        if row0 < info.seqlen_q:
+            blocks = VisibleBlocks(seqlens, mask_args, self.mask, tile.tile_m // tile.pack_heads, tile.tile_n)
+            number = seqlens.batch(mO)
+            shares = KeyShares.make(
+                blocks, number, units.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
+            )
+            first, last = shares.slots_of(batch, pack, m_block)
+        if cutlass.const_expr(self.traits.arch == "sm90"):
+            # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
+            cute.arch.griddepcontrol_wait()
+        if first < last:
+            base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16)
+            shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
+            row = chunk * tile.rows + thread // (tile.threads_per_row(self.traits) * tile.groups)
+            place = self.place_of_unit(thread, row, (batch, pack, row0), info, units)
+            found = self.unit_partials(partials, first, last, row)
+            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE)
+
+    @cute.jit
+    def place_of_unit(
+        self, thread: Int32, row: Int32, unit: tuple, info: SeqlenInfo, units: CombineUnits
+    ) -> Place:
+        """What a thread works on; ``unit``: (batch, pack, first query), ``row``: of the unit's."""
+        tile, (batch, pack, row0) = self.tile, unit
+        per_row = tile.threads_per_row(self.traits)
+        head_kv, of_kvhead = divmod(pack, units.packs_per_kvhead)
+        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
+        query = row0 + row // tile.pack_heads
+        exists = (row < tile.tile_m) & (query < info.seqlen_q) & (in_group < units.group)
+        own = thread // (per_row * tile.groups)
+        head = head_kv * units.group + in_group
+        return Place(
+            own, thread // per_row % tile.groups, thread % per_row, exists, batch, info.offset_q + query, head
+        )
+
+    @cute.jit
+    def unit_partials(self, partials: Partials, first: Int32, last: Int32, row: Int32) -> RowPartials:
+        """The partial results of a row, which the slots from ``first`` to ``last`` wrote."""
+        row = Int64(cutlass.min(row, self.tile.tile_m - 1))
+        step, step_row, _ = partials.out.stride
+        lse_step, lse_row = partials.lse.stride
+        before = Int64(2 * first)
+        return RowPartials(
+            last - first + 1,
+            before * step + row * step_row,
+            Int64(step),
+            before * lse_step + row * lse_row,
+            Int64(lse_step),
+            True,
+        )

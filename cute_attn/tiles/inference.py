@@ -1,11 +1,12 @@
 """Tiles of the kernels around attention with a cache: combine and append."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cute_attn.tiles.base import Tile, choice
 from cute_attn.traits import Traits
 
-MAX_PARTIALS = 256
+MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
 
 
@@ -70,6 +71,44 @@ class CombineTile(Tile):
                 f"{self.threads_per_row(traits)} for each; accepted: up to 1024"
             )
         return None
+
+
+@dataclass(frozen=True)
+class CombineSharesTile(CombineTile):
+    """Tile of the combine kernel after one that divides all key blocks into shares.
+
+    Attributes:
+        tile_m, tile_n, pack_heads: that kernel's.
+    """
+
+    tile_m: int = 64
+    tile_n: int = 64
+    pack_heads: int = 1
+
+    @staticmethod
+    def after(tile: Any, traits: Traits, partials: int) -> "CombineSharesTile":
+        """The tile for about so many partial results of a row, after a kernel with ``tile``."""
+        groups = next((n for n in (16, 8, 4, 2) if partials >= 4 * n), 1)
+        chosen = CombineSharesTile(
+            1, groups, 8 if groups == 16 else 4, tile.tile_m, tile.tile_n, tile.pack_heads
+        )
+        while chosen.num_threads(traits) % 32:
+            chosen = replace(chosen, rows=2 * chosen.rows)
+        return chosen
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        for name in ("tile_m", "tile_n", "pack_heads"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
+        if self.tile_m % self.pack_heads:
+            return f"pack_heads is {self.pack_heads}; accepted: divisors of tile_m, {self.tile_m}"
+        reason = super().shape_reason(traits)
+        if reason is None and self.num_threads(traits) % 32:
+            return (
+                f"rows and groups are {self.rows} and {self.groups}, {self.num_threads(traits)} threads with "
+                f"{self.threads_per_row(traits)} for each; accepted: whole warps of 32"
+            )
+        return reason
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,13 @@ class BlockRange:
         block = step + self.first
         return cutlass.select_(block >= self.end, block - self.end, block)
 
+    @cute.jit
+    def clipped(self, begin: Int32, end: Int32) -> "BlockRange":
+        """Those in [begin, end), which lies within [self.begin, self.end)."""
+        full_begin = cutlass.min(cutlass.max(self.full_begin, begin), end)
+        full_end = cutlass.min(cutlass.max(self.full_end, full_begin), end)
+        return BlockRange(begin, full_begin, full_end, end)
+
     @staticmethod
     @cute.jit
     def of_queries(band: Band, first_query: Int32, end_query: Int32, tile_n: Constexpr) -> "BlockRange":

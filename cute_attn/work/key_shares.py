@@ -27,6 +27,8 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.block_range import BlockRange
 
 WARP = 32
+OVERHEAD = 1
+"""Places on the line that a unit takes beside its key blocks: what its start and its end cost, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class VisibleBlocks:
         info = SeqlenInfo.read(self.seqlens, batch)
         zero = Int32(0)
         lengths = (info.seqlen_q, info.seqlen_k, zero, zero)
-        context = ScoreContext(zero, zero, zero, *lengths, info.seqlen_k - info.seqlen_q, None, None, None)
+        shift = info.seqlen_k - info.seqlen_q
+        context = ScoreContext(zero, zero, zero, *lengths, shift, None, None, None, first_key=info.first_key)
         band = self.mask.begin(self.mask_args, context)
         first = m_block * self.queries
         return BlockRange.of_queries(

@@ -13,6 +13,7 @@ PTX = {
     "backward_convert": ("ld.global", "ld.shared", "st.global"),
     "append": ("ld.global.v4", "st.global.v4"),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
+    "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
 }
 SASS = {
     "sm80": ("HMMA", "LDSM", "LDGSTS"),
@@ -21,6 +22,7 @@ SASS = {
     "backward_convert": ("LDG", "LDS", "STG"),
     "append": ("LDG", "STG"),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
+    "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
 }
 
 

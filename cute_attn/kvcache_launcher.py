@@ -1,0 +1,354 @@
+"""From the parameters of a call with a cache to its launches on CUDA.
+
+They are the kvcache kernel, and where keys are divided the combine kernel after it.
+
+All that follows from metadata is computed once and kept as a :class:`Plan` under that metadata. Grid and workspace
+follow from the GPU and from shapes alone, and nothing is read on the host, so that a CUDA graph replays with other
+lengths and tables.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.counters import multiprocessors, work_counters
+from cute_attn.kvcache_params import CacheParams
+from cute_attn.launcher import as_strided, contiguous_strides, new_empty_strided
+from cute_attn.params import (
+    DTYPE_NAMES,
+    MAX_ROWS,
+    MAX_SEQLEN,
+    check_count,
+    regular_strides,
+    rows_are_regular,
+)
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineSharesTile, CombineTile
+from cute_attn.traits import Traits
+
+WAVES = 8
+"""Work tiles a CTA from which on they are claimed whole: lengths that differ then cost little."""
+FULL_WAVES = 0.85
+"""Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How keys are divided: the trait ``split``, and the numbers of ``Partials``."""
+
+    how: str = ""
+    parts: int = 1
+    part_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What follows from a call's metadata. Plans compare by identity.
+
+    Attributes:
+        function: launches the kvcache kernel; None where there is nothing to compute.
+        combine: launches the combine kernel, or None.
+        kernel: the kvcache kernel, which makes the epilogues' arguments.
+        shapes: of out and lse.
+        partial_shapes: of the partial results' O and LSE; () without a split.
+        split: how keys are divided.
+        group: query heads of a key head.
+        multiprocessors: of the GPU.
+    """
+
+    function: Callable[..., None] | None
+    combine: Callable[..., None] | None
+    kernel: Any
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    partial_shapes: tuple[tuple[int, ...], ...] = ()
+    split: Split = Split()
+    multiprocessors: int = 0
+
+    def launch(self, params: CacheParams, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Allocate the outputs and launch on the current stream. q: the queries as kernels read them, rotated."""
+        out, lse = (
+            new_empty_strided(q, shape, contiguous_strides(shape), dtype)
+            for shape, dtype in zip(self.shapes, (q.dtype, torch.float32), strict=True)
+        )
+        if self.function is None:
+            return out.zero_(), lse.fill_(-math.inf)
+        seqlens, tables, partials = self._seqlens(params), _tables(params), None
+        if self.partial_shapes:
+            partials = self._partials(q)
+        kernel, schedule = self.kernel, (work_counters(q.get_device()), self.multiprocessors)
+        score_args = kernel.score_args(_score_inputs(params))
+        k, v = _regular(params.k_cache), _regular(params.v_cache)
+        self.function(
+            *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, schedule, score_args, partials)
+        )
+        if self.split.how == "parts":
+            outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
+            self.combine(partials.out, partials.lse, outs, lses)  # type: ignore[misc, union-attr]
+        elif self.split.how == "shares":
+            slots = self.partial_shapes[0][0] // 2
+            mask_args = score_args[1]
+            self.combine(partials, out, lse, seqlens, mask_args, k.shape[2], slots)  # type: ignore[misc]
+        return out, lse
+
+    def _seqlens(self, params: CacheParams) -> Any:
+        from cute_attn.device.seqlen import Seqlens
+
+        lengths = (params.cu_seqlens_q, None, None, params.append.lengths_after())
+        return Seqlens(*lengths, *longest(params), params.cache_leftpad)
+
+    def _partials(self, q: Tensor) -> Any:
+        """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
+        from cute_attn.work.key_parts import Partials
+
+        out, lse = (
+            new_empty_strided(q, shape, contiguous_strides(shape), torch.float32)
+            for shape in self.partial_shapes
+        )
+        return Partials(out, lse, self.split.parts, self.split.part_keys)
+
+
+def _tables(params: CacheParams) -> Any:
+    from cute_attn.device.key_rows import CacheTables
+
+    table, batch_idx = params.page_table, params.cache_batch_idx
+    if table is None and batch_idx is None:
+        return None
+    if table is not None and table.shape[1] == 1:
+        table = as_strided(table, tuple(table.shape), (table.stride(0), 1))
+    return CacheTables(table, batch_idx)
+
+
+def _regular(x: Tensor) -> Tensor:
+    """A view with the strides that kernels assume, also of dimensions of size 1."""
+    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
+
+
+def _score_inputs(params: CacheParams) -> Any:
+    """The epilogues' inputs, slopes for each sequence and head."""
+    inputs, slopes = params.score_inputs(), params.alibi_slopes
+    if slopes is None:
+        return inputs
+    shape = (params.batch, params.q.shape[-2])
+    if tuple(slopes.shape) != shape or slopes.stride(-1) != 1:
+        slopes = as_strided(slopes, shape, regular_strides(slopes, shape))
+    return replace(inputs, alibi_slopes=slopes)
+
+
+def longest(params: CacheParams) -> tuple[int, int]:
+    """The most queries of a sequence, and rows of the cache."""
+    queries = (
+        params.q.shape[1] if params.cu_seqlens_q is None else min(params.max_seqlen_q, params.q.shape[0])
+    )
+    return queries, params.append.cache.capacity
+
+
+# ---- plans by metadata ----
+
+_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
+    """The metadata of a call's tensors, and its numbers."""
+    key: list[Any] = []
+    for x in params:
+        if isinstance(x, Tensor):
+            key += (x.dtype, x.get_device(), x.shape, x.stride())
+        else:
+            key.append(x)
+    return tuple(key)
+
+
+def known_plan(params: CacheParams) -> Plan | None:
+    """The plan of an earlier call with this metadata, or None."""
+    return _plans.get(plan_key(params))
+
+
+def plan_for(params: CacheParams) -> Plan:
+    """The plan of a checked call, kept under its metadata.
+
+    Raises:
+        ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
+    """
+    key = plan_key(params)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _make_plan(params)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _make_plan(params: CacheParams) -> Plan:
+    shapes = params.output_shapes()
+    queries, capacity = longest(params)
+    if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
+        return Plan(None, None, None, shapes)
+    from cute_attn import compiler
+
+    if capacity > MAX_SEQLEN or queries > MAX_SEQLEN:
+        which, count = (
+            ("k_cache has capacity", capacity) if capacity > MAX_SEQLEN else ("q has seqlen", queries)
+        )
+        raise ValueError(f"{which} {count}; accepted on CUDA: up to {MAX_SEQLEN}")
+    with torch.cuda.device(params.q.device):
+        target = compiler.default_target("sm80")
+        processors = multiprocessors(params.q.get_device())
+        kernel, split = choose_kernel(params, target, processors)
+        function = compiler.build(kernel, target).function
+        partial_shapes = _partial_shapes(params, kernel, split, processors)
+        combine = _combine(kernel, split, partial_shapes, params, target)
+    return Plan(function, combine, kernel, shapes, partial_shapes, split, processors)
+
+
+def _combine(
+    kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], params: CacheParams, target: str
+) -> Callable[..., None] | None:
+    from cute_attn import compiler
+
+    traits = kernel.traits
+    if not split.how:
+        return None
+    if split.how == "parts":
+        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim_v)
+        return compiler.compile(plain, CombineTile.of(split.parts), target).function
+    kept = {name: getattr(traits, name) for name in ("mask", "varlen", "seqused_k", "leftpad")}
+    own = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim_v, **kept)
+    of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
+    return compiler.compile(own, CombineSharesTile.after(kernel.tile, own, of_a_row), target).function
+
+
+def _partial_shapes(
+    params: CacheParams, kernel: Any, split: Split, processors: int
+) -> tuple[tuple[int, ...], ...]:
+    dim = params.v_cache.shape[-1]
+    if split.how == "parts":
+        rows = params.q.shape[:-2] if params.cu_seqlens_q is None else (1, params.q.shape[0])
+        heads = params.q.shape[-2]
+        return (split.parts, *rows, heads, dim), (split.parts, rows[0], heads, rows[1])
+    if split.how == "shares":
+        slots = kernel.tile.blocks_per_sm * processors
+        return (2 * slots, kernel.tile.tile_m, dim), (2 * slots, kernel.tile.tile_m)
+    return ()
+
+
+# ---- the kernel and how keys are divided ----
+
+
+def units(params: CacheParams, tile: Any) -> int:
+    """Query blocks of all sequences and packs of heads, at most."""
+    packs = params.k_cache.shape[2] * -(-params.group // tile.pack_heads)
+    return params.batch * packs * -(-longest(params)[0] // tile.queries)
+
+
+def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> Traits:
+    """Of the kvcache kernel."""
+    return Traits(
+        "kvcache",
+        arch,
+        DTYPE_NAMES[params.q.dtype],
+        int(params.q.shape[-1]),
+        int(params.v_cache.shape[-1]),
+        mask=params.mask,
+        softcap=params.softcap > 0,
+        alibi=params.alibi_slopes is not None,
+        varlen=params.cu_seqlens_q is not None,
+        seqused_k=params.cache_seqlens is not None,
+        paged=params.page_table is not None,
+        batch_idx=params.cache_batch_idx is not None,
+        leftpad=params.cache_leftpad is not None,
+        split=split,
+        variant=variant,
+    )
+
+
+def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[Any, Split]:
+    """The kernel with its tile: the newest generation that supports the call, or the named one; and its split.
+
+    Raises:
+        Unsupported: no kernel supports it, with each one's reason.
+    """
+    from cute_attn import registry
+
+    names = (
+        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
+    )
+    reasons: list[str] = []
+    for name in names:
+        arch, _, variant = name.partition(":")
+        try:
+            found = _kernel_and_split(params, arch, variant, target, processors)
+        except registry.Unsupported as reason:
+            if len(names) == 1:
+                raise
+            reasons.append(str(reason))
+            continue
+        if reasons:
+            warnings.warn(f"{found[0].traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
+        return found
+    raise registry.Unsupported("; ".join(reasons))
+
+
+def _kernel_and_split(
+    params: CacheParams, arch: str, variant: str, target: str, processors: int
+) -> tuple[Any, Split]:
+    from cute_attn import registry
+
+    def kernel_of(split: str) -> Any:
+        kernel = registry.lookup(traits_of(params, arch, split, variant), params.tile or None, target)
+        if not params.tile:
+            kernel = kernel.for_cache(*longest(params), params.group, _page_size(params))
+        _check_sizes(params, kernel.tile)
+        return kernel
+
+    if params.num_splits == 0 and not params.split_keys:
+        kernel = kernel_of("shares")
+        if not _whole_is_better(params, kernel.tile, processors):
+            return kernel, Split("shares")
+    split = _parts(params)
+    return kernel_of(split.how), split
+
+
+def _page_size(params: CacheParams) -> int:
+    """Rows that follow each other in memory: of a page, or 0 for those of an entry."""
+    return 0 if params.page_table is None else params.k_cache.shape[1]
+
+
+def _parts(params: CacheParams) -> Split:
+    """The split that the call names."""
+    capacity = longest(params)[1]
+    if params.split_keys:
+        parts = -(-capacity // params.split_keys)
+        if parts > MAX_PARTIALS:
+            least = -(-capacity // MAX_PARTIALS)
+            raise ValueError(
+                f"split_keys is {params.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
+                f"to {MAX_PARTIALS} parts"
+            )
+        return Split("parts", parts, params.split_keys) if parts > 1 else Split()
+    return Split("parts", params.num_splits) if params.num_splits > 1 else Split()
+
+
+def _whole_is_better(params: CacheParams, tile: Any, processors: int) -> bool:
+    """Whether whole work tiles, which CTAs claim one by one, fill the GPU as well as shares do."""
+    waves = units(params, tile) / (tile.blocks_per_sm * processors)
+    if longest(params)[0] <= tile.queries:  # bound by memory, and all CTAs have to read at all times
+        return False
+    return waves >= WAVES or (params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES)
+
+
+def _check_sizes(params: CacheParams, tile: Any) -> None:
+    """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
+    capacity = longest(params)[1]
+    count = units(params, tile)
+    blocks = -(-capacity // tile.tile_n) + 2
+    each = f"{count} blocks of up to {tile.queries} queries"
+    check_count(f"q has {each}", count, MAX_ROWS)
+    check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
+    check_count("q has rows of heads", math.prod(params.q.shape[:-1]), MAX_ROWS)
+    check_count("partial results have blocks", count * max(params.num_splits, 1), MAX_ROWS)

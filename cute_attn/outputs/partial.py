@@ -1,0 +1,122 @@
+"""Rows of O and LSE stored from registers: 16-bit results, or fp32 partial results in a workspace.
+
+Only rows that exist are written: of few queries that is little, and no shared memory is needed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.work.key_parts import Partials
+from cute_attn.work.query_tiles import QueryTile
+
+
+@dataclass(frozen=True)
+class RowTarget:
+    """Where the rows of a work tile go: row r is query r // heads of its head r % heads.
+
+    Attributes:
+        out, lse: of the tile's first query and head.
+        out_steps, lse_steps: elements from one head to the next, and from one query to the next.
+    """
+
+    out: cute.Pointer
+    lse: cute.Pointer
+    out_steps: tuple[Int64, Int64]
+    lse_steps: tuple[Int64, Int64]
+
+    @staticmethod
+    @cute.jit
+    def whole(mO: cute.Tensor, mLSE: cute.Tensor, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
+        """In the results: mO (batch, seqlen_q, nheads, head_dim_v) and mLSE (batch, nheads, seqlen_q), or varlen."""
+        query = Int64(tile.info.offset_q + tile.row0)
+        out = query * mO.stride[-3] + Int64(tile.head) * mO.stride[-2]
+        lse = Int64(tile.head) * mLSE.stride[-2] + query * mLSE.stride[-1]
+        if cutlass.const_expr(not varlen):
+            out += Int64(tile.batch) * mO.stride[0]
+            lse += Int64(tile.batch) * mLSE.stride[0]
+        return RowTarget(
+            mO.iterator + cute.assume(out, divby=2),
+            mLSE.iterator + lse,
+            (Int64(mO.stride[-2]), Int64(mO.stride[-3])),
+            (Int64(mLSE.stride[-2]), Int64(mLSE.stride[-1])),
+        )
+
+    @staticmethod
+    @cute.jit
+    def part(partials: Partials, part: Int32, tile: QueryTile, varlen: Constexpr) -> "RowTarget":
+        """In the partial results of split "parts"."""
+        out, lse = partials.out, partials.lse
+        batch = Int32(0) if cutlass.const_expr(varlen) else tile.batch
+        query = Int64(tile.info.offset_q + tile.row0)
+        first = Int64(part) * out.stride[0] + Int64(batch) * out.stride[1]
+        first += query * out.stride[2] + Int64(tile.head) * out.stride[3]
+        first_lse = Int64(part) * lse.stride[0] + Int64(batch) * lse.stride[1]
+        first_lse += Int64(tile.head) * lse.stride[2] + query * lse.stride[3]
+        return RowTarget(
+            out.iterator + cute.assume(first, divby=4),
+            lse.iterator + first_lse,
+            (Int64(out.stride[3]), Int64(out.stride[2])),
+            (Int64(lse.stride[2]), Int64(lse.stride[3])),
+        )
+
+    @staticmethod
+    @cute.jit
+    def share(partials: Partials, index: Int32, heads: Constexpr) -> "RowTarget":
+        """In the partial results of split "shares": rows of the tile follow each other."""
+        out, lse = partials.out, partials.lse
+        step, step_lse = Int64(out.stride[1]), Int64(lse.stride[1])
+        return RowTarget(
+            out.iterator + cute.assume(Int64(index) * out.stride[0], divby=4),
+            lse.iterator + Int64(index) * lse.stride[0],
+            (step, step * heads),
+            (step_lse, step_lse * heads),
+        )
+
+
+@cute.jit
+def row_exists(score_map: ScoreMap, r: Constexpr, tile: QueryTile):
+    """Whether row r of the tile is a query of a head."""
+    exists = tile.row0 + score_map.query(r) < tile.info.seqlen_q
+    if cutlass.const_expr(score_map.heads > 1):
+        exists = exists & (score_map.head(r) < tile.heads_left)
+    return exists
+
+
+@cute.jit
+def store_rows(
+    target: RowTarget,
+    acc: cute.Tensor,
+    lse: cute.Tensor,
+    score_map: ScoreMap,
+    tile: QueryTile,
+    dim: Constexpr,
+) -> None:
+    """Store O and its LSE.
+
+    Args:
+        acc: O normalised, (rows, columns) as ``score_map`` has them: fp32, converted to the target's type.
+        lse: (rows), natural logarithms.
+        score_map: of O's accumulator.
+        dim: head_dim_v; columns from there on are not written.
+    """
+    dtype: Any = target.out.dtype
+    cols = score_map.modes.cols
+    for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+        if row_exists(score_map, r, tile):
+            head = Int64(score_map.head(r)) if cutlass.const_expr(score_map.heads > 1) else Int64(0)
+            query = Int64(score_map.query(r))
+            row = target.out + cute.assume(
+                head * target.out_steps[0] + query * target.out_steps[1] + score_map.thr_col, divby=2
+            )
+            pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+            for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
+                if score_map.thr_col + cols[c] < dim:
+                    pair[0], pair[1] = dtype(acc[r, c]), dtype(acc[r, c + 1])
+                    cute.autovec_copy(pair, cute.make_tensor(row + cols[c], cute.make_layout(2)))
+            if score_map.thr_col == 0:
+                place = head * target.lse_steps[0] + query * target.lse_steps[1]
+                cute.make_tensor(target.lse + place, cute.make_layout(1))[0] = lse[r]
