@@ -4,10 +4,12 @@
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
 Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and
-the least of some repetitions: of the forward alone, and of a forward and a backward of q, k and v.
+the least of some repetitions: of the forward alone, and of a forward and a backward of q, k and v. Rows of PyTorch's
+scaled_dot_product_attention come twice, by PyTorch's kernels and with cute_attn.sdpa active.
 """
 
 import argparse
+import contextlib
 import fnmatch
 import functools
 import statistics
@@ -68,6 +70,36 @@ def rows() -> dict[str, Callable[[bool], Any]]:
     }
 
 
+def sdpa_rows() -> dict[str, Callable[[bool], Any]]:
+    """Calls of scaled_dot_product_attention, by backend."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    inputs = {
+        flag: [
+            torch.randn(2, 4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=flag)
+            for _ in range(3)
+        ]
+        for flag in (False, True)
+    }
+    bias = torch.zeros(2, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
+
+    def call(backend: SDPBackend, **options: Any) -> Callable[[bool], Any]:
+        def run(gradients: bool) -> Any:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(*inputs[gradients], **options)
+
+        return run
+
+    return {
+        "SDPA flash": call(SDPBackend.FLASH_ATTENTION, is_causal=True),
+        "SDPA efficient": call(SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
+        "SDPA efficient, bias": call(SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
+        "SDPA cuDNN": call(SDPBackend.CUDNN_ATTENTION, is_causal=True),
+    }
+
+
 def _step(call: Callable[[bool], Any]) -> None:
     call(True).sum().backward()
 
@@ -81,12 +113,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
     print(f"{'us of host time, median (least)':34} {'forward':>16} {'forward+backward':>20}")
-    for name, call in rows().items():
+    from cute_attn import sdpa
+
+    chosen = [(name, call, False) for name, call in rows().items()]
+    for name, call in sdpa_rows().items():
+        chosen += [(f"{name}, PyTorch", call, False), (f"{name}, cute_attn.sdpa", call, True)]
+    for name, call, active in chosen:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
             continue
-
-        forward = microseconds(functools.partial(call, False))
-        both = microseconds(functools.partial(_step, call))
+        with sdpa.active(unsupported="error") if active else contextlib.nullcontext():
+            forward = microseconds(functools.partial(call, False))
+            both = microseconds(functools.partial(_step, call))
         print(
             f"{name:34} {forward[0]:7.1f} ({forward[1]:5.1f}) {both[0]:11.1f} ({both[1]:5.1f})",
             flush=True,

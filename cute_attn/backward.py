@@ -329,6 +329,20 @@ def gradients(
     if grad_out is None:  # one row of zeros, broadcast
         shape, _, _ = params.output_shapes()
         grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
+    found = launcher_for(params, grad_out, grad_lse, out, lse, needed, forward)
+    return found.launch(params, (grad_out, grad_lse), (out, lse))
+
+
+def launcher_for(
+    params: AttentionParams,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    forward: launcher.Launcher | None = None,
+) -> BackwardLauncher:
+    """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
     deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
     classes = user_classes(params, "backward")
     key: tuple[Any, ...]
@@ -350,7 +364,7 @@ def gradients(
         if len(_launchers) >= _MAX_LAUNCHERS:
             _launchers.clear()
         _launchers[key] = backward_launcher
-    return backward_launcher.launch(params, (grad_out, grad_lse), (out, lse))
+    return backward_launcher
 
 
 def _make_launcher(

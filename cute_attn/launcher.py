@@ -58,11 +58,12 @@ def new_empty_strided(
     return _empty_strided_cuda(shape, strides, dtype)
 
 
-def as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
+def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
     """A view of ``tensor`` from its element ``first`` on."""
-    if _reinterpret_tensor is None:
-        return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
-    return _reinterpret_tensor(tensor, shape, strides, first)
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
+
+
+as_strided: Callable[..., Tensor] = _reinterpret_tensor or _as_strided
 
 
 # ---- a kernel's arguments, prepared ----

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_attn.interface import resolve_mask
 from cute_attn.params import AttentionParams, check, check_for_kernels
+from cute_attn.traits import Traits
 
 BACKENDS = ("flash", "efficient", "cudnn")
 
@@ -162,15 +163,24 @@ def _missing_kernel(params: AttentionParams, target: str, op: str) -> str | None
 
     reasons = []
     for arch, targets in registry.RUNS_ON.items():
-        if target not in targets:
-            continue
-        try:
+        if target in targets:
             bias_grad = op == "backward" and params.bias is not None
-            registry.lookup(params.traits(arch, op=op, bias_grad=bias_grad), None, target)
-            return None
-        except registry.Unsupported as error:
-            reasons.append(str(error))
+            reason = _declined(params.traits(arch, op=op, bias_grad=bias_grad), target)
+            if reason is None:
+                return None
+            reasons.append(reason)
     return "; ".join(reasons)
+
+
+@functools.lru_cache(maxsize=1024)
+def _declined(traits: Traits, target: str) -> str | None:
+    from cute_attn import registry
+
+    try:
+        registry.lookup(traits, None, target)
+    except registry.Unsupported as error:
+        return str(error)
+    return None
 
 
 def call_of(

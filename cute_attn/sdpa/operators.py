@@ -5,7 +5,6 @@ compilers rely on. They run below autograd: each calls kernels, never :func:`cut
 second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,11 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import ops, random_states
-from cute_attn.backward import gradients
-from cute_attn.launcher import as_strided
-from cute_attn.params import is_aligned, rows_are_regular
-from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, call_of, parameters, why_not
+from cute_attn import launcher
+from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, _is_capturing, call_of, why_not
+from cute_attn.sdpa.plans import (
+    BackwardPlan,
+    ForwardPlan,
+    Results,
+    plan_backward,
+    plan_forward,
+    recall,
+    remember,
+)
 
 
 @dataclass(frozen=True)
@@ -41,143 +46,50 @@ class Options:
                 )
 
 
-# ---- data ----
+# ---- plans of calls ----
 
 
-def _readable(x: Tensor) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
-    if rows_are_regular(x) and is_aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+class Question(NamedTuple):
+    """An operator's arguments beside its tensors, as far as they decide.
 
-
-def _narrow_bias(bias: Tensor) -> Tensor:
-    """A bias with dimensions of stride 0 as size 1, which costs kernels less; the last one as it is."""
-    dims = list(zip(bias.shape, bias.stride(), strict=True))
-    shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
-    return _last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
-    """Tensors as kernels read them. A bias with a gradient keeps its shape, which is the gradient's."""
-    q, k, v = map(_readable, inputs[:3])
-    bias = inputs.bias
-    if bias is not None:
-        bias = _last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
-    return Inputs(q, k, v, bias, *inputs[4:])
-
-
-class Results(NamedTuple):
-    """A forward's: out with rows before heads, lse with +inf for a row without keys, int64 (2,) seed and offset."""
-
-    out: Tensor
-    lse: Tensor
-    state: Tensor
-    softmax: Tensor | None
-
-
-def _forward(call: Call, inputs: Inputs, options: Options, *, return_softmax: bool = False) -> Results:
-    q = inputs.q
-    state = _draw(call, q.device, options.rng) if call.dropout_p else None
-    params = parameters(call, _prepared(inputs), state)._replace(return_softmax=return_softmax)
-    # Below autograd: the public functions would record a second graph.
-    out, lse, softmax = (ops.forward_cuda if q.is_cuda else ops.forward_cpu)(params)
-    if _may_see_nothing(call, inputs):
-        lse = lse.masked_fill(lse == -math.inf, math.inf)
-    return Results(out, lse, q.new_empty(2, dtype=torch.int64) if state is None else state, softmax)
-
-
-def _may_see_nothing(call: Call, inputs: Inputs) -> bool:
-    """Whether there may be a query that sees no key."""
-    if call.bias is not None or call.packed or inputs.seqused_k is not None or max(call.window) >= 0:
-        return True
-    return call.causal and call.backend == "flash" and call.longest[0] > call.longest[1]
-
-
-def _draw(call: Call, device: torch.device, rng: str) -> Tensor:
-    """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
-    if rng != "torch":
-        return random_states.draw(device)
-    generator = _generator(device)
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + _advance(call))
-    return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.cuda.default_generators[
-        torch.cuda.current_device() if device.index is None else device.index
-    ]
-
-
-def _advance(call: Call) -> int:
-    """What PyTorch's forward adds to the generator's offset: a number for each thread or score, in fours."""
-    if call.lengths[0] is not None:
-        batch = call.lengths[0][0][0] - 1
-    else:
-        batch = call.q[0]
-    planes = batch * call.q[-2]
-    count = planes * 32 if call.backend == "flash" else planes * call.longest[0] * call.longest[1]
-    return (count + 3) // 4 * 4
-
-
-def _backward(
-    call: Call,
-    inputs: Inputs,
-    grads: tuple[Tensor, Tensor, Tensor],
-    rng_state: Tensor | tuple[Tensor, Tensor],
-    *,
-    bias_gradient: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and perhaps bias.
-
-    grads: of out, then out and lse, all with rows before heads.
+    Attributes:
+        backend: of BACKENDS.
+        causal, dropout_p, scale: the operator's.
+        flags: whatever else a plan depends on.
+        window, longest: as of :func:`cute_attn.sdpa.calls.call_of`.
     """
-    state = _joined(rng_state, inputs.q.device) if call.dropout_p else None
-    params = parameters(call, _prepared(inputs, bias_gradient=bias_gradient), state)
-    grad_out, out, lse = grads
-    needed = (True, True, True, bias_gradient)
-    if inputs.q.is_cuda:
-        found = gradients(params, grad_out, None, out, lse, needed)
-    else:
-        found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, list(needed), *params)
-    dq, dk, dv, dbias = found
-    assert dq is not None and dk is not None and dv is not None
-    return dq, dk, dv, dbias if bias_gradient else None
+
+    backend: str
+    causal: bool
+    dropout_p: float
+    scale: float | None
+    flags: tuple = ()
+    window: tuple[int | None, int | None] = (None, None)
+    longest: tuple[int, int] | None = None
 
 
-def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
-    """Seed and offset as one int64 tensor."""
-    if isinstance(rng_state, Tensor):
-        return rng_state.view(torch.int64).to(device)
-    return torch.stack([x.to(device) for x in rng_state])
+def _key(question: Question, options: Options, inputs: tuple, kind: str) -> tuple:
+    """What a plan depends on beside the tensors' metadata, and the shapes, by which it is found."""
+    q, k, v, bias = inputs[:4]
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    key: tuple = (kind, question, q.shape, k.shape, aligned, None if bias is None else bias.data_ptr() & 15)
+    if question.dropout_p and options.rng == "torch":
+        key = (*key, "torch", _is_capturing(q.device))
+    return key if len(inputs) == 4 else (*key, tuple([x is None for x in inputs]))
 
 
-# ---- layouts of PyTorch's outputs ----
-
-
-def _strides_like(x: Tensor, last: int) -> tuple[int, ...]:
-    """Strides of an output with the order of x's dimensions and its last size ``last``."""
-    if x.shape[-1] == last:
-        return torch.empty_like(x, device="meta").stride()
-    strides, step = [0] * x.dim(), 1
-    shape = (*x.shape[:-1], last)
-    for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), -dim)):
-        strides[dim], step = step, step * shape[dim]
-    return tuple(strides)
-
-
-def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """``x`` with these strides: itself where they address the same memory, otherwise a copy."""
-    if all(
-        size == 1 or own == wanted for size, own, wanted in zip(x.shape, x.stride(), strides, strict=True)
-    ):
-        return x if x.stride() == strides else as_strided(x, tuple(x.shape), strides)
-    return x.new_empty_strided(x.shape, strides).copy_(x)
+def _call(question: Question, options: Options, inputs: tuple) -> Call:
+    """inputs: q, k, v, bias of (batch, heads, rows, dim), or these and the others with rows before heads."""
+    return call_of(
+        question.backend,
+        _dense(*inputs) if len(inputs) == 4 else Inputs(*inputs),
+        causal=question.causal,
+        dropout_p=question.dropout_p,
+        scale=question.scale,
+        window=question.window,
+        longest=question.longest,
+        rng=options.rng,
+    )
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Inputs:
@@ -186,12 +98,87 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     return Inputs(q, k, v, bias)
 
 
-def _gradients_like(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients with rows before heads in the layouts of PyTorch's inputs, which have heads before rows."""
-    pairs = zip(grads, inputs, strict=True)
-    return tuple(
-        _laid_out(g.transpose(1, 2), _strides_like(x, x.shape[-1])) for g, x in pairs if g is not None
+def _forward(
+    question: Question, options: Options, inputs: tuple, *, wants_lse: bool = True, debug: bool = False
+) -> ForwardPlan | str:
+    """The plan of a forward, or the reason why kernels do not serve it; inputs: as of :func:`_call`."""
+    key = _key(question, options, inputs, "forward")
+    present = inputs[:3] if len(inputs) == 4 and inputs[3] is None else _present(inputs)
+    plan = recall(key, present)
+    if plan is not None:
+        return plan
+    call = _call(question, options, inputs)
+    reason = why_not(call) or _debug_mask_reason(debug, question.dropout_p)
+    if reason is not None:
+        return remember(key, present, reason)
+    heads_first, rows = len(inputs) == 4, call.longest[0]
+    made = plan_forward(
+        call,
+        (*inputs, None, None, None, None) if heads_first else inputs,
+        options.rng,
+        heads_first=heads_first,
+        wants_lse=wants_lse,
+        lse_rows=-(-rows // 32) * 32 if question.backend == "efficient" and wants_lse else rows,
+        return_softmax=debug,
     )
+    return remember(key, present, made)
+
+
+def _backward(
+    question: Question,
+    options: Options,
+    inputs: tuple,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    bias_gradient: bool = False,
+) -> BackwardPlan | str:
+    """The same of a backward; grads: of out, then out and lse."""
+    key = _key(question, options, inputs, "backward")
+    present = (*grads, *_present(inputs))
+    plan = recall(key, present)
+    if plan is not None:
+        return plan
+    call = _call(question, options, inputs)
+    reason = why_not(call)
+    if reason is not None:
+        return remember(key, present, reason)
+    heads_first = len(inputs) == 4
+    all_inputs = (*inputs, None, None, None, None) if heads_first else inputs
+    made = plan_backward(call, all_inputs, grads, heads_first=heads_first, bias_gradient=bias_gradient)
+    return remember(key, present, made)
+
+
+def _present(tensors: tuple) -> tuple[Tensor, ...]:
+    return tuple([x for x in tensors if x is not None])
+
+
+def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
+    """PyTorch raises then, so that there is no backward."""
+    if return_debug_mask and not dropout_p:
+        return "return_debug_mask is set without dropout; accepted: with dropout"
+    return None
+
+
+def _fresh(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of at most one dimension that nobody reads, on ``like``'s device."""
+    if like.is_cuda and like.get_device() == launcher._current_device():
+        return launcher.new_empty_strided(like, shape, (1,) if shape else (), dtype)
+    return like.new_empty(shape, dtype=dtype)
+
+
+def _numbers(found: Results) -> tuple[Tensor, Tensor]:
+    """Seed and offset as two int64 tensors."""
+    if found.state is not None:
+        return found.state.unbind()  # type: ignore[return-value]
+    return _fresh(found.out, (), torch.int64), _fresh(found.out, (), torch.int64)
+
+
+def _flash_state(found: Results) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, an unused tensor and the debug mask."""
+    out, state = found.out, found.state
+    seed = _fresh(out, (2,), torch.uint64) if state is None else state.view(torch.uint64)
+    debug = _fresh(out, (0,), out.dtype) if found.softmax is None else _debug_mask(found.softmax)
+    return seed, _fresh(out, (), torch.uint64), debug
 
 
 def _debug_mask(softmax: Tensor) -> Tensor:
@@ -215,27 +202,13 @@ def flash_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention``."""
-    inputs = _dense(query, key, value)
-    call = call_of("flash", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale, rng=options.rng)
-    reason = why_not(call) or _debug_mask_reason(return_debug_mask, dropout_p)
-    if reason is not None:
-        return reason
-    found = _forward(call, inputs, options, return_softmax=return_debug_mask)
-    out = _laid_out(found.out.transpose(1, 2), _strides_like(query, value.shape[-1]))
-    return out, found.lse, None, None, *call.longest, *_flash_state(found)
-
-
-def _flash_state(found: Results) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, an unused tensor and the debug mask."""
-    debug = found.out.new_empty(0) if found.softmax is None else _debug_mask(found.softmax)
-    return found.state.view(torch.uint64), found.out.new_empty((), dtype=torch.uint64), debug
-
-
-def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
-    """PyTorch raises then, so that there is no backward."""
-    if return_debug_mask and not dropout_p:
-        return "return_debug_mask is set without dropout; accepted: with dropout"
-    return None
+    inputs = (query, key, value, None)
+    question = Question("flash", is_causal, dropout_p, scale, (return_debug_mask,))
+    plan = _forward(question, options, inputs, debug=return_debug_mask)
+    if isinstance(plan, str):
+        return plan
+    found = plan.run((*inputs, None, None, None, None))
+    return found.out, found.lse, None, None, *plan.call.longest, *_flash_state(found)
 
 
 def flash_backward(
@@ -258,13 +231,18 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    inputs = _dense(query, key, value)
-    call = call_of("flash", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale, rng=options.rng)
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    grads = _backward(call, inputs, (grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp), philox_seed)
-    return _gradients_like(grads[:3], (query, key, value))
+    inputs, grads = (query, key, value, None), (grad_out, out, logsumexp)
+    plan = _backward(_backward_question("flash", is_causal, dropout_p, scale), options, inputs, grads)
+    if isinstance(plan, str):
+        return plan
+    return plan.run((*inputs, None, None, None, None), grads, philox_seed)
+
+
+def _backward_question(
+    backend: str, causal: bool, dropout_p: float, scale: float | None, bias_gradient: bool = False
+) -> Question:
+    flags = (bias_gradient, torch.are_deterministic_algorithms_enabled())
+    return Question(backend, causal, dropout_p, scale, flags)
 
 
 def efficient_forward(
@@ -280,20 +258,16 @@ def efficient_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
-    inputs = _dense(query, key, value, attn_bias)
-    call = call_of("efficient", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale, rng=options.rng)
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    found = _forward(call, inputs, options)
-    batch, heads, rows = found.lse.shape
+    inputs = (query, key, value, attn_bias)
+    question = Question("efficient", is_causal, dropout_p, scale, (compute_log_sumexp,))
+    plan = _forward(question, options, inputs, wants_lse=compute_log_sumexp)
+    if isinstance(plan, str):
+        return plan
+    found = plan.run((*inputs, None, None, None, None))
+    lse = found.lse
     if not compute_log_sumexp:
-        lse = found.lse.new_empty((batch, heads, 0))
-    elif rows % 32:
-        lse = torch.nn.functional.pad(found.lse, (0, -rows % 32), value=math.inf)
-    else:
-        lse = found.lse
-    return found.out.transpose(1, 2), lse, *found.state.unbind()
+        lse = lse.new_empty((*lse.shape[:2], 0))
+    return found.out, lse, *_numbers(found)
 
 
 def efficient_backward(
@@ -314,24 +288,20 @@ def efficient_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
-    inputs = _dense(query, key, value, attn_bias)
-    call = call_of("efficient", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale, rng=options.rng)
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    lse = logsumexp[:, :, : query.shape[2]]
+    inputs, grads = (query, key, value, attn_bias), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    *grads, dbias = _backward(
-        call,
-        inputs,
-        (grad_out.transpose(1, 2), out.transpose(1, 2), lse),
-        (philox_seed, philox_offset),
-        bias_gradient=bias_gradient,
-    )
-    if dbias is not None:  # rows of a multiple of 16 elements
-        shape = (*dbias.shape[:-1], -(-dbias.shape[-1] // 16) * 16)
-        dbias = dbias.new_empty(shape)[..., : dbias.shape[-1]].copy_(dbias)
-    return *(x.transpose(1, 2) for x in grads if x is not None), dbias
+    question = _backward_question("efficient", is_causal, dropout_p, scale, bias_gradient)
+    plan = _backward(question, options, inputs, grads, bias_gradient=bias_gradient)
+    if isinstance(plan, str):
+        return plan
+    dq, dk, dv, *dbias = plan.run((*inputs, None, None, None, None), grads, (philox_seed, philox_offset))
+    return dq, dk, dv, _in_rows_of_16(dbias[0]) if dbias else None
+
+
+def _in_rows_of_16(x: Tensor) -> Tensor:
+    """A copy whose rows lie a multiple of 16 elements apart."""
+    shape = (*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
+    return x.new_empty(shape)[..., : x.shape[-1]].copy_(x)
 
 
 def cudnn_forward(
@@ -348,14 +318,12 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
-    inputs = _dense(query, key, value, attn_bias)
-    call = call_of("cudnn", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale)
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    found = _forward(call, inputs, options)
-    out = _laid_out(found.out.transpose(1, 2), _strides_like(query, value.shape[-1]))
-    return out, found.lse.unsqueeze(-1), None, None, *call.longest, *found.state.unbind(), None
+    inputs = (query, key, value, attn_bias)
+    plan = _forward(Question("cudnn", is_causal, dropout_p, scale), options, inputs)
+    if isinstance(plan, str):
+        return plan
+    found = plan.run((*inputs, None, None, None, None))
+    return found.out, found.lse.unsqueeze(-1), None, None, *plan.call.longest, *_numbers(found), None
 
 
 def cudnn_backward(
@@ -379,16 +347,11 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    inputs = _dense(query, key, value, attn_bias)
-    call = call_of("cudnn", inputs, causal=is_causal, dropout_p=dropout_p, scale=scale)
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    lse = logsumexp.reshape(logsumexp.shape[:3])
-    grads = _backward(
-        call, inputs, (grad_out.transpose(1, 2), out.transpose(1, 2), lse), (philox_seed, philox_offset)
-    )
-    return _gradients_like(grads[:3], (query, key, value))
+    inputs, grads = (query, key, value, attn_bias), (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
+    plan = _backward(_backward_question("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
+    if isinstance(plan, str):
+        return plan
+    return plan.run((*inputs, None, None, None, None), grads, (philox_seed, philox_offset))
 
 
 def rows_forward(
@@ -417,24 +380,23 @@ def rows_forward(
     seqused_k, alibi_slopes, block_table and num_splits are unknown to its backward, which PyTorch computes without
     them: that of a call with the first two is served exactly if that of the same call without them is.
     """
-    inputs = Inputs(query, key, value, None, cum_seq_q, cum_seq_k, seqused_k, alibi_slopes)
-    call = call_of(
-        "flash",
-        inputs,
-        causal=is_causal,
-        dropout_p=dropout_p,
-        scale=scale,
-        window=(window_size_left, window_size_right),
-        longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
-        rng=options.rng,
-    )
-    reason = why_not(call) or _debug_mask_reason(return_debug_mask, dropout_p)
     if block_table is not None:
-        reason = "block_table needs kernels for paged keys; accepted: None"
-    if reason is not None:
-        return reason
-    found = _forward(call, inputs, options, return_softmax=return_debug_mask)
-    return _laid_out(found.out, _strides_like(query, value.shape[-1])), found.lse, *_flash_state(found)
+        return "block_table needs kernels for paged keys; accepted: None"
+    inputs = (query, key, value, None, cum_seq_q, cum_seq_k, seqused_k, alibi_slopes)
+    question = Question(
+        "flash",
+        is_causal,
+        dropout_p,
+        scale,
+        (return_debug_mask,),
+        (window_size_left, window_size_right),
+        None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
+    )
+    plan = _forward(question, options, inputs, debug=return_debug_mask)
+    if isinstance(plan, str):
+        return plan
+    found = plan.run(inputs)
+    return found.out, found.lse, *_flash_state(found)
 
 
 def rows_forward_into(
@@ -508,23 +470,16 @@ def rows_backward(
     window_size_right: int | None = None,
 ) -> tuple | str:
     """``aten::_flash_attention_backward``."""
-    inputs = Inputs(query, key, value, None, cum_seq_q, cum_seq_k)
-    call = call_of(
-        "flash",
-        inputs,
-        causal=is_causal,
-        dropout_p=dropout_p,
-        scale=scale,
+    inputs = (query, key, value, None, cum_seq_q, cum_seq_k, None, None)
+    grads = (grad_out, out, logsumexp)
+    question = _backward_question("flash", is_causal, dropout_p, scale)._replace(
         window=(window_size_left, window_size_right),
         longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
-        rng=options.rng,
     )
-    reason = why_not(call)
-    if reason is not None:
-        return reason
-    grads = _backward(call, inputs, (grad_out, out, logsumexp), rng_state)
-    pairs = zip(grads[:3], (query, key, value), strict=True)
-    return tuple(_laid_out(g, _strides_like(x, x.shape[-1])) for g, x in pairs if g is not None)
+    plan = _backward(question, options, inputs, grads)
+    if isinstance(plan, str):
+        return plan
+    return plan.run(inputs, grads, rng_state)
 
 
 OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import reference, registry, sdpa
-from cute_attn.sdpa import calls, operators
+from cute_attn.sdpa import calls, operators, plans
 from cute_attn.sdpa.calls import Inputs, call_of, why_not
 from cute_attn.sdpa.operators import OPERATORS, Options
 
@@ -92,9 +92,11 @@ def tensors_of(meta, order):
 def both_calls(backend, meta, monkeypatch):
     """The metadata that a forward and its backward, whose saved tensors have other strides, decide by."""
     seen = []
+    plans.forget()
     monkeypatch.setattr(operators, "why_not", lambda call: seen.append(call) or "recorded")
     monkeypatch.setattr(calls, "_target", lambda device: meta["target"])
     monkeypatch.setattr(calls, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
     options = Options(rng=meta["rng"])
     forward, backward = (function for name, function in OPERATORS[backend].items() if "scaled" in name)
     query, key, value, bias = tensors_of(meta, meta["order"])
@@ -110,6 +112,7 @@ def both_calls(backend, meta, monkeypatch):
         given = {"query": q, "key": k, "value": v} | common | own
         function(options, **{name: x for name, x in given.items() if name in names})
     monkeypatch.undo()
+    plans.forget()
     return [call._replace(devices=frozenset([torch.device("cuda", 0)])) for call in seen]
 
 
@@ -472,14 +475,14 @@ def test_used_lengths_and_slopes_of_a_forward(on_cpu):
 def test_strides_that_kernels_cannot_read_are_copied(on_cpu):
     storage = randn(2, 4, 9, 19, dtype=torch.float16)
     for x in (storage[..., :16], storage[..., 1:17], randn(2, 4, 16, 9, dtype=torch.float16).transpose(2, 3)):
-        prepared = operators._readable(x.transpose(1, 2))
+        prepared = plans._readable(x.transpose(1, 2))
         assert prepared.is_contiguous() and torch.equal(prepared, x.transpose(1, 2))
         out = aten._scaled_dot_product_flash_attention(x, x, x)[0]
         wanted = scaled_dot_product_attention(x.double(), x.double(), x.double())
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
     bias = randn(2, 4, 11, 9, dtype=torch.float16).transpose(2, 3)
-    assert operators._narrow_bias(bias).stride(-1) == 1
-    assert operators._narrow_bias(bias[:1, :1].expand(2, 4, 9, 11)).shape == (1, 1, 9, 11)
+    assert plans._narrow_bias(bias).stride(-1) == 1
+    assert plans._narrow_bias(bias[:1, :1].expand(2, 4, 9, 11)).shape == (1, 1, 9, 11)
 
 
 def test_compiles(on_cpu):
@@ -521,7 +524,7 @@ class Generator:
 
 def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
     generator = Generator(2**64 - 5, 12)
-    monkeypatch.setattr(operators, "_generator", lambda device: generator)
+    monkeypatch.setattr(plans, "_generator", lambda device: generator)
     options = Options(rng="torch")
     q, k = randn(2, 3, 5, 16, dtype=BF16), randn(2, 3, 7, 16, dtype=BF16)
     *_, state, _, _ = operators.flash_forward(options, q, k, k, 0.5)

@@ -1,0 +1,484 @@
+"""What follows from the metadata of an operator's arguments, computed once: the decision, the launch, the layouts.
+
+A call is then a lookup, a view of each input with rows before heads, outputs allocated in the layouts that PyTorch
+promises, and the launch. Inputs that kernels cannot read are copied; CPU tensors are computed by the reference.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cute_attn import backward, launcher, ops, random_states
+from cute_attn.launcher import as_strided, contiguous_strides, launcher_for
+from cute_attn.params import NUM_TENSORS, AttentionParams, is_aligned, regular_strides, rows_are_regular
+from cute_attn.sdpa.calls import Call, Inputs, parameters
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+
+# ---- plans by metadata ----
+
+_MAX_PLANS = 4096
+_MAX_SEEN = 8
+_seen: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}  # torch's guards, a fifth of a key's time
+_plans: dict[Hashable, Any] = {}
+
+
+def recall(key: Hashable, tensors: Sequence[Tensor]) -> Any:
+    """What :func:`remember` was given for this key and for tensors of the same metadata, or None."""
+    for check, plan in _seen.get(key, ()):
+        if check(*tensors):
+            return plan
+    plan = _plans.get((key, *map(_metadata, tensors)))
+    if plan is not None:
+        _guard(key, tensors, plan)
+    return plan
+
+
+def remember(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> Any:
+    """Keep a plan, or the reason why there is none; returns it."""
+    if len(_plans) >= _MAX_PLANS:
+        forget()
+    _plans[key, *map(_metadata, tensors)] = plan
+    _guard(key, tensors, plan)
+    return plan
+
+
+def _metadata(x: Tensor) -> tuple:
+    return type(x), x.dtype, x.device, x.shape, x.stride()
+
+
+def forget() -> None:
+    """Forget all plans."""
+    _plans.clear()
+    _seen.clear()
+
+
+def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
+    """Recognise calls by torch's guards, which cannot tell one tensor that is given twice."""
+    if launcher._tensor_guards is None or len({id(x) for x in tensors}) < len(tensors):
+        return
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    guards = launcher._tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    seen = _seen.setdefault(key, [])
+    seen.insert(0, (guards.check, plan))
+    del seen[_MAX_SEEN:]
+
+
+# ---- inputs as kernels read them ----
+
+
+def _readable(x: Tensor) -> Tensor:
+    """``x``, or a copy where kernels cannot read its strides or its address."""
+    if rows_are_regular(x) and is_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _narrow_bias(bias: Tensor) -> Tensor:
+    """A bias with dimensions of stride 0 as size 1, which costs kernels less; the last one as it is."""
+    dims = list(zip(bias.shape, bias.stride(), strict=True))
+    shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
+    return _last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
+    """Tensors as kernels read them. A bias with a gradient keeps its shape, which is the gradient's."""
+    q, k, v = map(_readable, inputs[:3])
+    bias = inputs.bias
+    if bias is not None:
+        bias = _last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
+    return Inputs(q, k, v, bias, *inputs[4:])
+
+
+def _views(
+    raw: Sequence[Tensor | None], prepared: Sequence[Tensor | None]
+) -> tuple[Layout | None, ...] | None:
+    """Layouts in which ``raw`` tensors are the ``prepared`` ones; None where one of those is a copy."""
+    layouts: list[Layout | None] = []
+    for x, y in zip(raw, prepared, strict=True):
+        if x is None or y is None:
+            layouts.append(None)
+        elif x.data_ptr() != y.data_ptr():
+            return None
+        else:
+            layouts.append((tuple(y.shape), tuple(y.stride())))
+    return tuple(layouts)
+
+
+def _regular(x: Tensor) -> Tensor:
+    """``x`` with strides as kernels assume them, also of dimensions of size 1."""
+    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, tuple(x.shape)))
+
+
+# ---- layouts of outputs ----
+
+
+def strides_like(x: Tensor, last: int) -> tuple[int, ...]:
+    """Strides of an output with the order of x's dimensions and its last size ``last``."""
+    if x.shape[-1] == last:
+        return torch.empty_like(x, device="meta").stride()
+    strides, step = [0] * x.dim(), 1
+    shape = (*x.shape[:-1], last)
+    for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def laid_out(x: Tensor, layout: Layout) -> Tensor:
+    """``x`` with these strides: itself where they address the same memory, otherwise a copy."""
+    shape, strides = layout
+    own = x.stride()
+    if own == strides:
+        return x
+    if all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True)):
+        return as_strided(x, shape, strides)
+    return x.new_empty_strided(shape, strides).copy_(x)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """(batch, heads, rows, ...) as (batch, rows, heads, ...)."""
+    return x.transpose(1, 2)
+
+
+def _swapped(layout: Layout) -> Layout:
+    """The layout with its second and third dimensions exchanged."""
+    (shape, strides) = layout
+    return (shape[0], shape[2], shape[1], shape[3]), (strides[0], strides[2], strides[1], strides[3])
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """How an output that kernels write with rows before heads reaches PyTorch.
+
+    Attributes:
+        layout: as PyTorch promises it.
+        heads_first: whether it has heads before rows.
+        written: strides with rows before heads in which kernels write it; None where they cannot, and it is copied.
+    """
+
+    layout: Layout
+    heads_first: bool
+    written: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, x: Tensor, last: int, heads_first: bool, backend: str) -> "Output":
+        """For ``x``, the input that decides its order of dimensions, and a last size ``last``.
+
+        Memory-efficient attention's outputs are contiguous with rows before heads.
+        """
+        shape = (*x.shape[:-1], last)
+        if backend == "efficient":
+            batch, heads, rows, _ = shape
+            layout = _swapped(((batch, rows, heads, last), contiguous_strides((batch, rows, heads, last))))
+        else:
+            layout = (shape, strides_like(x, last))
+        _, strides = _swapped(layout) if heads_first else layout
+        return cls(layout, heads_first, strides if _writable(strides) else None)
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """From what kernels wrote."""
+        if self.heads_first:
+            if x.stride() == self.written:
+                return as_strided(x, *self.layout)
+            x = rows_first(x)
+        return laid_out(x, self.layout)
+
+
+def _writable(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and all(step % 8 == 0 and step > 0 for step in strides[:-1])
+
+
+# ---- the forward ----
+
+
+class Results(NamedTuple):
+    """A forward's.
+
+    Attributes:
+        out: as PyTorch promises it.
+        lse: (batch, heads, rows), packed (heads, total), with +inf for a row without keys.
+        state: int64 (2,), seed and offset, or None without dropout.
+        softmax: or None.
+    """
+
+    out: Tensor
+    lse: Tensor
+    state: Tensor | None
+    softmax: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """A forward that kernels serve.
+
+    Attributes:
+        call: its metadata.
+        rng: where dropout masks come from, see :func:`cute_attn.sdpa.activate`.
+        out: how the output reaches PyTorch.
+        views: of q, k, v and bias as kernels read them; None where one has to be copied.
+        launcher: None on the CPU.
+        lse_rows: rows of lse, of which kernels write the first; +inf follows.
+        empty_rows: whether lse is wanted and some query may see no key.
+        return_softmax: whether softmax is wanted.
+    """
+
+    call: Call
+    rng: str
+    out: Output
+    views: tuple[Layout | None, ...] | None
+    launcher: launcher.Launcher | None
+    lse_rows: int
+    empty_rows: bool
+    return_softmax: bool
+
+    def run(self, inputs: tuple) -> Results:
+        """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
+        if self.call.dropout_p:
+            state = draw(self.call, inputs[0].device, self.rng)
+        else:
+            state = None
+        if self.launcher is None:
+            return self._by_reference(inputs, state)
+        q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
+        if self.views is not None:
+            of_q, of_k, of_v, of_bias = self.views
+            q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
+            if bias is not None:
+                bias = as_strided(bias, *of_bias)  # type: ignore[misc]
+        else:
+            q, k, v, bias, *_ = self._kernel_inputs(inputs)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, state)
+        out, lse, softmax = self.launcher.launch(tensors)
+        if self.empty_rows:
+            lse.nan_to_num_(math.nan, math.inf, math.inf)
+        if self.lse_rows > self.call.longest[0]:
+            lse.narrow(2, self.call.longest[0], self.lse_rows - self.call.longest[0]).fill_(math.inf)
+        return Results(self.out.of_rows(out), lse, state, softmax)
+
+    def _kernel_inputs(self, inputs: tuple) -> Inputs:
+        return _kernel_inputs(inputs, self.out.heads_first)
+
+    def _by_reference(self, inputs: tuple, state: Tensor | None) -> Results:
+        params = parameters(self.call, self._kernel_inputs(inputs), state)
+        out, lse, softmax = ops.forward_cpu(params._replace(return_softmax=self.return_softmax))
+        if self.empty_rows:
+            lse = lse.nan_to_num_(math.nan, math.inf, math.inf)
+        if self.lse_rows > self.call.longest[0]:
+            lse = F.pad(lse, (0, self.lse_rows - self.call.longest[0]), value=math.inf)
+        return Results(self.out.of_rows(out), lse, state, softmax)
+
+
+def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
+    """Inputs with rows before heads, copied where kernels cannot read them."""
+    q, k, v = map(rows_first, inputs[:3]) if heads_first else inputs[:3]
+    return _prepared(Inputs(q, k, v, *inputs[3:]), bias_gradient=bias_gradient)
+
+
+def plan_forward(
+    call: Call,
+    inputs: tuple,
+    rng: str,
+    *,
+    heads_first: bool,
+    wants_lse: bool = True,
+    lse_rows: int = 0,
+    return_softmax: bool = False,
+) -> ForwardPlan:
+    """The plan of a call that kernels serve; its kernel is built.
+
+    inputs: as of :meth:`ForwardPlan.run`. lse_rows: as of :class:`ForwardPlan`, by default as many as queries.
+    """
+    prepared = _kernel_inputs(inputs, heads_first)
+    out = Output.of(inputs[0], call.v[-1], heads_first, call.backend)
+    plan = ForwardPlan(
+        call=call,
+        rng=rng,
+        out=out,
+        views=None,
+        launcher=None,
+        lse_rows=lse_rows or call.longest[0],
+        empty_rows=wants_lse and _may_see_nothing(call, inputs[6]),
+        return_softmax=return_softmax,
+    )
+    if not runs_kernels(prepared.q):
+        return plan
+    prepared = prepared._replace(**{name: _regular(getattr(prepared, name)) for name in "qkv"})
+    state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
+    made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
+    if out.written is not None:
+        made = replace(made, strides=(out.written, made.strides[1]))
+    if plan.lse_rows > call.longest[0]:
+        shape = (*made.shapes[1][:2], plan.lse_rows)
+        strides = (made.strides[0], contiguous_strides(shape))
+        made = replace(made, shapes=(made.shapes[0], shape), strides=strides)
+    return replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
+
+
+def runs_kernels(q: Tensor) -> bool:
+    """Whether kernels compute a call, rather than the reference."""
+    return q.is_cuda
+
+
+def _may_see_nothing(call: Call, seqused_k: Tensor | None) -> bool:
+    """Whether there may be a query that sees no key."""
+    if call.bias is not None or call.packed or seqused_k is not None or max(call.window) >= 0:
+        return True
+    return call.causal and call.backend == "flash" and call.longest[0] > call.longest[1]
+
+
+# ---- seeds and offsets of dropout masks ----
+
+
+def draw(call: Call, device: torch.device, rng: str) -> Tensor:
+    """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
+    if rng != "torch":
+        return random_states.draw(device)
+    generator = _generator(device)
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + _advance(call))
+    return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
+
+
+def _advance(call: Call) -> int:
+    """What PyTorch's forward adds to the generator's offset: a number for each thread or score, in fours."""
+    if call.lengths[0] is not None:
+        batch = call.lengths[0][0][0] - 1
+    else:
+        batch = call.q[0]
+    planes = batch * call.q[-2]
+    count = planes * 32 if call.backend == "flash" else planes * call.longest[0] * call.longest[1]
+    return (count + 3) // 4 * 4
+
+
+def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
+    """Seed and offset as one int64 tensor."""
+    if isinstance(rng_state, Tensor):
+        return rng_state.view(torch.int64).to(device)
+    return torch.stack([x.to(device) for x in rng_state])
+
+
+# ---- the backward ----
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """A backward that kernels serve.
+
+    Attributes:
+        call: its metadata.
+        grads: how the gradients of q, k and v reach PyTorch.
+        views: of q, k, v and bias as kernels read them; None where one has to be copied.
+        outputs: layouts of grad_out and out with rows before heads, and of lse without padding.
+        launcher: None on the CPU.
+        rest: the parameters after the tensors.
+        bias_gradient: whether the bias's gradient is wanted.
+    """
+
+    call: Call
+    grads: tuple[Output, Output, Output]
+    views: tuple[Layout | None, ...] | None
+    outputs: tuple[Layout, ...]
+    launcher: backward.BackwardLauncher | None
+    rest: tuple
+    bias_gradient: bool
+
+    def run(
+        self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], rng_state: Tensor | tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v in PyTorch's layouts, then of bias where it is wanted.
+
+        inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
+        """
+        state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
+        grad_out, out, lse = (as_strided(x, *layout) for x, layout in zip(grads, self.outputs, strict=True))
+        if self.launcher is None:
+            params = parameters(self.call, self._kernel_inputs(inputs), state)
+            needed = [True, True, True, self.bias_gradient]
+            found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, needed, *params)
+        else:
+            found = self.launcher.launch(self._params(inputs, state), (grad_out, None), (out, lse))
+        pairs = zip(self.grads, found, strict=False)
+        return *(output.of_rows(x) for output, x in pairs), *found[3 : 3 + self.bias_gradient]
+
+    def _kernel_inputs(self, inputs: tuple) -> Inputs:
+        heads_first = self.grads[0].heads_first
+        return _kernel_inputs(inputs, heads_first, bias_gradient=self.bias_gradient)
+
+    def _params(self, inputs: tuple, state: Tensor | None) -> AttentionParams:
+        q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
+        if self.views is not None:
+            of_q, of_k, of_v, of_bias = self.views
+            q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
+            if bias is not None:
+                bias = as_strided(bias, *of_bias)  # type: ignore[misc]
+        else:
+            q, k, v, bias, *_ = self._kernel_inputs(inputs)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, state)
+        return AttentionParams._make((*tensors, *self.rest))
+
+
+def plan_backward(
+    call: Call,
+    inputs: tuple,
+    grads: tuple[Tensor, Tensor, Tensor],
+    *,
+    heads_first: bool,
+    bias_gradient: bool = False,
+) -> BackwardPlan:
+    """The plan of a call whose forward kernels serve; its kernels are built.
+
+    inputs, grads: as of :meth:`BackwardPlan.run`.
+    """
+    prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
+    results = tuple(Output.of(x, x.shape[-1], heads_first, call.backend) for x in inputs[:3])
+    grad_out, out = map(rows_first, grads[:2]) if heads_first else grads[:2]
+    lse = grads[2][:, :, : call.longest[0]] if heads_first else grads[2]
+    plan = BackwardPlan(
+        call=call,
+        grads=results,  # type: ignore[arg-type]
+        views=None,
+        outputs=tuple((tuple(x.shape), tuple(x.stride())) for x in (grad_out, out, lse)),
+        launcher=None,
+        rest=(),
+        bias_gradient=bias_gradient,
+    )
+    if not runs_kernels(prepared.q):
+        return plan
+    prepared = prepared._replace(**{name: _regular(getattr(prepared, name)) for name in "qkv"})
+    state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
+    params = parameters(call, prepared, state)
+    needed = (True, True, True, bias_gradient)
+    made = backward.launcher_for(params, grad_out, None, out, lse, needed)
+    wanted = zip(made.shapes, made.strides, results, strict=True)
+    strides = tuple(
+        own if output.written is None or shape[-2] != _heads(output) else output.written
+        for shape, own, output in wanted
+    )
+    return replace(
+        plan,
+        views=_views(inputs[:4], prepared[:4]),
+        launcher=replace(made, strides=strides),
+        rest=params[NUM_TENSORS:],
+    )
+
+
+def _heads(output: Output) -> int:
+    """Heads of a gradient; kernels may write several partial sums of each."""
+    return output.layout[0][1 if output.heads_first else -2]

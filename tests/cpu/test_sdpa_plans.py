@@ -1,0 +1,336 @@
+"""Plans of PyTorch's operators: found again by metadata, and launches that write PyTorch's layouts without copies.
+
+The launchers here compute by the reference and write their outputs where a kernel would.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from cute_attn import backward, launcher, reference
+from cute_attn.backward import BackwardLauncher, BiasGradient, Workspace
+from cute_attn.launcher import Launcher, ScoreArgs, contiguous_strides
+from cute_attn.sdpa import operators, plans
+from cute_attn.sdpa.operators import Options
+
+OPTIONS = Options()
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    plans.forget()
+    yield
+    plans.forget()
+
+
+def randn(*shape, seed=0, dtype=torch.float16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_order(shape, order, seed=0, gap=0):
+    """Random, with dimensions in memory in that order and ``gap`` elements after each row."""
+    order = (*order, 3)
+    stored = randn(*(shape[i] + gap * (i == 3) for i in order), seed=seed)[..., : shape[3]]
+    return stored.permute([order.index(i) for i in range(4)])
+
+
+# ---- launches that write where kernels would ----
+
+
+def attend(params, q, k, v, bias):
+    out, lse, _ = reference.attention(
+        *(q, k, v, params.softmax_scale),
+        reference.Features(params.mask),
+        reference.ScoreInputs(bias=bias, window_left=params.window_left, window_right=params.window_right),
+        reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
+    )
+    return out, lse
+
+
+class Machine:
+    """Stands for the kernels: launchers by the reference, which note where they wrote."""
+
+    def __init__(self, monkeypatch):
+        self.written, self.launches = [], 0
+        monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
+        monkeypatch.setattr(plans, "launcher_for", self.forward)
+        monkeypatch.setattr(backward, "launcher_for", self.backward)
+        monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+        monkeypatch.setattr(launcher, "work_counters", lambda device: None)
+        monkeypatch.setattr(launcher, "new_empty_strided", self.poisoned)
+
+    @staticmethod
+    def poisoned(like, shape, strides, dtype):
+        x = like.new_empty_strided(shape, strides, dtype=dtype)
+        return x.fill_(math.nan if dtype.is_floating_point else 77)
+
+    def forward(self, params):
+        def run(q, k, v, out, lse, seqlens, scale, schedule, score_args):
+            self.launches += 1
+            assert all(plans.rows_are_regular(x) for x in (q, k, v, out)) and lse.stride(-1) == 1
+            bias = score_args[0][0] if params.bias is not None else None
+            found = attend(params, q, k, v, bias)
+            out.copy_(found[0])
+            lse[..., : found[1].shape[-1]].copy_(found[1])
+            self.written.append(out.data_ptr())
+
+        shapes = params.output_shapes()[:2]
+        places = ((0, 0, 8),) if params.bias is not None else ()
+        return Launcher(
+            function=run,
+            softmax_function=None,
+            kernel=None,
+            seqlens=(),
+            longest=params.longest,
+            shapes=shapes,
+            strides=tuple(map(contiguous_strides, shapes)),
+            softmax_shape=None,
+            views=tuple(launcher.views(params)),
+            score_args=ScoreArgs(((None,),), places),
+            prefill=False,
+            softmax_scale=params.softmax_scale,
+            rest=params[launcher.NUM_TENSORS + 1 :],
+        )
+
+    def backward(self, params, grad_out, grad_lse, out, lse, needed):
+        later = []
+
+        def main(q, k, v, grad_out, *others):
+            dk, dv, bias = others[3], others[4], None
+            if params.bias is not None:
+                bias, dbias = others[-1][0]
+                bias = bias.detach().clone().requires_grad_()
+            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            found = torch.autograd.grad(
+                attend(params, *leaves, bias)[0], [*leaves, *([bias] if needed[3] else [])], grad_out
+            )
+            later.append(found[0])
+            dk.copy_(found[1]), dv.copy_(found[2])
+            if needed[3]:
+                dbias.copy_(found[3])
+            self.written += [dk.data_ptr(), dv.data_ptr()]
+
+        def convert(accumulators, dq, *others):
+            dq.copy_(later.pop())
+            self.written.append(dq.data_ptr())
+
+        class Kernel:
+            @staticmethod
+            def score_args(inputs):
+                return ((inputs.bias, inputs.grad_bias),)
+
+        bias = BiasGradient.of(params, False) if needed[3] else None
+        shapes = tuple(tuple(x.shape) for x in params[:3])
+        return BackwardLauncher(
+            preprocess=lambda *arguments: None,
+            main=main,
+            convert=convert,
+            kernel=Kernel,
+            needed=needed,
+            shapes=shapes,
+            strides=tuple(map(contiguous_strides, shapes)),
+            varlen=params.varlen,
+            copy=(False, False),
+            views=tuple(launcher.views(params)),
+            workspace=Workspace.of(params, 64, 32, 1),
+            bias=bias,
+            num_splits=1,
+            split_stride=0,
+            multiprocessors=1,
+            seqlens=((), ()),
+            softmax_scale=params.softmax_scale,
+            dropout_p=0.0,
+            score_args=None,
+            rest=(),
+        )
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
+def check(name, arguments, function):
+    """An operator's outputs: as PyTorch's meta function lays them out, and as the reference without launches."""
+    on_meta = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in arguments
+    ]
+    wanted = getattr(aten, name)(*on_meta)
+    outputs = function(OPTIONS, *arguments)
+    assert not isinstance(outputs, str), outputs
+    for a, b in zip(outputs, wanted, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    return outputs
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, torch.Tensor) and a.is_floating_point() and a.numel():
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=2e-2)
+
+
+def with_reference(function, *arguments):
+    """What the operator returns where no kernel runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "runs_kernels", lambda q: False)
+        plans.forget()
+        found = function(OPTIONS, *arguments)
+    plans.forget()
+    return found
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_flash_writes_outputs_and_gradients_in_place(order, gap, machine):
+    q, k, v = (
+        in_order((2, h, n, 16), order, seed=i, gap=gap) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))
+    )
+    name, arguments = "_scaled_dot_product_flash_attention", (q, k, v, 0.0, True)
+    outputs = check(name, arguments, operators.flash_forward)
+    same(outputs, with_reference(operators.flash_forward, *arguments))
+    assert machine.written == [outputs[0].data_ptr()]
+    saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 11, 0.0, True, outputs[6], outputs[7])
+    machine.written.clear()
+    grads = check(name + "_backward", saved, operators.flash_backward)
+    same(grads, with_reference(operators.flash_backward, *saved))
+    assert sorted(machine.written) == sorted(x.data_ptr() for x in grads)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 1, 9, 11), (2, 1, 1, 11)])
+@pytest.mark.parametrize("rows", [9, 64])
+def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, machine):
+    q, k, v = (
+        in_order((2, 4, n, d), (0, 2, 1), seed=i) for i, (n, d) in enumerate(((rows, 16), (11, 16), (11, 24)))
+    )
+    size = (*shape[:2], rows if shape[2] > 1 else 1, 11)
+    bias = randn(*size, seed=5)
+    bias[..., :1, 3:] = -math.inf
+    expanded = bias.expand(2, 4, rows, 11)
+    arguments = (q, k, v, expanded, True)
+    name = "_scaled_dot_product_efficient_attention"
+    outputs = check(name, arguments, operators.efficient_forward)
+    assert (outputs[1][:, :, rows:] == math.inf).all() and machine.written == [outputs[0].data_ptr()]
+    same(outputs, with_reference(operators.efficient_forward, *arguments))
+    saved = (outputs[0], q, k, v, expanded, *outputs, 0.0, [True, True, True, True])
+    grads = operators.efficient_backward(OPTIONS, *saved)
+    same(grads, with_reference(operators.efficient_backward, *saved))
+    assert grads[3].shape == expanded.shape and grads[3].stride(2) % 16 == 0
+    hidden = operators.efficient_forward(OPTIONS, q, k, v, torch.full_like(expanded, -math.inf), True)
+    assert (hidden[1] == math.inf).all() and not hidden[0].any()
+    assert operators.efficient_forward(OPTIONS, q, k, v, expanded, False)[1].shape == (2, 4, 0)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_cudnn_writes_outputs_and_gradients_in_place(order, machine):
+    q, k, v = (
+        in_order((2, 4, n, d), order, seed=i) for i, (n, d) in enumerate(((9, 16), (11, 16), (11, 24)))
+    )
+    name, arguments = "_scaled_dot_product_cudnn_attention", (q, k, v, None, True)
+    outputs = check(name, arguments, operators.cudnn_forward)
+    assert machine.written == [outputs[0].data_ptr()]
+    saved = (outputs[0], q, k, v, *outputs[:2], outputs[6], outputs[7], None, None, None, 9, 11, 0.0, False)
+    grads = check(name + "_backward", saved, operators.cudnn_backward)
+    same(grads, with_reference(operators.cudnn_backward, *saved))
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_packed_rows_are_written_in_place(heads_first, machine):
+    cu = torch.tensor([0, 5, 16], dtype=torch.int32)
+    q, k = randn(16, 4, 16), randn(16, 2, 16, seed=1)
+    if heads_first:
+        q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
+    arguments = (q, k, k, cu, cu, 11, 11, 0.0, True, False)
+    outputs = check("_flash_attention_forward", arguments, operators.rows_forward)
+    same(outputs, with_reference(operators.rows_forward, *arguments))
+    assert machine.written == [outputs[0].data_ptr()]
+    saved = (outputs[0], q, k, k, *outputs[:2], cu, cu, 11, 11, 0.0, True, outputs[2], outputs[3])
+    grads = check("_flash_attention_backward", saved, operators.rows_backward)
+    same(grads, with_reference(operators.rows_backward, *saved))
+
+
+def test_what_kernels_cannot_read_or_write_is_copied(machine):
+    turned = randn(2, 4, 16, 9).transpose(2, 3)  # a last stride of 9
+    unaligned = randn(2, 4, 9, 24)[..., 1:17]
+    for x in (turned, unaligned):
+        outputs = check("_scaled_dot_product_flash_attention", (x, x, x), operators.flash_forward)
+        same(outputs, with_reference(operators.flash_forward, x, x, x))
+    assert machine.launches == 2
+
+
+# ---- plans by metadata ----
+
+
+def tensors(**changed):
+    return tuple((dict.fromkeys("qkv", (2, 4, 9, 16)) | changed).values())
+
+
+def made(shapes=None, seed=0):
+    return tuple(randn(*shape, seed=seed + i) for i, shape in enumerate(shapes or tensors()))
+
+
+def test_a_call_of_the_same_metadata_finds_its_plan():
+    first, second = made(), made(seed=7)
+    assert plans.recall("key", first) is None
+    assert plans.remember("key", first, "plan") == "plan"
+    assert plans.recall("key", second) == "plan" and plans.recall("other", second) is None
+    aliased = (second[0], second[1], second[1])
+    assert plans.recall("key", aliased) == "plan"
+    assert plans.remember("key", (first[0],) * 3, "again") == "again"
+
+
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "gradient"])
+def test_another_call_finds_none(change):
+    q, k, v = made()
+    plans.remember("key", (q, k, v), "plan")
+    others = {
+        "shape": randn(2, 4, 10, 16),
+        "strides": in_order((2, 4, 9, 16), (0, 2, 1)),
+        "dtype": q.bfloat16(),
+        "gradient": k.clone().requires_grad_(),
+    }
+    found = plans.recall("key", (others[change], k, v))
+    assert found == (
+        "plan" if change == "gradient" else None
+    )  # by its metadata; torch's guards tell it apart
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
+    for n in range(10):
+        plans.remember("key", made(((1, 1, n + 1, 8),) * 3), n)
+    assert len(plans._plans) <= 3 and plans.recall("key", made(((1, 1, 10, 8),) * 3)) == 9
+    assert len(plans._seen["key"]) <= plans._MAX_SEEN
+
+
+def test_a_warm_call_decides_and_plans_once(machine, monkeypatch):
+    q, k, v = made()
+    operators.flash_forward(OPTIONS, q, k, v)
+    monkeypatch.setattr(operators, "why_not", None)
+    monkeypatch.setattr(operators, "plan_forward", None)
+    operators.flash_forward(OPTIONS, *made(seed=3))
+    assert machine.launches == 2
+    with pytest.raises(TypeError):
+        operators.flash_forward(OPTIONS, q, k, v, 0.0, True)
+
+
+def test_alignment_and_determinism_are_part_of_a_plan(machine):
+    q, k, v = made()
+    operators.flash_forward(OPTIONS, q, k, v)
+    storage = randn(2 * 4 * 9 * 16 + 1)
+    shifted = storage[1:].view(2, 4, 9, 16)
+    out = operators.flash_forward(OPTIONS, shifted, k, v)[0]
+    same([out], [with_reference(operators.flash_forward, shifted, k, v)[0]])
+    outputs = operators.flash_forward(OPTIONS, q, k, v)
+    saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
+    before = len(plans._plans)
+    for wanted in (False, True, False):
+        torch.use_deterministic_algorithms(wanted)
+        operators.flash_backward(OPTIONS, *saved)
+    assert len(plans._plans) == before + 2
