@@ -88,7 +88,7 @@ def sdpa_rows() -> dict[str, Callable[[bool], Any]]:
     def call(backend: SDPBackend, **options: Any) -> Callable[[bool], Any]:
         def run(gradients: bool) -> Any:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*inputs[gradients], **options)
+                return scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
 
         return run
 

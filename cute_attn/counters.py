@@ -5,6 +5,7 @@ launches, so each captured launch has its own.
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from torch import Tensor
 _NUMBER = 4
 _REPLAYS = 2
 
+_STREAMS = 64
+"""Streams whose counters are allocated together."""
+
 _of_streams: dict[tuple[int, int], Tensor] = {}
+_free: dict[int, list[Tensor]] = {}
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing: Any = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
@@ -25,10 +30,29 @@ def work_counters(device: int) -> Tensor:
     key = (device, _current_stream(device))
     counters = _of_streams.get(key)
     if counters is None or _is_capturing():
-        counters = torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
-        if not _is_capturing():
-            _of_streams[key] = counters
+        if _is_capturing():
+            return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
+        if not _free.get(device):
+            _free[device] = _allocate(device)
+        counters = _of_streams[key] = _free[device].pop()
     return counters
+
+
+def _allocate(device: int) -> list[Tensor]:
+    """Counters of zeros, ready for any stream.
+
+    In a thread of its own: a thread that warms up a CUDA graph allocates from the graph's pool, where torch accepts no
+    memory that outlives the graph's run.
+    """
+
+    def allocate() -> list[Tensor]:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            counters = torch.zeros(_STREAMS, _NUMBER, dtype=torch.int32, device="cuda")
+            torch.cuda.current_stream().synchronize()
+            return list(counters.unbind())
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
 
 
 def replayed_tiles() -> int:

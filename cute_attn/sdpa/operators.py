@@ -167,9 +167,9 @@ def _fresh(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(found: Results) -> tuple[Tensor, Tensor]:
-    """Seed and offset as two int64 tensors."""
+    """Seed and offset as two int64 tensors, each aligned to 16 bytes, which compiled code asserts."""
     if found.state is not None:
-        return found.state.unbind()  # type: ignore[return-value]
+        return found.state[0], found.state[1].clone()
     return _fresh(found.out, (), torch.int64), _fresh(found.out, (), torch.int64)
 
 
