@@ -456,7 +456,7 @@ def choose_kernel(
                 params.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
             )
             if op == "forward" and not tile:
-                kernel = kernel.for_lengths(*params.longest, params.group)
+                kernel = kernel.for_lengths(*params.longest, params.group, target)
             reason = _tma_bias_reason(params, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")

@@ -66,7 +66,7 @@ FURTHER = [
     "backward-sm90-fp16-d128-causal-dropout",
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
 ]
-# Forward kernels of Hopper that have another tile for few queries, or for short sequences.
+# Forward kernels that have another tile for few queries, or on Hopper for short sequences.
 SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
 BY_LENGTHS = {
     SHORT: (
@@ -91,6 +91,10 @@ def every() -> list[Default]:
             Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
             for lengths, names in BY_LENGTHS.items()
             for rest in names
+        ),
+        *(Default(Traits.parse(f"forward-sm80-bf16-{rest}"), "sm80", DECODE) for rest in ("d64", "d128")),
+        Default(
+            Traits.parse("forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k"), "sm80", DECODE_FEW
         ),
     ]
 

@@ -158,6 +158,24 @@ class OnlineSoftmax:
         self.rescale(acc_o, factors)
 
     @cute.jit
+    def merge(
+        self, row_max: cute.Tensor, row_sum: cute.Tensor, acc_o: cute.Tensor, other_o: cute.Tensor
+    ) -> None:
+        """Add the statistics and the output of other keys, ``other_o`` (rows, head_dim_v), to these and ``acc_o``.
+
+        The sums are not reduced over the lanes of a row yet.
+        """
+        for r in cutlass.range_constexpr(cute.size(row_max)):
+            new_max = fmax(self.row_max[r], row_max[r])
+            finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
+            own = exp2((self.row_max[r] - finite_max) * self.scale_log2)
+            other = exp2((row_max[r] - finite_max) * self.scale_log2)
+            self.row_sum[r] = self.row_sum[r] * own + row_sum[r] * other
+            self.row_max[r] = new_max
+            for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+                acc_o[r, c] = acc_o[r, c] * own + other_o[r, c] * other
+
+    @cute.jit
     def finish(self, r: Constexpr, row_sum: Float32, rescale: Float32):
         """(factor of output row r, LSE in natural log): 0 and -inf for a fully masked row."""
         inverse = Float32(0.0)

@@ -1,5 +1,6 @@
 """Tiles of the forward kernels and of the softmax kernel."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,14 +16,27 @@ def may_pack_heads(traits: Traits) -> bool:
     return not (traits.bias or traits.dropout or traits.epilogues)
 
 
+def pack_heads_reason(pack_heads: int, most: int, traits: Traits) -> str | None:
+    """Why a tile cannot have ``pack_heads``, up to ``most`` of them, for ``traits``, or None."""
+    accepted = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
+    if pack_heads not in accepted:
+        words = f"{', '.join(map(str, accepted[:-1]))} or {accepted[-1]}"
+        return f"pack_heads is {pack_heads}; accepted: {words}"
+    if pack_heads > 1 and not may_pack_heads(traits):
+        return (
+            f"pack_heads is {pack_heads}; accepted: 1 with a bias, dropout or users' epilogues, for {traits}"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class ForwardSm80Tile(WarpTile):
     """Tile of the Ampere forward.
 
     Attributes:
-        tile_m: queries of a CTA, a multiple of 16 a warp.
-        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
-        num_warps: warps of a CTA; each has tile_m / num_warps queries.
+        tile_m: rows of a CTA, a multiple of 16 a warp.
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask) for each of ``key_groups``.
+        num_warps: warps that divide the rows; each has tile_m / num_warps of them.
         num_stages: stages of K and V. 1: K of the next step loads during the softmax and V during Q K^T, two barriers
             a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier a step.
         q_in_regs: Q is read from shared memory once and kept in registers.
@@ -30,9 +44,15 @@ class ForwardSm80Tile(WarpTile):
         qk_unroll: steps of 16 along head_dim whose operands Q K^T reads at a time; 0 for all of them. Few steps bound
             the registers of operands. Any value but 0 also keeps the row statistics in shared memory.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
+        key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads its own keys, waits for
+            no other group until the last step, and has its own row statistics and O, which are merged at the end. For
+            few rows, where one warp reads all of K and V from shared memory, and as many as possible are to be in
+            flight.
+        pack_heads: packed GQA, as in :class:`ForwardSm90Tile`.
+        blocks_per_sm: CTAs that share a multiprocessor where a kvcache kernel divides all key blocks among them.
     """
 
-    tile_m: int = choice(128, 32, 64, 128, 192, 256)
+    tile_m: int = choice(128, 16, 32, 64, 128, 192, 256)
     tile_n: int = choice(64, *range(16, 193, 16))
     num_warps: int = choice(4, 2, 4, 8)
     num_stages: int = choice(1, 1, 2, 3)
@@ -40,6 +60,29 @@ class ForwardSm80Tile(WarpTile):
     share_qk_smem: bool = False
     swizzle_bits: int = -1
     qk_unroll: int = choice(0, 0, 1, 2, 4)
+    key_groups: int = choice(1, 1, 2, 4)
+    pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
+    blocks_per_sm: int = choice(1, 1, 2, 3, 4)
+
+    @property
+    def queries(self) -> int:
+        """Queries of a work tile, each with a row for each packed head."""
+        return self.tile_m // self.pack_heads
+
+    @property
+    def group_keys(self) -> int:
+        """Keys of a step of one group."""
+        return self.tile_n // self.key_groups
+
+    @property
+    def group_threads(self) -> int:
+        """Threads of a group."""
+        return 32 * self.num_warps
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return self.group_threads * self.key_groups
 
     @property
     def stats_in_smem(self) -> bool:
@@ -67,19 +110,27 @@ class ForwardSm80Tile(WarpTile):
         k_end = k_start + self.tile_n * row * self.num_stages
         v_start = max(q, k_end)
         v_end = v_start + self.tile_n * row_v * self.num_stages
-        stats = max(v_end, o)
+        merge = self.merge_bytes(traits)
+        stats = max(v_end, o, q + merge)
         return {
             "q": (0, q),
             "k": (k_start, k_end),
             "v": (v_start, v_end),
             "o": (0, o),
+            "merge": (q, q + merge),
             "stats": (stats, stats + self.stats_bytes),
         }
+
+    def merge_bytes(self, traits: Traits) -> int:
+        """Shared memory for O and row statistics of all groups but the first one, in bytes."""
+        rows = self.tile_m // self.num_warps // 8  # of a thread
+        values = self.tile_m * padded(traits.head_dim_v) // self.group_threads + 2 * rows
+        return 4 * values * self.group_threads * (self.key_groups - 1)
 
     def registers(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         rows = self.tile_m // self.num_warps
-        acc_o, acc_s = rows * dv // 32, rows * self.tile_n // 32
+        acc_o, acc_s = rows * dv // 32, rows * self.group_keys // 32
         q = rows * d // 64 if self.keeps_q else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
@@ -91,22 +142,35 @@ class ForwardSm80Tile(WarpTile):
             return (
                 f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
             )
-        step = 32 if traits.dropout == "flash" else 16
+        if self.key_groups < 1 or self.num_warps * self.key_groups > self.MAX_WARPS:
+            return (
+                f"key_groups is {self.key_groups}; accepted: 1 or more, with up to {self.MAX_WARPS} warps in all, "
+                f"{self.num_warps} each"
+            )
+        step = (32 if traits.dropout == "flash" else 16) * self.key_groups
         if self.tile_n <= 0 or self.tile_n % step:
             return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
-        if self.num_stages < 1:
-            return f"num_stages is {self.num_stages}; accepted: 1 or more"
+        if reason := pack_heads_reason(self.pack_heads, min(self.tile_m, 64), traits):
+            return reason
+        for name in ("num_stages", "blocks_per_sm"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}; accepted: 1 or more"
         if self.qk_unroll < 0:
             return (
                 f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or the number of steps at a time"
             )
+        if self.qk_unroll and self.key_groups > 1:
+            return f"qk_unroll is {self.qk_unroll}; accepted: 0 with {self.key_groups} key_groups"
         if not -1 <= self.swizzle_bits <= 3:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})
         widest = 2 if any(d % 64 for d in dims) else 3
         if self.swizzle_bits > widest:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
-        return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)
+        if self.key_groups == 1:
+            return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)
+        one_group = dataclasses.replace(self, tile_n=self.group_keys, key_groups=1)
+        return one_group.copies_reason(traits, tile_m=self.tile_m, tile_n=self.group_keys)
 
 
 @dataclass(frozen=True)
@@ -210,13 +274,8 @@ class ForwardSm90Tile(Tile):
             )
         if self.bias_stages < 0 or (self.bias_stages and traits.bias not in ("fp16", "bf16")):
             return f"bias_stages is {self.bias_stages}; accepted: 0, or more with a bias of 16 bits, for {traits}"
-        if self.pack_heads < 1 or 64 % self.pack_heads:
-            return f"pack_heads is {self.pack_heads}; accepted: 1, 2, 4, 8, 16, 32 or 64"
-        if self.pack_heads > 1 and not may_pack_heads(traits):
-            return (
-                f"pack_heads is {self.pack_heads}; accepted: 1 with a bias, dropout or users' epilogues, "
-                f"for {traits}"
-            )
+        if reason := pack_heads_reason(self.pack_heads, 64, traits):
+            return reason
         if 16 * (3 + 2 * self.num_stages + self.warpgroups * self.bias_stages) > self.BROADCAST_START:
             return f"num_stages is {self.num_stages}; accepted: stages whose barriers fit {self.BROADCAST_START} bytes"
         if self.registers(traits) > self.compute_registers:

@@ -1,6 +1,6 @@
 """Work tiles of a forward: a query block of one head, or of several heads of one kv head (packed GQA)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -32,8 +32,34 @@ class QueryTile:
 
 
 @dataclass(frozen=True)
+class PackedHeads:
+    """Packs of ``heads`` heads of one kv head; a kv head's last pack may have fewer."""
+
+    per_sequence: cute.FastDivmodDivisorV2  # packs of all kv heads
+    per_kvhead: cute.FastDivmodDivisorV2
+    group: Int32  # heads of a kv head
+    heads: Constexpr
+
+    @staticmethod
+    def make(group: Int32, nheads_kv: Int32, heads: int) -> "PackedHeads":
+        """On the host."""
+        per_kvhead = cute.ceil_div(group, heads)
+        divisor = cute.FastDivmodDivisorV2
+        per_sequence = divisor(cutlass.max(per_kvhead * nheads_kv, 1))
+        return PackedHeads(per_sequence, divisor(cutlass.max(per_kvhead, 1)), group, heads)
+
+    @cute.jit
+    def tile(self, row0: Int32, pack: Int32, batch: Int32, info: SeqlenInfo) -> QueryTile:
+        """The work tile of the sequence's pack ``pack`` that begins at query ``row0``."""
+        head_kv, of_kvhead = divmod(pack, self.per_kvhead)
+        in_group = of_kvhead * self.heads
+        head = head_kv * self.group + in_group
+        return QueryTile(row0, head, head_kv, batch, info, in_group, self.group - in_group)
+
+
+@dataclass(frozen=True)
 class QueryGrid:
-    """A grid with a CTA for each (query block, head, batch), in x alone: y and z are limited to 65535.
+    """A grid with a CTA for each (query block, head or pack of heads, batch), in x alone: y and z are limited to 65535.
 
     Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
     in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.
@@ -43,12 +69,22 @@ class QueryGrid:
     m_blocks: cute.FastDivmodDivisorV2
     nheads: cute.FastDivmodDivisorV2
     qheads_per_kvhead: cute.FastDivmodDivisorV2
+    packs: PackedHeads | None = None
 
     @staticmethod
-    def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32) -> "QueryGrid":
-        """On the host. Divisors of an empty grid, which is not launched, may be 0."""
-        divisors = (m_blocks, nheads, nheads // cutlass.max(nheads_kv, 1))
-        return QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
+    def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32, heads: int = 1) -> "QueryGrid":
+        """On the host. Divisors of an empty grid, which is not launched, may be 0. heads: of a tile."""
+        group = nheads // cutlass.max(nheads_kv, 1)
+        divisors = (m_blocks, nheads, group)
+        grid = QueryGrid(m_blocks - 1, *(cute.FastDivmodDivisorV2(cutlass.max(d, 1)) for d in divisors))
+        if heads == 1:
+            return grid
+        return replace(grid, packs=PackedHeads.make(group, nheads_kv, heads))
+
+    @property
+    def planes(self) -> Int32:
+        """Heads or packs of heads of a sequence."""
+        return self.nheads.divisor if self.packs is None else self.packs.per_sequence.divisor
 
     @cute.jit
     def tile(self, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
@@ -58,8 +94,12 @@ class QueryGrid:
         """
         block = optimization_barrier(cute.arch.block_idx()[0])
         plane, from_last = divmod(block, self.m_blocks)
-        batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, self.nheads))
+        planes = self.nheads if self.packs is None else self.packs.per_sequence
+        batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, planes))
         row0 = (self.last_m_block - from_last) * tile_m
+        if cutlass.const_expr(self.packs is not None):
+            info = SeqlenInfo.read(seqlens, batch)
+            return self.packs.tile(row0, head, batch, info)  # type: ignore[union-attr]
         return QueryTile(row0, head, head // self.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))
 
 

@@ -24,6 +24,11 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "tile_m=128,tile_n=64,num_warps=8,share_qk_smem=true": (),
         "tile_m=128,tile_n=32,num_warps=4,num_stages=2": D256,
         "tile_m=64,tile_n=128,num_warps=4,num_stages=1,swizzle_bits=2": (),
+        "tile_m=64,tile_n=32,num_warps=4,num_stages=1,pack_heads=4": EPILOGUES_OF_A_HEAD,
+        "tile_m=16,tile_n=64,num_warps=1,num_stages=2,qk_unroll=0,key_groups=4,q_in_regs=true": (
+            *("dropout-causal", "everything-causal-dropout"),
+        ),
+        "tile_m=64,tile_n=64,num_warps=4,num_stages=1,qk_unroll=0,key_groups=2,pack_heads=2": EPILOGUES_OF_A_HEAD,
     },
     "sm90": {
         "tile_m=64,tile_n=64,num_stages=1": (),

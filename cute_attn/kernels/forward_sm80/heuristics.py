@@ -1,7 +1,70 @@
 """Default tiles of the Ampere forward."""
 
-from cute_attn.tiles import ForwardSm80Tile
+import dataclasses
+
+from cute_attn.tiles import ForwardSm80Tile, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
+
+PACKS = (1, 2, 4, 8, 16, 32, 64)
+GAIN = 1.1
+"""Heads are packed where so many times as many rows would be computed without."""
+TILE_ROWS = 64
+"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
+SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
+"""Shared memory of a multiprocessor of each target, in bytes; each CTA reserves 1024 of it beside its own."""
+
+
+def tile_for_lengths(
+    traits: Traits, seqlen_q: int, group: int, target: str, few: list[ForwardSm80Tile]
+) -> ForwardSm80Tile | None:
+    """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head; None: the default one.
+
+    few: tiles for few rows.
+    """
+    if not may_pack_heads(traits):
+        return None
+    plain = first_that_fits(preferred_tiles(traits), traits, target)
+    candidates = [
+        dataclasses.replace(tile, pack_heads=n)
+        for tile in (*few, plain)
+        for n in PACKS
+        if n < 2 * group and n <= tile.tile_m
+    ]
+    # Lengths of packed sequences differ, and only the longest is known here.
+    lengths = (seqlen_q, -(-seqlen_q // 2)) if traits.varlen and group > 1 else (seqlen_q,)
+
+    def tiles(tile: ForwardSm80Tile) -> int:
+        """Work tiles of a key head."""
+        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
+
+    best = min(candidates, key=lambda tile: (tiles(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
+    gain = tiles(plain) * plain.tile_m / max(tiles(best) * best.tile_m, 1)
+    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else None
+
+
+def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:
+    """Of 16, 32 and 64 rows: bound by memory, so many loads are kept in flight, 64 KB or more a multiprocessor.
+
+    A warp has 16 rows, and the other warps divide the keys: each additional warp along the rows reads all of K and V
+    from shared memory once more.
+    """
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    found = []
+    for rows, warps, groups in ((16, 1, 4), (32, 2, 2), (64, 4, 1)):
+        keys = 128 if d <= 64 else 64
+        tiles = [
+            ForwardSm80Tile(rows, n, warps, stages, q_in_regs=d <= 128, key_groups=groups)
+            for n, stages in ((keys, 3), (keys, 2), (16 * groups, 2), (16 * groups, 1))
+        ]
+        tile = first_that_fits(tiles, traits, target)
+        found.append(dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target)))
+    return found
+
+
+def _blocks_per_sm(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
+    """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
+    by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
+    return max(min(by_memory, 256 // tile.num_threads), 1)
 
 
 def _register_need(traits: Traits) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Uint32, cute, memory
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.copy import RowCopy
@@ -39,8 +39,19 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
-from cute_attn.kernels.forward_sm80.heuristics import preferred_tiles
-from cute_attn.kernels.forward_sm80.params import BlockLoad, MainloopContext, Operands
+from cute_attn.kernels.forward_sm80.heuristics import (
+    preferred_tiles,
+    tile_for_lengths,
+    tiles_for_few_rows,
+)
+from cute_attn.kernels.forward_sm80.params import (
+    BlockLoad,
+    GroupResults,
+    KeyGroup,
+    MainloopContext,
+    Operands,
+    SharedMemory,
+)
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -71,9 +82,14 @@ class ForwardSm80:
         """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm80":
-        """This kernel: its default tile does not depend on lengths and heads."""
-        return self
+    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
+        """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
+
+        ``group``: query heads per key head.
+        """
+        few = tiles_for_few_rows(self.traits, target)
+        tile = tile_for_lengths(self.traits, seqlen_q, group, target, few)
+        return dataclasses.replace(self, tile=tile) if tile else self
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -91,12 +107,13 @@ class ForwardSm80:
     def step_content(self) -> StepContent:
         """A step of the unmasked loop; each of a thread's rows has one exponential more, the factor of O."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-        qk = mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
-        pv = mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
+        warps = tile.num_warps * tile.key_groups
+        qk = mma_sync_count(tile.tile_m, tile.tile_n, d, warps)
+        pv = mma_sync_count(tile.tile_m, dv, tile.tile_n, warps)
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
         loops = product_loop(qk, d // 16, tile.steps_at_once(d, tile.qk_unroll))
         exp2 = elements * (1 + self.traits.softcap) + rows
-        return StepContent(qk + pv, exp2, elements, tile.num_warps, () if tile.keeps_q else loops)
+        return StepContent(qk + pv, exp2, elements, warps, () if tile.keeps_q else loops)
 
     # ---- layouts, copies and the MMA: override one of these to experiment ----
 
@@ -117,17 +134,19 @@ class ForwardSm80:
         )
 
     def gmem_load(self, head_dim: int) -> cute.TiledCopy:
-        """Global to shared memory: cp.async of 16 bytes."""
-        return layouts.gmem_tiled_copy(self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=True)
+        """Global to shared memory, by the threads of a group: cp.async of 16 bytes."""
+        return layouts.gmem_tiled_copy(
+            self.dtype, self.tile.group_threads, padded(head_dim), asynchronous=True
+        )
 
     def gmem_store(self, head_dim: int) -> cute.TiledCopy:
-        """Shared to global memory: 16-byte stores."""
+        """Shared to global memory, by the threads of a group: 16-byte stores."""
         return layouts.gmem_tiled_copy(
-            self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=False
+            self.dtype, self.tile.group_threads, padded(head_dim), asynchronous=False
         )
 
     def tiled_mma(self) -> cute.TiledMma:
-        """MMA of both products: warps along the queries."""
+        """MMA of both products, of a group: warps along the queries."""
         return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
 
     # ---- host ----
@@ -149,13 +168,17 @@ class ForwardSm80:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         batch = seqlens.batch(mQ)
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.tile_m)
-        grid = QueryGrid.make(m_blocks, nheads, nheads_kv)
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
         self.kernel(
             mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
-        ).launch(grid=[m_blocks * nheads * batch, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
+        ).launch(
+            grid=[m_blocks * grid.planes * batch, 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
 
     # ---- device ----
 
@@ -175,53 +198,57 @@ class ForwardSm80:
         nheads: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        tile = grid.tile(seqlens, self.tile.tile_m)
+        group = KeyGroup.of(self.tile, thread)
+        thread = group.thread
+        tile = grid.tile(seqlens, self.tile.queries)
         row0, info = tile.row0, tile.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
-            varlen = self.traits.varlen
-            q = sequence(mQ, tile.batch, tile.head, info.offset_q, varlen)
+            q = sequence(mQ, tile.batch, tile.head, info.offset_q, self.traits.varlen)
             context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
-            end_row = cutlass.min(row0 + self.tile.tile_m, info.seqlen_q)
+            end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
-            s_q, s_k, s_v, s_o, stats = self.shared_memory()
-            operands = self.operands(s_q, s_k, s_v, thread)
-            load_k = self.block_load(mK, s_k, self.traits.head_dim, tile, thread)
-            load_v = self.block_load(mV, s_v, self.traits.head_dim_v, tile, thread)
+            shared = self.shared_memory(group)
+            operands = self.operands(shared, thread)
+            load_k = self.block_load(mK, shared.k, self.traits.head_dim, tile, group)
+            load_v = self.block_load(mV, shared.v, self.traits.head_dim_v, tile, group)
             ctx = self.mainloop_context(
-                operands, load_k, load_v, blocks, state, row0, scale_log2, stats, thread
+                operands, load_k, load_v, blocks, state, row0, scale_log2, shared, group
             )
-            self.load_queries(q, s_q, info.seqlen_q - row0, ctx, thread)
+            self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
-            tile = grid.tile(seqlens, self.tile.tile_m)
-            lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
-            self.stored_softmax(ctx, thread).load_stats().normalize(ctx.acc_o_rows, lse, chain.rescale(state))
-            thread = optimization_barrier(thread)
-            score_map = ScoreMap.make(operands.tiled_mma, self.tile.tile_m, self.tile.tile_n, thread)
-            store_lse(mLSE, lse, score_map, tile, self.traits.varlen)
-            o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, varlen)
-            self.store_output(o, s_o, ctx, tile, thread)
+            if cutlass.const_expr(self.tile.key_groups > 1):
+                self.merge_groups(ctx)
+            if group.is_first:
+                tile = grid.tile(seqlens, self.tile.queries)
+                self.finish(mO, mLSE, ctx, tile)
 
-    def shared_memory(self):
-        """sQ, sK, sV and sO as (rows, cols, stage), and a pointer to the row statistics."""
+    def shared_memory(self, group: KeyGroup) -> SharedMemory:
+        """All areas; each group has its own stages of K and V."""
         d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
-        q_layout = self.smem_layout(tile.tile_m, d)
-        k_layout = self.smem_layout(tile.tile_n, d, tile.num_stages)
-        v_layout = self.smem_layout(tile.tile_n, dv, tile.num_stages)
-        o_layout = self.smem_layout(tile.tile_m, dv)
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
         areas = tile.smem_areas(self.traits)
 
         def area(name: str, dtype: Any) -> cute.Pointer:
             return cute.recast_ptr(base + areas[name][0], dtype=dtype)
 
-        return (
-            cute.make_tensor(area("q", self.dtype), q_layout),
-            cute.make_tensor(area("k", self.dtype), k_layout),
-            cute.make_tensor(area("v", self.dtype), v_layout),
-            cute.make_tensor(area("o", self.dtype), o_layout),
+        def stages(name: str, head_dim: int) -> cute.Tensor:
+            start, layout = (
+                area(name, self.dtype),
+                self.smem_layout(tile.group_keys, head_dim, tile.num_stages),
+            )
+            if tile.key_groups > 1:
+                start += cute.assume(group.index * cute.cosize(layout), divby=512)
+            return cute.make_tensor(start, layout)
+
+        return SharedMemory(
+            cute.make_tensor(area("q", self.dtype), self.smem_layout(tile.tile_m, d)),
+            stages("k", d),
+            stages("v", dv),
+            cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
             area("stats", Float32),
+            area("merge", Float32),
         )
 
     def row_stats(self, stats: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
@@ -230,7 +257,7 @@ class ForwardSm80:
         layout = cute.make_layout((rows, 2, threads), stride=(1, rows * threads, rows))
         return cute.make_tensor(stats, layout)[None, None, thread]
 
-    def operands(self, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor, thread: Int32) -> Operands:
+    def operands(self, shared: SharedMemory, thread: Int32) -> Operands:
         """Operands of both products in shared memory; V is read transposed."""
         tiled_mma = self.tiled_mma()
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
@@ -238,18 +265,18 @@ class ForwardSm80:
         copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
         return Operands(
             tiled_mma,
-            SmemOperand.a(tiled_mma, copy_a, s_q, thread),
-            SmemOperand.b(tiled_mma, copy_b, s_k, thread),
-            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(s_v), thread),
+            SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
+            SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
+            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread),
         )
 
     def block_load(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, thread: Int32
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
     ) -> BlockLoad:
         """The loads of one head's K or V."""
-        row_copy = RowCopy(self.gmem_load(head_dim), thread, padded(head_dim), head_dim)
+        row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
-        return BlockLoad(row_copy, g, s, tile.info.seqlen_k)
+        return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
 
     def mainloop_context(
         self,
@@ -260,10 +287,11 @@ class ForwardSm80:
         state: ScoreState,
         row0: Int32,
         scale_log2: Float32,
-        stats: cute.Pointer,
-        thread: Int32,
+        shared: SharedMemory,
+        group: KeyGroup,
     ) -> MainloopContext:
         """Before the first step: O is zero, row maxima are -inf, row sums are 0."""
+        thread = group.thread
         tile, dv, tiled_mma = self.tile, padded(self.traits.head_dim_v), operands.tiled_mma
         acc_o = cute.make_rmem_tensor(
             tiled_mma.get_slice(thread).partition_shape_C((tile.tile_m, dv)), Float32
@@ -271,33 +299,59 @@ class ForwardSm80:
         acc_o.fill(0.0)
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
-        own_stats = self.row_stats(stats, rows, thread) if tile.stats_in_smem else None
+        own_stats = self.row_stats(shared.stats, rows, thread) if tile.stats_in_smem else None
         softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, own_stats)
         return MainloopContext(
-            operands, load_k, load_v, blocks, state, thread, row0, softmax, stats, acc_o, acc_o_rows
+            *(operands, load_k, load_v, blocks, state, group, thread, row0),
+            *(softmax, shared, acc_o, acc_o_rows),
         )
 
     @cute.jit
-    def load_queries(
-        self, q: cute.Tensor, s_q: cute.Tensor, rows: Int32, ctx: MainloopContext, thread: Int32
-    ) -> None:
-        """Start loading Q; if it is kept in registers, wait and read it."""
-        d = self.traits.head_dim
-        g_q = cute.local_tile(q, (self.tile.tile_m, padded(d)), (ctx.row0 // self.tile.tile_m, 0))
-        RowCopy(self.gmem_load(d), thread, padded(d), d).copy(g_q, s_q[None, None, 0], rows, False)
+    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
+        """Start loading Q; if K reuses its memory, wait and read it."""
+        if ctx.group.is_first:
+            d = self.traits.head_dim
+            rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
+            copy = self.row_copy(self.gmem_load(d), d, tile, ctx.thread)
+            copy.copy(self.rows(q, mQ, d, ctx.row0), ctx.shared.q[None, None, 0], rows, False)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(self.tile.keeps_q):
-            cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(self.tile.share_qk_smem):
+            self.read_queries(ctx, 0)
             cute.arch.barrier()
-            ctx.operands.q.load_all()
-            if cutlass.const_expr(self.tile.share_qk_smem):
-                cute.arch.barrier()
+
+    @cute.jit
+    def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
+        """Q from shared memory to registers, where ``later`` loads have been committed after its own."""
+        cute.arch.cp_async_wait_group(later)
+        cute.arch.barrier()
+        ctx.operands.q.load_all()
+
+    def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
+        """A copy of a work tile's rows."""
+        return RowCopy(copy, thread, padded(dim), dim, self.tile.pack_heads, tile.heads_left)
+
+    @cute.jit
+    def rows(self, head: cute.Tensor, tensor: cute.Tensor, dim: Constexpr, row0: Int32) -> cute.Tensor:
+        """The rows of a work tile, as (tile_m, padded dim): each query's heads, then the next query.
+
+        head: the tile's first head in ``tensor``, Q or O.
+        """
+        heads: Constexpr = self.tile.pack_heads
+        if cutlass.const_expr(heads == 1):
+            return cute.local_tile(head, (self.tile.tile_m, padded(dim)), (row0 // self.tile.tile_m, 0))
+        step = head.stride[0]
+        layout = cute.make_layout(
+            ((heads, self.tile.queries), padded(dim)), stride=((tensor.stride[-2], step), 1)
+        )
+        return cute.make_tensor(head.iterator + cute.assume(Int64(row0) * step, divby=8), layout)
 
     @cute.jit
     def main_loop(self, ctx: MainloopContext) -> None:
         """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
         blocks = ctx.blocks
         self.start_loads(ctx)
+        if cutlass.const_expr(self.tile.keeps_q and not self.tile.share_qk_smem):
+            self.read_queries(ctx, max(self.tile.num_stages - 1, 1))
         block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
         block = self.steps(ctx, block, blocks.full_begin, False)
         if cutlass.const_expr(self.traits.windowed):
@@ -336,12 +390,12 @@ class ForwardSm80:
     def step_one_stage(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
         """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier()
+        ctx.group.barrier()
         ctx.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
-        cute.arch.barrier()
+        ctx.group.barrier()
         if block > ctx.blocks.begin:
             ctx.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
@@ -353,7 +407,7 @@ class ForwardSm80:
         stages: Constexpr = self.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
-        cute.arch.barrier()
+        ctx.group.barrier()
         ahead = block - (stages - 1)
         if ahead >= ctx.blocks.begin:
             ctx.load_k.start(ahead, self.stage(ahead), True)
@@ -373,7 +427,7 @@ class ForwardSm80:
         """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
         op, tile = ctx.operands, self.tile
         acc_s = cute.make_rmem_tensor(
-            op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
+            op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.group_keys)), Float32
         )
         acc_s.fill(0.0)
         loaded = ()
@@ -397,19 +451,26 @@ class ForwardSm80:
     def score_tile(self, ctx: MainloopContext, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
         """acc_s with its query and key indices."""
         tile = self.tile
-        score_map = ScoreMap.make(ctx.operands.tiled_mma, tile.tile_m, tile.tile_n, thread)
-        return score_map.tile(acc_s, ctx.row0, block * tile.tile_n)
+        score_map = self.score_map(ctx, thread)
+        return score_map.tile(acc_s, ctx.row0, ctx.group.part_of(block) * tile.group_keys)
+
+    def score_map(self, ctx: MainloopContext, thread: Int32) -> ScoreMap:
+        """The scores that a thread holds."""
+        tile = self.tile
+        return ScoreMap.make(
+            ctx.operands.tiled_mma, tile.tile_m, tile.group_keys, thread, heads=tile.pack_heads
+        )
 
     def by_rows(self, ctx: MainloopContext, p: cute.Tensor) -> cute.Tensor:
         """P in the layout of the scores' accumulator, as (rows, cols)."""
-        modes = layouts.row_col_modes(ctx.operands.tiled_mma, self.tile.tile_m, self.tile.tile_n)
+        modes = layouts.row_col_modes(ctx.operands.tiled_mma, self.tile.tile_m, self.tile.group_keys)
         return layouts.row_col_view(p, modes)
 
     def stored_softmax(self, ctx: MainloopContext, thread: Int32) -> OnlineSoftmax:
         """The online softmax with its statistics where they stay between steps: in registers or shared memory."""
         if not self.tile.stats_in_smem:
             return ctx.softmax
-        stats = self.row_stats(ctx.stats, cute.size(ctx.acc_o_rows, mode=[0]), thread)
+        stats = self.row_stats(ctx.shared.stats, cute.size(ctx.acc_o_rows, mode=[0]), thread)
         return dataclasses.replace(ctx.softmax, row_max=stats[None, 0], row_sum=stats[None, 1])
 
     @cute.jit
@@ -437,20 +498,50 @@ class ForwardSm80:
         chain.drop(ctx.state, scores, self.by_rows(ctx, p))
         gemm_rs(op.tiled_mma, ctx.acc_o, layouts.as_operand_a(p), op.v, stage)
 
+    # ---- after the last step ----
+
     @cute.jit
-    def store_output(
-        self, o: cute.Tensor, s_o: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32
-    ) -> None:
+    def merge_groups(self, ctx: MainloopContext) -> None:
+        """Row statistics and O of all groups to the first one's, in their order."""
+        group, softmax = ctx.group, ctx.softmax
+        cute.arch.barrier()  # K and V have been read: their memory is free
+        if group.index > 0:
+            self.group_results(ctx, group.index - 1).store(softmax, ctx.acc_o)
+        cute.arch.barrier()
+        if group.index == 0:
+            for other in cutlass.range_constexpr(group.count - 1):
+                self.group_results(ctx, Int32(other)).merge_into(softmax, ctx.acc_o, ctx.acc_o_rows)
+
+    def group_results(self, ctx: MainloopContext, other: Int32) -> GroupResults:
+        """The results of a thread of the group ``other`` + 1 in shared memory."""
+        rows = cute.size(ctx.acc_o_rows, mode=[0])
+        start = ctx.shared.merge + other * self.tile.group_threads * (cute.size(ctx.acc_o) + 2 * rows)
+        return GroupResults.make(start, cute.size(ctx.acc_o), rows, ctx.thread, self.tile.group_threads)
+
+    @cute.jit
+    def finish(self, mO: cute.Tensor, mLSE: cute.Tensor, ctx: MainloopContext, tile: QueryTile) -> None:
+        """Normalise and store O and LSE."""
+        thread = ctx.thread
+        lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
+        softmax = self.stored_softmax(ctx, thread).load_stats()
+        softmax.normalize(ctx.acc_o_rows, lse, self.epilogues.rescale(ctx.state))
+        thread = optimization_barrier(thread)
+        store_lse(mLSE, lse, self.score_map(ctx, thread), tile, self.traits.varlen)
+        self.store_output(mO, ctx, tile, thread)
+
+    @cute.jit
+    def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
         """O through shared memory, for 16-byte stores."""
-        dv, tiled_mma, tile_m = self.traits.head_dim_v, ctx.operands.tiled_mma, self.tile.tile_m
+        dv, tiled_mma = self.traits.head_dim_v, ctx.operands.tiled_mma
+        o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         fragment = cute.make_rmem_tensor_like(ctx.acc_o, self.dtype)
         fragment.store(ctx.acc_o.load().to(self.dtype))
-        cute.arch.barrier()
+        ctx.group.barrier()
         store = layouts.store_copy_c(tiled_mma, self.dtype, "sm80")
         mine = store.get_slice(thread)
-        s_o = s_o[None, None, 0]
+        s_o = ctx.shared.o[None, None, 0]
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
-        cute.arch.barrier()
-        g_o = cute.local_tile(o, (tile_m, padded(dv)), (tile.row0 // tile_m, 0))
-        copy_o = RowCopy(self.gmem_store(dv), thread, padded(dv), dv)
-        copy_o.copy(s_o, g_o, tile.info.seqlen_q - tile.row0, False)
+        ctx.group.barrier()
+        g_o = self.rows(o, mO, dv, tile.row0)
+        rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
+        self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)

@@ -87,7 +87,7 @@ class ForwardSm90:
         """The tile for calls that name none."""
         return first_that_fits(preferred_tiles(traits), traits, target)
 
-    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int) -> "ForwardSm90":
+    def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90") -> "ForwardSm90":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
         ``group``: query heads per key head.
