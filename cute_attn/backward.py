@@ -47,8 +47,8 @@ from cute_attn.params import (
 from cute_attn.splits import head_splits, key_splits
 from cute_attn.traits import PARTS, Traits
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Of q, k, v and bias; None where they are not needed."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of q, k, v, bias and sinks; None where they are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class BackwardLauncher:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
         kernel: the main kernel object, which makes the epilogues' arguments.
-        needed: which of the gradients of q, k, v and bias are computed.
+        needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
         varlen: whether rows of those may belong to no sequence.
         copy: which of grad_out and out have strides that no kernel reads.
@@ -162,7 +162,7 @@ class BackwardLauncher:
     main: Callable[..., None] | None
     convert: Callable[..., None] | None
     kernel: Any
-    needed: tuple[bool, bool, bool, bool]
+    needed: tuple[bool, bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
     varlen: bool
@@ -199,7 +199,7 @@ class BackwardLauncher:
     ) -> Gradients:
         q = params.q
         if self.main is None or self.workspace is None:
-            return self._zeros(params)
+            return self._without_keys(params, grads[1], outputs[1])
         check_alignment(*params[:3])
         grad_out, out = _readable(grads[0], self.copy[0]), _readable(outputs[0], self.copy[1])
         lse = outputs[1]
@@ -215,6 +215,9 @@ class BackwardLauncher:
         minus_d = as_strided(memory, *space.minus_d)
         accumulators = as_strided(memory, *space.dq)
         counter = as_strided(memory, *space.next)
+        if self.needed[4] and (self.varlen or params.seqused_q is not None):
+            # Rows between sequences, which the preprocess leaves unwritten.
+            memory[: space.dq[2]].zero_()
         dbias = self.bias.allocate(q) if self.bias is not None else None
         if self.views:
             viewed: list[Any] = list(params)
@@ -261,6 +264,7 @@ class BackwardLauncher:
             _sum_splits(dk, nheads_kv) if needed[1] else None,
             _sum_splits(dv, nheads_kv) if needed[2] else None,
             dbias,
+            _sinks_gradient(params.sinks, lse_log2, minus_d, keep) if needed[4] else None,
         )
 
     def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
@@ -270,12 +274,18 @@ class BackwardLauncher:
             dbias = as_strided(dbias, *self.bias.seen)
         return self.kernel.score_args(params.score_inputs(dbias))
 
-    def _zeros(self, params: AttentionParams) -> Gradients:
-        tensors = (params.q, params.k, params.v, params.bias)
-        return tuple(
+    def _without_keys(self, params: AttentionParams, grad_lse: Tensor | None, lse: Tensor) -> Gradients:
+        """Zeros, but for the sinks of existing rows: their LSE is the sink."""
+        tensors = (params.q, params.k, params.v, params.bias, params.sinks)
+        *zeros, dsinks = (
             x.new_zeros(x.shape) if needed and x is not None else None
             for x, needed in zip(tensors, self.needed, strict=True)
-        )  # type: ignore[return-value]
+        )
+        if dsinks is not None and grad_lse is not None:
+            rows = torch.where(lse == -math.inf, 0.0, grad_lse)
+            dsinks = rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))
+            dsinks = dsinks.to(params.sinks.dtype)  # type: ignore[union-attr]
+        return (*zeros, dsinks)  # type: ignore[return-value]
 
 
 def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
@@ -284,6 +294,21 @@ def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
 
     lengths, longest = params[3:6], params.longest
     return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+
+
+def _sinks_gradient(sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float) -> Tensor:
+    """Of (nheads,) sinks, from what the preprocess wrote: dsink = -sum over rows of exp(sink - LSE) * D.
+
+    exp(sink - LSE) is the share of the sink in a row's softmax. In rows that do not exist LSE is inf or D is 0.
+
+    Args:
+        sinks: the call's.
+        lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
+    """
+    assert sinks is not None
+    shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
+    found = (shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2))
+    return (found / keep).to(sinks.dtype)
 
 
 def _sum_splits(gradient: Tensor, nheads_kv: int) -> Tensor:
@@ -315,7 +340,7 @@ def gradients(
     needed: tuple[bool, ...],
     forward: launcher.Launcher | None = None,
 ) -> Gradients:
-    """The needed gradients of q, k, v and bias, from the call's ``out`` and ``lse``.
+    """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
     Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
 
@@ -348,7 +373,8 @@ def launcher_for(
     key: tuple[Any, ...]
     if forward is not None and not classes:
         # Saved tensors may return with other strides, for example after offloading to the host.
-        seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, params.alibi_slopes, params.bias)
+        given = (params.alibi_slopes, params.bias, params.sinks)
+        seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, *given)
         strides = [None if x is None else x.stride() for x in seen]
         aligned = params.bias is None or is_aligned(params.bias)
         key = (forward, needed, deterministic, aligned, *strides)

@@ -541,9 +541,9 @@ def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float3
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, pack)
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
-                _query_block(
-                    QueryBlockContext(plane, state, row0, info.seqlen_q, context.score_scale * LOG2_E, kernel)
-                )
+                scale_log2 = context.score_scale * LOG2_E
+                ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                _query_block(ctx, args, pack * heads)
 
 
 @cute.jit
@@ -558,7 +558,7 @@ def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
 
 
 @cute.jit
-def _query_block(ctx: QueryBlockContext):
+def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
     size, buffers = ctx.kernel.tile, ctx.buffers
     end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
     queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
@@ -584,7 +584,7 @@ def _query_block(ctx: QueryBlockContext):
     for thread in cutlass.range(ctx.threads):
         _add_up(ctx, thread)
     for thread in cutlass.range(ctx.threads):
-        _finish(ctx, thread)
+        _finish(ctx, thread, args, head)
     for row in cutlass.range(ctx.row0, end_row):
         for d in cutlass.range(buffers.out.shape[1]):
             buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
@@ -661,12 +661,18 @@ def _add_up(ctx: QueryBlockContext, thread: Int32):
 
 
 @cute.jit
-def _finish(ctx: QueryBlockContext, thread: Int32):
+def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
     """From complete row sums: each row's output factor and log-sum-exp."""
-    rows, rescale = ctx.rows(thread), ctx.kernel.epilogues.rescale(ctx.state)
+    chain = ctx.kernel.epilogues
+    rows, rescale = ctx.rows(thread), chain.rescale(ctx.state)
     softmax = ctx.online_softmax(thread, len(rows)).load_stats()
     for r in cutlass.range_constexpr(len(rows)):
-        factor, lse = softmax.finish(r, ctx.buffers.sums[rows[r]], rescale)
+        row_sum = ctx.buffers.sums[rows[r]]
+        if cutlass.const_expr(chain.sinks is None):
+            factor, lse = softmax.finish(r, row_sum, rescale)
+        else:
+            sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
+            factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
         ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
 
 

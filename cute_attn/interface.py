@@ -27,6 +27,7 @@ def attention(
     window: Window = (None, None),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_mask: str = "flash",
@@ -44,8 +45,8 @@ def attention(
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
     Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues and the mask; the softmax in float32;
-    dropout. A query that sees no key has out 0 and lse -inf. :mod:`cute_attn.reference` is the definition; CPU
-    tensors are computed by it, in float32 or float64.
+    dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink. :mod:`cute_attn.reference` is the
+    definition; CPU tensors are computed by it, in float32 or float64.
 
     Parameters
     ----------
@@ -70,6 +71,9 @@ def attention(
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
     bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), fp16, bf16 or fp32, optional
         Added to scores; its last dimension is contiguous. -inf hides a key.
+    sinks : Tensor (nheads,), float32 or q's dtype, optional
+        Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
+        every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
     softcap : float
         Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118).
     dropout_p : float
@@ -109,11 +113,11 @@ def attention(
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
         Alone, or with more outputs the first of a tuple with, in this order,
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
-        Natural logarithm; -inf where a query sees no key.
+        Natural logarithm; -inf, or the sink, where a query sees no key.
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
         Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
 
-    out and lse are differentiable in q, k, v and bias; the CPU's also in slopes and in epilogues' tensors.
+    out and lse are differentiable in q, k, v, bias and sinks; the CPU's also in slopes and in epilogues' tensors.
 
     Raises
     ------
@@ -122,9 +126,9 @@ def attention(
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
-        A CUDA tensor other than q, k, v and bias requires a gradient.
+        A CUDA tensor other than q, k, v, bias and sinks requires a gradient.
     """
-    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, rng_state)
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
         False,
         None,
@@ -161,6 +165,7 @@ def attention_varlen(
     window: Window = (None, None),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_mask: str = "flash",
@@ -194,8 +199,8 @@ def attention_varlen(
         How many rows of each sequence exist; what lies beyond is never read.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
         As for :func:`attention`, indexed by a position in its sequence.
-    softmax_scale, causal, window, alibi_slopes, softcap, dropout_p, dropout_mask, rng_state, epilogues, return_lse, \
-return_softmax, kernel, tile, deterministic, backward_tile, precision
+    softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, epilogues, \
+return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision
         As for :func:`attention`.
 
     Returns
@@ -211,7 +216,19 @@ return_softmax, kernel, tile, deterministic, backward_tile, precision
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`attention`.
     """
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state)
+    tensors = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        alibi_slopes,
+        bias,
+        sinks,
+        rng_state,
+    )
     options = (
         True,
         max_seqlen_q,
@@ -249,6 +266,7 @@ def attention_backward(
     window: Window = (None, None),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_mask: str = "flash",
@@ -274,17 +292,17 @@ def attention_backward(
         As for :func:`attention`.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v)
     lse : Tensor (batch, nheads, seqlen_q), float32
-        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch's, +inf.
+        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch's, +inf. Sinks are part of it.
     grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
         The gradient of lse.
-    wanted : sequence of {"q", "k", "v", "bias"}
+    wanted : sequence of {"q", "k", "v", "bias", "sinks"}
         Which gradients to return.
     rng_state : Tensor (2,), int64 or uint64, or (seed, offset), each a tensor or an int
         The forward's seed and offset, on any device.
     tile : Tile or str, optional
         The backward's.
-    softmax_scale, causal, window, alibi_slopes, bias, softcap, dropout_p, dropout_mask, seqused_k, epilogues, kernel, \
-deterministic, precision
+    softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, epilogues, \
+kernel, deterministic, precision
         As the forward's.
 
     Returns
@@ -298,7 +316,7 @@ deterministic, precision
         As :func:`attention`.
     """
     state = _rng_state(rng_state, q) if dropout_p else None
-    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, state)
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
         False,
         None,
@@ -343,6 +361,7 @@ def attention_varlen_backward(
     window: Window = (None, None),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     dropout_mask: str = "flash",
@@ -376,7 +395,7 @@ def attention_varlen_backward(
         As :func:`attention`.
     """
     state = _rng_state(rng_state, q) if dropout_p else None
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, state)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
         True,
         max_seqlen_q,
@@ -478,7 +497,7 @@ class _Options(NamedTuple):
 
 
 def _attend(tensors: Tensors, given: tuple) -> Result:
-    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, rng_state.
+    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
 
     given: the fields of _Options.
     """

@@ -46,6 +46,7 @@ def attention_with_kvcache(
     window: Window = (None, None),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     num_splits: int = 0,
     split_keys: int | None = None,
     out: Tensor | None = None,
@@ -78,7 +79,7 @@ check_lengths
     rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
         Rotate new keys and the queries, in fp32 and then rounded. Query i is at rotary_seqlens[b] + i, by default
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
-    softmax_scale, causal, window, softcap, alibi_slopes
+    softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
     num_splits, split_keys : int
         0 or 1, and None: keys are not divided yet.
@@ -94,7 +95,7 @@ check_lengths
     out : Tensor, as q with head_dim_v
         0 where a query sees no key.
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
-        With return_lse. Natural logarithm; -inf where a query sees no key.
+        With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
 
     Raises
     ------
@@ -121,6 +122,7 @@ check_lengths
         *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, cache_leftpad),
         cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
         max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
         if packed and max_seqlen_q is not None
         else longest,
@@ -259,6 +261,7 @@ def forward_params(params: CacheParams, q: Tensor) -> AttentionParams:
         seqused_k=params.append.lengths_after(),
         alibi_slopes=params.alibi_slopes,
         bias=None,
+        sinks=params.sinks,
         rng_state=None,
         epilogue_tensors=(),
         max_seqlen_q=params.max_seqlen_q,

@@ -75,7 +75,9 @@ class Plan:
             for shape, dtype in zip(self.shapes, (q.dtype, torch.float32), strict=True)
         )
         if self.function is None:
-            return out.zero_(), lse.fill_(-math.inf)
+            if params.sinks is None:
+                return out.zero_(), lse.fill_(-math.inf)
+            return out.zero_(), lse.copy_(params.sinks[:, None].expand_as(lse))
         seqlens, tables, partials = self._seqlens(params), _tables(params), None
         if self.partial_shapes:
             partials = self._partials(q)
@@ -87,11 +89,13 @@ class Plan:
         )
         if self.split.how == "parts":
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-            self.combine(partials.out, partials.lse, outs, lses)  # type: ignore[misc, union-attr]
+            self.combine(partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[misc, union-attr]
         elif self.split.how == "shares":
             slots = self.partial_shapes[0][0] // 2
             mask_args = score_args[1]
-            self.combine(partials, out, lse, seqlens, mask_args, k.shape[2], slots)  # type: ignore[misc]
+            self.combine(  # type: ignore[misc]
+                partials, out, lse, params.sinks, seqlens, mask_args, k.shape[2], slots
+            )
         return out, lse
 
     def _seqlens(self, params: CacheParams) -> Any:
@@ -215,9 +219,9 @@ def _combine(
     if not split.how:
         return None
     if split.how == "parts":
-        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim_v)
+        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
         return compiler.compile(plain, CombineTile.of(split.parts), target).function
-    kept = {name: getattr(traits, name) for name in ("mask", "varlen", "seqused_k", "leftpad")}
+    kept = {name: getattr(traits, name) for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad")}
     own = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim_v, **kept)
     of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
     return compiler.compile(own, CombineSharesTile.after(kernel.tile, own, of_a_row), target).function
@@ -246,8 +250,12 @@ def units(params: CacheParams, tile: Any) -> int:
     return params.batch * packs * -(-longest(params)[0] // tile.queries)
 
 
+def _sinks(params: CacheParams) -> str:
+    return "" if params.sinks is None else DTYPE_NAMES[params.sinks.dtype]
+
+
 def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> Traits:
-    """Of the kvcache kernel."""
+    """Of the kvcache kernel. Of parts, which it never completes, the combine kernel adds the sinks."""
     return Traits(
         "kvcache",
         arch,
@@ -257,6 +265,7 @@ def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> 
         mask=params.mask,
         softcap=params.softcap > 0,
         alibi=params.alibi_slopes is not None,
+        sinks="" if split == "parts" else _sinks(params),
         varlen=params.cu_seqlens_q is not None,
         seqused_k=params.cache_seqlens is not None,
         paged=params.page_table is not None,

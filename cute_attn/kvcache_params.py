@@ -18,6 +18,7 @@ from cute_attn.params import (
     _check_int32,
     _check_strides,
     check_count,
+    check_sinks,
     is_aligned,
     rows_are_regular,
 )
@@ -90,6 +91,7 @@ class CacheParams(NamedTuple):
         cache_leftpad: int32 (batch,), the first valid row, or None.
         cu_seqlens_q: int32 (batch + 1,), or None.
         alibi_slopes: (nheads,) or (batch, nheads), or None.
+        sinks: (nheads,), or None.
         max_seqlen_q to tile: as of :class:`cute_attn.params.AttentionParams`.
         num_splits: parts of each query block's keys; 0 for shares of all key blocks.
         split_keys: keys of a part, or 0.
@@ -111,6 +113,7 @@ class CacheParams(NamedTuple):
     cache_leftpad: Tensor | None
     cu_seqlens_q: Tensor | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     max_seqlen_q: int
     softmax_scale: float
     mask: str
@@ -147,7 +150,11 @@ class CacheParams(NamedTuple):
     def score_inputs(self) -> ScoreInputs:
         """The epilogues' inputs."""
         return ScoreInputs(
-            self.window_left, self.window_right, alibi_slopes=self.alibi_slopes, softcap=self.softcap
+            self.window_left,
+            self.window_right,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            softcap=self.softcap,
         )
 
 
@@ -302,6 +309,8 @@ def check_attention(params: CacheParams) -> None:
         raise ValueError(
             f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({params.batch}, {nheads})"
         )
+    if params.sinks is not None:
+        check_sinks(params.sinks, nheads, q.dtype)
 
 
 def check_lengths(params: AppendParams, leftpad: Tensor | None = None) -> None:

@@ -8,7 +8,7 @@ For each sequence ``b``, in this order::
     out   = attention of the rotated queries with the keys in rows leftpad[b] to end
 
 Masks, windows and ALiBi are aligned bottom right on these keys: the last query sees the last key. A query without
-keys gives out 0 and lse -inf; :func:`merge` treats such a partial result as absent.
+keys gives out 0 and lse -inf, or its head's sink; :func:`merge` treats a partial result with an lse of -inf as absent.
 
 A row of the cache is ``k[entry, row]``, where ``entry`` is ``cache_batch_idx[b]``, by default b. In a paged cache the
 entry is a row of ``page_table``, and the row is ``k[page_table[entry, row // page_size], row % page_size]``. Entries of
@@ -20,6 +20,7 @@ from which leftpad is not subtracted. Query i is there as well if there is a cau
 all queries are at ``rotary_seqlens[b]``.
 """
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:
     slopes = inputs.alibi_slopes
     if slopes is None or slopes.dim() == 1:
         return inputs
-    return ScoreInputs(inputs.window_left, inputs.window_right, slopes[batch], softcap=inputs.softcap)
+    return dataclasses.replace(inputs, alibi_slopes=slopes[batch])
 
 
 def query_positions(
@@ -220,24 +221,30 @@ def query_positions(
     return positions.flatten()
 
 
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def merge(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One result from partial ones over disjoint sets of keys.
 
     Args:
         outs: (n, batch, seqlen_q, nheads, head_dim_v), or packed (n, total, nheads, head_dim_v).
         lses: (n, batch, nheads, seqlen_q), or packed (n, nheads, total), natural. Where one is -inf, or +inf as some
             libraries have it, that result saw no key and its out is not read.
+        sinks: (nheads,), attention sinks, which no partial result has in its LSE; or None.
 
     Returns:
-        out and lse, at least float32; 0 and -inf where no partial result saw a key.
+        out and lse, at least float32; 0 and -inf, or the sink, where no partial result saw a key.
     """
     dtype = torch.promote_types(outs.dtype, torch.float32)
     lses = lses.to(dtype)
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     row_max = lses.amax(0)
+    if sinks is not None:
+        sinks = sinks.to(dtype)[:, None]
+        row_max = torch.maximum(row_max, sinks)
     shift = row_max.masked_fill(row_max == -math.inf, 0.0)
     weights = torch.exp(lses - shift)
     total = weights.sum(0)
+    if sinks is not None:
+        total = total + torch.exp(sinks - shift)
     weights = weights.transpose(-1, -2).unsqueeze(-1)
     parts = torch.where(weights == 0, 0.0, outs.to(dtype) * weights)
     divisor = total.masked_fill(total == 0, 1.0).transpose(-1, -2).unsqueeze(-1)

@@ -109,7 +109,7 @@ class ScoreArgs:
         return cls(tuple(parts), tuple(places))
 
 
-_SCORE_TENSORS = ("alibi_slopes", "bias", "rng_state")
+_SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")
 
 
 # ---- the launcher of a call ----
@@ -173,6 +173,8 @@ class Launcher:
             out.zero_()
             lse.fill_(-math.inf)
         if self.function is None:
+            if tensors[_SINKS] is not None:
+                _fill_with_sinks(lse, tensors)
             return out, lse, softmax
         if self.views:
             viewed = list(tensors)
@@ -194,11 +196,24 @@ class Launcher:
         return out, lse, softmax
 
 
+def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
+    """LSE of a call without keys: the head's sink in the rows of sequences."""
+    cu_seqlens_q, seqused_q, sinks = tensors[3], tensors[5], tensors[_SINKS]
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    if cu_seqlens_q is None:
+        exists = row < (lse.shape[-1] if seqused_q is None else seqused_q[:, None, None])
+    else:
+        batch = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
+        ends = cu_seqlens_q[1:] if seqused_q is None else cu_seqlens_q[:-1] + seqused_q
+        exists = (batch >= 0) & (row < ends[batch.clamp(0, len(ends) - 1)])
+    lse.copy_(torch.where(exists, sinks[:, None].to(lse.dtype), -math.inf))
+
+
 # ---- launchers by metadata ----
 
 
 _MAX_LAUNCHERS = 4096
-_BIAS = AttentionParams._fields.index("bias")
+_BIAS, _SINKS = (AttentionParams._fields.index(name) for name in ("bias", "sinks"))
 _launchers: dict[tuple[Any, ...], Launcher] = {}
 
 
@@ -265,9 +280,8 @@ _last: dict[tuple[Any, ...], _Last] = {}
 
 
 def _last_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    _, _, _, starts_q, starts_k, seqused_q, seqused_k, slopes, bias, state = tensors
-    absent = (seqused_q is None, seqused_k is None, slopes is None, bias is None, state is None)
-    return options, starts_q is starts_k, absent
+    starts_q, starts_k, *optional = tensors[3:]
+    return options, starts_q is starts_k, tuple(x is None for x in optional)
 
 
 def recall(tensors: Tensors, options: Hashable) -> Seen | None:
@@ -416,6 +430,7 @@ def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple
     shapes = {
         "alibi_slopes": (params.batch, params.nheads),
         "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
+        "sinks": (params.nheads,),
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(params, name)

@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_attn import kvcache_reference, launcher
 from cute_attn.kvcache_params import readable
 from cute_attn.launcher import contiguous_strides
-from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count
+from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, KERNEL_DTYPES, check_count, check_sinks
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
 
@@ -19,6 +19,7 @@ def merge_attention(
     outs: Tensor | Sequence[Tensor],
     lses: Tensor | Sequence[Tensor],
     *,
+    sinks: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse over all keys, from partial results over disjoint sets of keys.
@@ -33,6 +34,8 @@ def merge_attention(
         copied to one tensor. On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
     lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
         Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
+    sinks : Tensor (nheads,), float32, fp16 or bf16, optional
+        Attention sinks, as of :func:`cute_attn.attention`, which no partial result has in its LSE.
     dtype : torch.dtype, optional
         Of out: fp16, bf16 or fp32. Default: outs'.
 
@@ -41,7 +44,7 @@ def merge_attention(
     out : Tensor, as one of outs
         0 where no partial result saw a key.
     lse : Tensor, as one of lses
-        -inf there.
+        -inf there, or the sink.
 
     Raises
     ------
@@ -51,11 +54,13 @@ def merge_attention(
         A tensor requires a gradient.
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    if torch.is_grad_enabled() and (outs.requires_grad or lses.requires_grad):
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; accepted: a torch.Tensor")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (outs, lses, sinks)):
         raise NotImplementedError(
-            "outs or lses requires a gradient, which merge_attention does not give; accepted: tensors without one"
+            "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
         )
-    out, lse = torch.ops.cute_attn.merge.default(outs, lses, outs.dtype if dtype is None else dtype)
+    out, lse = torch.ops.cute_attn.merge.default(outs, lses, sinks, outs.dtype if dtype is None else dtype)
     return out, lse
 
 
@@ -75,7 +80,7 @@ def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
 # ---- checks ----
 
 
-def check(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
+def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
     """Raise TypeError or ValueError for the first wrong argument, on any device."""
     for name, x in (("outs", outs), ("lses", lses)):
         if x.dtype not in FLOAT_DTYPES:
@@ -98,6 +103,10 @@ def check(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(
             f"lses has shape {tuple(lses.shape)}; accepted: {expected}, for outs of shape {tuple(outs.shape)}"
         )
+    if sinks is not None:
+        if sinks.device != outs.device:
+            raise ValueError(f"sinks is on {sinks.device}; accepted: {outs.device}, where outs is")
+        check_sinks(sinks, outs.shape[-2], *KERNEL_DTYPES)
 
 
 def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
@@ -118,27 +127,27 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _library.define(
-    "merge(Tensor outs, Tensor lses, ScalarType dtype) -> (Tensor out, Tensor lse)",
+    "merge(Tensor outs, Tensor lses, Tensor? sinks, ScalarType dtype) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def merge_cpu(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_cpu(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """By the definition."""
-    check(outs, lses, dtype)
-    out, lse = kvcache_reference.merge(outs, lses)
+    check(outs, lses, sinks, dtype)
+    out, lse = kvcache_reference.merge(outs, lses, sinks)
     return out.to(dtype), lse.to(lses.dtype)
 
 
-def merge_cuda(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """By the combine kernel, on the current stream of outs' device."""
-    check(outs, lses, dtype)
+    check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
     with torch.cuda.device(outs.device):
         out = launcher.new_empty_strided(outs, *_contiguous(outs), dtype)
         lse = launcher.new_empty_strided(outs, *_contiguous(lses), torch.float32)
         if out.numel():
-            _launch(outs, lses, out, lse)
+            _launch(outs, lses, out, lse, sinks)
     return out, lse
 
 
@@ -148,7 +157,7 @@ def _contiguous(partials: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, contiguous_strides(shape)
 
 
-def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
     """Run the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
     from cute_attn import compiler
 
@@ -157,8 +166,9 @@ def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")
     arch = "sm90" if target == "sm90" else "sm80"
-    traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1])
-    compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function(outs, lses, out, lse)
+    sink_dtype = "" if sinks is None else DTYPE_NAMES[sinks.dtype]
+    traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
+    compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function(outs, lses, out, lse, sinks)
 
 
 _library.impl("merge", merge_cpu, "CPU")
@@ -166,6 +176,8 @@ _library.impl("merge", merge_cuda, "CUDA")
 
 
 @torch.library.register_fake("cute_attn::merge", lib=_library)
-def _merge_fake(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    check(outs, lses, dtype)
+def _merge_fake(
+    outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    check(outs, lses, sinks, dtype)
     return outs.new_empty(outs.shape[1:], dtype=dtype), lses.new_empty(lses.shape[1:])

@@ -26,10 +26,12 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
     f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)",
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)",
     tags=_TAGS,
 )
-DIFFERENTIABLE = ("q", "k", "v", "bias")
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+_INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
+_SLOPES = AttentionParams._fields.index("alibi_slopes")
 _PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
@@ -69,7 +71,7 @@ def backward(
     needed: tuple[bool, ...],
     launcher: Launcher | None = None,
 ) -> Gradients:
-    """The needed gradients of q, k, v and bias; through the dispatcher where something observes operators.
+    """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
     launcher: the forward's, if there is one.
     """
@@ -136,7 +138,7 @@ def forward_cpu(params: AttentionParams) -> Outputs:
         return_softmax=params.return_softmax,
     )
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
-    inputs = (params.q, params.k, params.v, params.bias)
+    inputs = [getattr(params, name) for name in DIFFERENTIABLE]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
 
@@ -254,10 +256,10 @@ def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
     """
-    q, k, v, *_, slopes, bias, _ = tensors
+    slopes = tensors[_SLOPES]
     if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
         raise NotImplementedError(NO_GRADIENT)
-    return q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
+    return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
 
 
 NO_GRADIENT = (
@@ -283,7 +285,7 @@ def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
 ) -> Gradients:
     if grad_out is None and grad_lse is None:
-        return None, None, None, None
+        return None, None, None, None, None
     *tensors, out, lse = ctx.saved_tensors
     params = AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
@@ -325,9 +327,6 @@ class Attention(torch.autograd.Function):
         wanted = tuple(ctx.needs_input_grad[1 + index] for index in _INDICES)
         grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
         return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
-
-
-_INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:

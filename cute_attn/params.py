@@ -46,7 +46,7 @@ class AttentionParams(NamedTuple):
     Attributes:
         q, k, v: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q and cu_seqlens_k.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32 lengths, or None.
-        alibi_slopes, bias: or None.
+        alibi_slopes, bias, sinks: or None.
         rng_state: int64 (2,), seed and offset, where there is dropout.
         epilogue_tensors, epilogue_numbers: arguments of users' epilogues, laid out by ``epilogues``.
         max_seqlen_q, max_seqlen_k: the longest sequences.
@@ -71,6 +71,7 @@ class AttentionParams(NamedTuple):
     seqused_k: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
+    sinks: Tensor | None
     rng_state: Tensor | None
     epilogue_tensors: Sequence[Tensor]
     max_seqlen_q: int
@@ -148,6 +149,7 @@ class AttentionParams(NamedTuple):
             alibi_slopes=self.alibi_slopes,
             bias=self.bias,
             grad_bias=grad_bias,
+            sinks=self.sinks,
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             rng_state=self.rng_state,
@@ -179,6 +181,7 @@ class AttentionParams(NamedTuple):
             alibi=self.alibi_slopes is not None,
             bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype],
             epilogues=self.epilogue_names,
+            sinks=DTYPE_NAMES[self.sinks.dtype] if self.sinks is not None and op == "forward" else "",
             dropout=self.dropout,
             varlen=self.varlen,
             seqused_q=self.seqused_q is not None,
@@ -362,6 +365,8 @@ def _check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int)
 def _check_score_tensors(params: AttentionParams) -> None:
     batch, nheads = params.batch, params.nheads
     slopes, bias, rng_state = params.alibi_slopes, params.bias, params.rng_state
+    if params.sinks is not None:
+        check_sinks(params.sinks, nheads, params.q.dtype)
     if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
         raise ValueError(
             f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
@@ -388,6 +393,15 @@ def _check_score_tensors(params: AttentionParams) -> None:
         if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
             shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
+
+
+def check_sinks(sinks: Tensor, nheads: int, *dtypes: torch.dtype) -> None:
+    """Raise TypeError or ValueError for attention sinks that are not one number a head, float32 or of ``dtypes``."""
+    accepted = tuple(dict.fromkeys((torch.float32, *dtypes)))
+    if sinks.dtype not in accepted:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {' or '.join(map(str, accepted))}")
+    if tuple(sinks.shape) != (nheads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number a head")
 
 
 def _list(items: Sequence[Any]) -> str:
@@ -421,6 +435,8 @@ def check_for_kernels(params: AttentionParams) -> None:
         if params.bias.dtype not in DTYPE_NAMES:
             raise TypeError(f"bias has dtype {params.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
         _check_last_stride("bias", params.bias)
+    if params.sinks is not None:
+        _check_last_stride("sinks", params.sinks)
 
 
 def _check_sizes(params: AttentionParams) -> None:

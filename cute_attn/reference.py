@@ -9,10 +9,11 @@ For one batch, one head, query ``i`` of ``seqlen_q`` and key ``j`` of ``seqlen_k
     s       = the users' own epilogues, in order
     s       = -inf where the mask hides key j from query i
     P       = softmax over j of s;  lse[i] = log(sum_j exp(s[i, j]))
+    P, lse    with exp(sink) of the head in each row's sum       where there are attention sinks
     out[i]  = sum_j keep[i, j] * P[i, j] / (1 - dropout_p) * v[j]
 
 ``shift`` is ``seqlen_k - seqlen_q`` (the last query sees the last key: bottom right) or 0 (top left). A row that
-sees no key gives out 0 and lse -inf. Rows of no sequence are never read.
+sees no key gives out 0 and lse -inf, or the sink. Rows of no sequence are never read.
 
 The functions of a score (:func:`softcap_scores`, :func:`alibi_scores`, :func:`visible`, the ``*_keep`` masks) are
 what the kernels' epilogues are compared with.
@@ -298,7 +299,7 @@ def attention(
     Returns:
         out, like q with head_dim_v, in q's dtype. Rows that no sequence owns are 0.
         lse, (batch, nheads, seqlen_q) or packed (nheads, total_q), natural log, in the compute dtype but at least
-            float32. -inf on rows that see no key and on rows that no sequence owns.
+            float32. -inf on rows that see no key, without sinks, and on rows that no sequence owns.
         softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign
             bit set where dropout drops it (0 becomes -0.0); 0 where the mask hides a key and outside a batch's own
             lengths.
@@ -364,12 +365,17 @@ def _attend(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = modify_scores((q * softmax_scale) @ k.transpose(-1, -2), coords, features, inputs)
     # The maximum only prevents overflow: P does not depend on it, so it needs no gradient.
-    row_max = (
-        scores.detach().amax(-1, keepdim=True) if coords.seqlen_k else scores.new_zeros((*q.shape[:3], 1))
-    )
+    sinks = None if inputs.sinks is None else inputs.sinks.to(scores.dtype)[coords.head]
+    row_max = scores.new_full((*q.shape[:3], 1), -math.inf)
+    if coords.seqlen_k:
+        row_max = scores.detach().amax(-1, keepdim=True)
+    if sinks is not None:
+        row_max = torch.maximum(row_max, sinks.detach())
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
     p = torch.exp(scores - row_max)
     row_sum = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        row_sum = row_sum + torch.exp(sinks - row_max)
     empty = row_sum == 0
     row_sum = row_sum.masked_fill(empty, 1.0)
     p = p / row_sum

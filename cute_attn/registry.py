@@ -207,6 +207,7 @@ def _features(op: str) -> list[dict[str, Any]]:
         {"mask": "causal", "bias": "fp32"},
         {"alibi": True, "mask": "causal"},
         {"softcap": True},
+        *([{"mask": "causal", "sinks": "bf16"}] if op == "forward" else []),
         {"varlen": True, "mask": "causal", "seqused_k": True},
     ]
 

@@ -27,6 +27,7 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
 PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
+SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
 SPLITS = ("parts", "shares")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
@@ -46,6 +47,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "softcap": ("softcap", True),
     "alibi": ("alibi", True),
     **{f"bias_{dtype}": ("bias", dtype) for dtype in BIAS_DTYPES},
+    **{f"sinks_{dtype}": ("sinks", dtype) for dtype in SINK_DTYPES},
     "dropout": ("dropout", "flash"),
     "dropout_mem_efficient": ("dropout", "mem_efficient"),
     "varlen": ("varlen", True),
@@ -64,6 +66,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
 _BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
+    "sinks": ("forward", "softmax", "kvcache", "combine", "combine_shares"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
@@ -103,6 +106,8 @@ class Traits:
         alibi: ``slope * |query - key|`` is subtracted, a slope per head or per batch and head.
         bias: dtype of a tensor added to the scores, or ``""``.
         epilogues: names of users' registered epilogues, applied in this order after the built-in ones.
+        sinks: dtype of the attention sinks, a logit a head in the softmax's denominator, or ``""``. The forward's; its
+            softmax has them in LSE, combine adds them once to merged results.
         dropout: ``""``, or which of PyTorch's two dropout masks.
         varlen: sequences are packed one after the other, with cumulative lengths.
         seqused_q, seqused_k: lengths that limit each batch's queries or keys.
@@ -135,6 +140,7 @@ class Traits:
     alibi: bool = False
     bias: str = ""
     epilogues: tuple[str, ...] = field(default=())
+    sinks: str = ""
     dropout: str = ""
     varlen: bool = False
     seqused_q: bool = False
@@ -160,6 +166,7 @@ class Traits:
             ("precision", ("", *PRECISIONS) if self.dtype == "fp32" else ("",)),
             ("mask", ("", *MASKS)),
             ("bias", ("", *BIAS_DTYPES)),
+            ("sinks", ("", *SINK_DTYPES)),
             ("dropout", ("", *DROPOUTS)),
             ("rotary", ("", *ROTARY)),
             ("split", ("", *SPLITS)),

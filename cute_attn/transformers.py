@@ -196,7 +196,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "dropout_p": dropout,
         "causal": False,
-        "return_lse": s_aux is not None,
+        "sinks": s_aux if s_aux is None or s_aux.dtype == query.dtype else s_aux.float(),
     }
     if attention_mask is None or attention_mask.dim() == 2:
         options |= {"causal": causal, "window": _window(sliding_window, causal, keys)}
@@ -211,8 +211,7 @@ def attention_forward(
     else:
         bias = _bias(attention_mask, position_bias, query.dtype, (rows, keys))
         found = attention(q, k, v, bias=bias, **options)
-    out = found if s_aux is None else _with_sinks(found[0], found[1], s_aux)
-    out = out.reshape(query.shape[0], rows, *out.shape[-2:])
+    out = found.reshape(query.shape[0], rows, *found.shape[-2:])
     return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out, None
 
 
@@ -226,12 +225,6 @@ def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:
             raise ValueError(
                 f"sliding_window is None in a layer with one of {window}; accepted: the layer's own"
             )
-
-
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """``out`` (..., rows, heads, dim) where each row's sum of exponentials also has its head's exp(sink)."""
-    share = torch.sigmoid(lse - sinks[:, None].to(lse.dtype))
-    return (out * share.transpose(-1, -2).unsqueeze(-1)).to(out.dtype)
 
 
 def _window(sliding_window: int | None, causal: bool, keys: int) -> Window:

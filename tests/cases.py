@@ -36,6 +36,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias_bf16": {"bias": "bf16"},
     "bias_fp16": {"bias": "fp16"},
     "bias_fp32": {"bias": "fp32"},
+    "sinks": {"sinks": "bf16"},
     "dropout": {"dropout_p": 0.2},
     "mem_efficient": {"dropout_p": 0.35, "dropout_mask": "mem_efficient"},
 }
@@ -164,6 +165,7 @@ def _softmax() -> list[Case]:
         ),
         Case("softmax-few-queries", seqlen_q=3, seqlen_k=300, nheads=16, nheads_kv=2, return_softmax=True),
         Case("softmax-no-keys", seqlen_q=5, seqlen_k=0, return_softmax=True),
+        Case("softmax-sinks-dropout", sinks="fp32", dropout_p=0.3, causal=True, **odd),
     ]
 
 
@@ -179,6 +181,12 @@ def _lengths() -> list[Case]:
         Case("varlen-seqused", causal=True, seqused_q=USED_Q, seqused_k=USED_K, **VARLEN),
         Case("varlen-all-empty", causal=True, lengths_q=(0, 0), lengths_k=(0, 3)),
         Case("varlen-no-keys", lengths_q=(4, 3), lengths_k=(0, 0)),
+        Case("varlen-sinks-seqused", causal=True, seqused_q=USED_Q, seqused_k=USED_K, sinks="fp32", **VARLEN),
+        Case("varlen-sinks-no-keys", lengths_q=(4, 3), lengths_k=(0, 0), sinks="bf16"),
+        Case("sinks-no-keys", seqlen_q=5, seqlen_k=0, sinks="bf16"),
+        Case(
+            "sinks-more-queries", seqlen_q=203, seqlen_k=113, causal=True, sinks="fp32", head_dim=128, **GQA
+        ),
         *(
             Case(f"varlen-no-keys-d{d}", nheads=8, nheads_kv=4, head_dim=d, causal=d > 64, **NO_KEYS_BETWEEN)
             for d in (64, 256)
@@ -206,6 +214,7 @@ def _few_queries() -> list[Case]:
     soft: dict[str, Any] = {"alibi": "batches", "softcap": 12.0, "head_dim": 128, "causal": True}
     cases += [
         Case("few-alibi-softcap", **soft, **odd, **group8),
+        Case("few-sinks-group-of-7", sinks="bf16", causal=True, head_dim=128, **odd, nheads=14, nheads_kv=2),
         Case("few-mqa-fp16", dtype="fp16", seqlen_q=3, seqlen_k=300, nheads=32, nheads_kv=1),
         Case("few-group-of-6", causal=True, layout="heads_first", nheads=12, nheads_kv=2, **odd),
         Case("few-keys", seqlen_q=1100, seqlen_k=77, head_dim=128),

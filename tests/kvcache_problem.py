@@ -34,6 +34,7 @@ class Case:
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     softcap: float = 0.0
     alibi: str = ""  # "heads" or "batch"
+    sinks: bool = False
 
     @property
     def batch(self) -> int:
@@ -77,6 +78,8 @@ CASES = {
     "softcap": Case((5, 9), softcap=1.5),
     "alibi-heads": Case((5, 9), alibi="heads", queries=(2, 2), mask="causal"),
     "alibi-batch": Case((5, 9), alibi="batch", queries=(2, 2), leftpad=(1, 3)),
+    "sinks": Case((5, 0), sinks=True, queries=(2, 2), mask="causal"),
+    "sinks-packed": Case((5, 0, 9), queries=(3, 1, 0), packed=True, sinks=True, heads=(4, 2), alibi="batch"),
     "groups": Case((5, 9), heads=(6, 2)),
     "groups-of-5": Case((5, 9), heads=(5, 1), dims=(24, 16), mask="causal", queries=(2, 2)),
 }  # fmt: skip
@@ -118,6 +121,7 @@ class Problem:
             self.rotary = ref.Rotary(angle.cos(), angle.sin(), case.interleaved, seqlens)
         shape = (heads,) if case.alibi == "heads" else (case.batch, heads)
         self.slopes = randn(*shape).abs() if case.alibi else None
+        self.sinks = 3 * randn(heads) if case.sinks else None
 
     def int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
@@ -125,7 +129,7 @@ class Problem:
     def to(self, device: str) -> "Problem":
         """The same problem, moved there."""
         self.device = device
-        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes"):
+        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.to(device))
         self.new = self.new and [x.to(device) for x in self.new]
@@ -164,6 +168,7 @@ class Problem:
             "window": window if case.mask == "window" else (None, None),
             "softcap": case.softcap,
             "alibi_slopes": self.slopes,
+            "sinks": self.sinks,
         }
 
     def place(self, b: int, row: int) -> tuple[int, int]:
@@ -201,7 +206,7 @@ class Problem:
             0.3,
             ref.Lengths(total, self.int32(case.leftpad), self.cu_q),
             reference.Features(case.mask),
-            ScoreInputs(*case.window, alibi_slopes=self.slopes, softcap=case.softcap),
+            ScoreInputs(*case.window, alibi_slopes=self.slopes, softcap=case.softcap, sinks=self.sinks),
         )
 
     # ---- the same by loops ----
@@ -272,10 +277,11 @@ class Problem:
             score = case.softcap * math.tanh(score / case.softcap) if case.softcap else score
             # Both lengths count from leftpad, so that their difference does not depend on it.
             scores[key] = score - slope * abs(own - key)
-        if scores:
-            largest = max(scores.values())
+        sink = [] if self.sinks is None else [float(self.sinks[head])]
+        if scores or sink:
+            largest = max([*scores.values(), *sink])
             weights = {key: math.exp(score - largest) for key, score in scores.items()}
-            total = sum(weights.values())
+            total = sum([*weights.values(), *(math.exp(x - largest) for x in sink)])
             lse[0] = largest + math.log(total)
             for key, weight in weights.items():
                 out += weight / total * self.v[self.place(b, key)][head * case.heads[1] // case.heads[0]]

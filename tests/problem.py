@@ -29,6 +29,7 @@ class Case:
         alibi: "", "heads" (a slope per head) or "batches" (per batch and head).
         bias: its dtype, or "". bias_broadcast: which of "b", "h" and "q" have size 1. bias_hides: some of it is -inf,
             all of it in the first three rows.
+        sinks: dtype of the attention sinks, or "".
         logits: the standard deviation of scores, roughly; "negative" for all of them near -120.
         layout: of q, k and v in memory, one of LAYOUTS.
         compare: batches to compare, where the whole would take too long; empty for all.
@@ -54,6 +55,7 @@ class Case:
     bias: str = ""
     bias_broadcast: str = ""
     bias_hides: bool = False
+    sinks: str = ""
     dropout_p: float = 0.0
     dropout_mask: str = "flash"
     return_softmax: bool = False
@@ -83,6 +85,7 @@ class Case:
             softcap=self.softcap > 0,
             alibi=bool(self.alibi),
             bias=self.bias,
+            sinks=self.sinks if op == "forward" else "",
             dropout=self.dropout_mask if self.dropout_p else "",
             varlen=self.varlen,
             seqused_q=bool(self.seqused_q),
@@ -159,7 +162,7 @@ class Problem:
         return Start(grads[0] if out else None, grads[1] if lse else None)
 
     def gradients(self, start: "Start", wanted: str = "", **options: Any) -> dict[str, Tensor]:
-        """Gradients by autograd through ``attention`` or ``attention_varlen``: dq, dk, dv, and dbias if any.
+        """Gradients by autograd through ``attention`` or ``attention_varlen``: dq, dk, dv, dbias and dsinks if any.
 
         wanted: names of leaves, separated by blanks; "" for all.
         """
@@ -177,10 +180,11 @@ class Problem:
     def _with_leaves(self, wanted: str = "") -> tuple["Problem", dict[str, Tensor]]:
         """The same problem with tensors that require gradients, and these by name."""
         given = {"dq": self.tensors[0], "dk": self.tensors[1], "dv": self.tensors[2]}
-        given |= {} if self.inputs.bias is None else {"dbias": self.inputs.bias}
+        extra = {"dbias": self.inputs.bias, "dsinks": self.inputs.sinks}
+        given |= {name: x for name, x in extra.items() if x is not None}
         chosen = wanted.split() or list(given)
         own = {name: x.detach().requires_grad_(name in chosen) for name, x in given.items()}
-        inputs = replace(self.inputs, bias=own.get("dbias"))
+        inputs = replace(self.inputs, bias=own.get("dbias"), sinks=own.get("dsinks"))
         problem = replace(self, tensors=(own["dq"], own["dk"], own["dv"]), inputs=inputs)
         return problem, {name: x for name, x in own.items() if name in chosen}
 
@@ -189,6 +193,7 @@ class Problem:
         options = {"rng_state": inputs.rng_state} | options
         options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
         options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
+        options |= {"sinks": inputs.sinks}
         options |= {"dropout_p": case.dropout_p, "dropout_mask": case.dropout_mask}
         options |= {"return_lse": True, "return_softmax": case.return_softmax}
         if not case.varlen:
@@ -271,6 +276,7 @@ class _Builder:
             *left_right,
             alibi_slopes=self.slopes(),
             bias=self.bias(*max_seqlens),
+            sinks=self.randn(case.nheads, dtype=case.sinks) * 2 if case.sinks else None,
             softcap=case.softcap,
             dropout_p=case.dropout_p,
             rng_state=torch.tensor([0x1234567890ABCDEF, 2**33 + 5], device=self.device)

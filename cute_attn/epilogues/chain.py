@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32
 
 from cute_attn.device.band import Band
-from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi
 from cute_attn.epilogues.base import Epilogue, user_epilogue
@@ -15,6 +15,7 @@ from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.dropout import Dropout, DropoutState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.mask import Mask
+from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.traits import Traits
 
@@ -30,13 +31,14 @@ class ScoreState:
 
 @dataclass(frozen=True)
 class EpilogueChain:
-    """Scores go through ``modifiers``, then the mask; after the softmax, P goes through dropout."""
+    """Scores go through ``modifiers``, then the mask; sinks join the softmax's sums; P goes through dropout."""
 
     mask: Mask
     modifiers: tuple[Epilogue, ...]
     dropout: Dropout | None
     softcap: bool
     top_left: bool
+    sinks: Sinks | None = None
     differentiable: bool = False  # in a backward kernel: ``forward`` returns what ``backward`` needs
 
     @staticmethod
@@ -60,8 +62,9 @@ class EpilogueChain:
             modifiers.append(Bias(traits.bias, traits.bias_grad))
         modifiers += [user_epilogue(name)() for name in traits.epilogues]
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
+        sinks = Sinks(traits.sinks) if traits.sinks else None
         return EpilogueChain(
-            Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left, backward
+            Mask.of(traits), tuple(modifiers), dropout, traits.softcap, traits.top_left, sinks, backward
         )
 
     @staticmethod
@@ -76,6 +79,11 @@ class EpilogueChain:
 
     @property
     def _parts(self) -> tuple:
+        return (*self._begun_parts, *((self.sinks,) if self.sinks else ()))
+
+    @property
+    def _begun_parts(self) -> tuple:
+        """Those with a state in each work tile; dropout is the last."""
         return (self.mask, *self.modifiers, *((self.dropout,) if self.dropout else ()))
 
     @property
@@ -84,7 +92,7 @@ class EpilogueChain:
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
     def fake_args(self) -> tuple:
-        """The cap, then each part's fake arguments; dropout's are last."""
+        """The cap, then each part's fake arguments: the mask's, modifiers', dropout's and sinks'."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
@@ -137,13 +145,16 @@ class EpilogueChain:
             softmax_scale=scale,
             score_scale=score_scale,
             inv_score_scale=1.0 / score_scale,
-            gradient_scale=self.dropout.rescale_of(args[-1]) if self.dropout else Float32(1.0),
+            gradient_scale=self.dropout.rescale_of(args[len(self._begun_parts)])
+            if self.dropout
+            else Float32(1.0),
             first_key=info.first_key,
         )
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
         """Begin every part for one work tile."""
-        begun = [part.begin(own, context) for part, own in zip(self._parts, args[1:], strict=True)]
+        parts = self._begun_parts
+        begun = [part.begin(own, context) for part, own in zip(parts, args[1 : 1 + len(parts)], strict=True)]
         dropout = begun.pop() if self.dropout else None
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
@@ -204,6 +215,13 @@ class EpilogueChain:
             tile.registers().fill(0.0)
             self.mask.forward(state.band, tile)
             self.dropout.clear_signs(tile.acc, p)
+
+    def sinks_of_rows(
+        self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
+    ) -> tuple[Float32, ...]:
+        """The attention sink of each of a thread's rows: see :meth:`Sinks.of_rows`."""
+        assert self.sinks
+        return self.sinks.of_rows(args[-1], head, heads_left, score_map)
 
     def rescale(self, state: ScoreState) -> Any:
         """The factor of the output: 1 / (1 - p), or 1."""

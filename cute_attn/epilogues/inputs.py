@@ -18,6 +18,7 @@ class ScoreInputs:
         bias: (batch, nheads, seqlen_q, seqlen_k), broadcast by stride 0, last stride 1.
         grad_bias: the bias gradient, zeros with the bias's extents: in its dtype if each element belongs to one score,
             otherwise fp32, added to atomically in any order.
+        sinks: (nheads,), attention sinks: natural logits.
         softcap: the cap.
         dropout_p: dropout probability, in [0, 1).
         rng_state: int64 (2,) on the device: Philox seed and offset.
@@ -29,6 +30,7 @@ class ScoreInputs:
     alibi_slopes: Any = None
     bias: Any = None
     grad_bias: Any = None
+    sinks: Any = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     rng_state: Any = None

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32
 
-from cute_attn.device.math import LN_2, add, exp2, fmax, log, quad_reduce, reciprocal
+from cute_attn.device.math import LN_2, LOG2_E, add, exp2, fmax, log, quad_reduce, reciprocal
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,32 @@ class OnlineSoftmax:
         return inverse, lse
 
     @cute.jit
-    def normalize(self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32) -> None:
-        """After the last key block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural LSE."""
+    def finish_with_sink(self, r: Constexpr, row_sum: Float32, rescale: Float32, sink: Float32):
+        """As :meth:`finish`, with exp(sink) in the sum: 0 and ``sink`` for a fully masked row."""
+        inverse = Float32(0.0)
+        lse = -Float32.inf
+        max_log2, sink_log2 = self.row_max[r] * self.scale_log2, sink * LOG2_E
+        largest = fmax(max_log2, sink_log2)
+        if largest != -Float32.inf:
+            factor = exp2(max_log2 - largest)
+            total = row_sum * factor + exp2(sink_log2 - largest)
+            inverse = rescale * factor * reciprocal(total)
+            lse = largest * LN_2 + log(total)
+        return inverse, lse
+
+    @cute.jit
+    def normalize(
+        self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32, sinks: Constexpr = None
+    ) -> None:
+        """After the last key block: acc_o (rows, head_dim_v) becomes the output, lse (rows) the natural LSE.
+
+        sinks: an attention sink for each row, or None.
+        """
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
-            factor, lse[r] = self.finish(r, row_sum, rescale)
+            if cutlass.const_expr(sinks is None):
+                factor, lse[r] = self.finish(r, row_sum, rescale)
+            else:
+                factor, lse[r] = self.finish_with_sink(r, row_sum, rescale, sinks[r])
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * factor

@@ -187,13 +187,15 @@ def combine_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the combine kernel, without the stream.
 
     mOpartial (partials, batch, queries, nheads, head_dim_v) and mLSEpartial (partials, batch, nheads, queries), fp32;
-    mO (batch, queries, nheads, head_dim_v), mLSE (batch, nheads, queries). Packed rows are one batch.
+    mO (batch, queries, nheads, head_dim_v), mLSE (batch, nheads, queries). Packed rows are one batch. mSinks (nheads,),
+    or None without ``sinks``.
     """
     return (
         rows_fake(Float32, 5),
         strided_fake(Float32, 4),
         rows_fake(CUTE_DTYPES[traits.dtype], 4),
         strided_fake(Float32, 3),
+        _sinks_fake(traits),
     )
 
 
@@ -224,18 +226,24 @@ def kvcache_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def combine_shares_fake_args(traits: Traits, mask_args: tuple) -> tuple:
     """``__call__``'s arguments of the combine kernel after shares, without the stream.
 
-    partials (``Partials``), mO, mLSE and seqlens as the kvcache kernel's, mask_args, nheads_kv, slots.
+    partials (``Partials``), mO and mLSE as the kvcache kernel's, mSinks as of combine, seqlens as the kvcache kernel's,
+    mask_args, nheads_kv, slots.
     """
     ndim = 3 if traits.varlen else 4
     return (
         _partials_fake("shares"),
         rows_fake(CUTE_DTYPES[traits.dtype], ndim),
         plain_fake(Float32, ndim - 1),
+        _sinks_fake(traits),
         _cache_seqlens_fake(traits),
         mask_args,
         Int32(0),
         Int32(0),
     )
+
+
+def _sinks_fake(traits: Traits) -> cute.Tensor | None:
+    return strided_fake(CUTE_DTYPES[traits.sinks], 1) if traits.sinks else None
 
 
 def _partials_fake(split: str) -> Partials:

@@ -5,10 +5,11 @@
     m       = max over i of lse[i]              of one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
     out     = sum over i of w[i] * o[i] / sum over i of w[i]
-    lse_out = m + log(sum over i of w[i])
+    lse_out = m + log(sum over i of w[i])       with exp(sink - m) of the head in both sums, where there are sinks
 
 A partial result with an LSE of -inf saw no key: its weight is 0 and its row is not read, so that it may be unwritten
-memory. So does +inf, which some libraries use instead. Where all did, out is 0 and lse_out -inf. NaN stays NaN.
+memory. So does +inf, which some libraries use instead. Where all did, out is 0 and lse_out -inf, or the sink. NaN stays
+NaN.
 
 A CTA merges a few rows. The threads of a row load its LSEs to shared memory and turn them into weights there. Then
 groups of threads each add up every groups-th partial row, 16 bytes a thread and several rows in flight, and the first
@@ -109,9 +110,10 @@ class Combine:
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "combine":
             return f"it computes combine, not {traits.op}"
-        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, variant=traits.variant)
+        own = {name: getattr(traits, name) for name in ("sinks", "variant")}
+        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
-            return f"it uses no features; accepted: {plain}"
+            return f"it uses no features but sinks; accepted: {plain}"
         return beyond(traits, dtypes=DTYPES)
 
     @classmethod
@@ -132,13 +134,14 @@ class Combine:
         mLSEpartial: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         batch, queries, heads, _ = mO.shape
         rows = batch * queries * heads
         divisors = tuple(cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
-        self.kernel(mOpartial, mLSEpartial, mO, mLSE, rows, divisors).launch(
+        self.kernel(mOpartial, mLSEpartial, mO, mLSE, mSinks, rows, divisors).launch(
             grid=[cute.ceil_div(rows, self.tile.rows), 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
@@ -154,6 +157,7 @@ class Combine:
         mLSEpartial: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
         rows: Int32,
         divisors: tuple,
     ) -> None:
@@ -164,7 +168,7 @@ class Combine:
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
         place = self.place(block, thread, rows, divisors)
         partials = self.row_partials(mOpartial, mLSEpartial, place)
-        self.merge(mOpartial.iterator, mLSEpartial.iterator, partials, shared, place, mO, mLSE)
+        self.merge(mOpartial.iterator, mLSEpartial.iterator, partials, shared, place, mO, mLSE, mSinks)
 
     @cute.jit
     def merge(
@@ -176,6 +180,7 @@ class Combine:
         place: Place,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
     ) -> None:
         """Merge the rows of a CTA: ``partials`` are this thread's row's, at ``out`` and ``lse``."""
         self.load_lse(lse, partials, shared, place)
@@ -187,6 +192,8 @@ class Combine:
             self.store_sums(acc, total, shared, place)
             cute.arch.barrier()
             total = self.add_groups(acc, shared, place)
+        if cutlass.const_expr(mSinks is not None):
+            row_max, total = self.add_sink(acc, total, row_max, mSinks, place)
         if place.exists and place.group == 0:
             self.store(acc, total, row_max, mO, mLSE, place)
 
@@ -320,6 +327,17 @@ class Combine:
         return total
 
     @cute.jit
+    def add_sink(self, acc: cute.Tensor, total: Float32, row_max: Float32, sinks: cute.Tensor, place: Place):
+        """The row's maximum and sum of weights with its head's sink; ``acc`` is scaled to them."""
+        sink = Float32(sinks[place.head])
+        largest = fmax(row_max, sink)
+        shift = Float32(0.0) if largest == -Float32.inf else largest
+        factor = exp2((row_max - shift) * LOG2_E)
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] * factor
+        return largest, total * factor + exp2((sink - shift) * LOG2_E)
+
+    @cute.jit
     def store(
         self,
         acc: cute.Tensor,
@@ -398,11 +416,11 @@ class CombineShares(Combine):
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "combine_shares":
             return f"it computes combine_shares, not {traits.op}"
-        used = ("mask", "varlen", "seqused_k", "leftpad", "variant")
+        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "variant")
         own = {name: getattr(traits, name) for name in used}
         plain = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:
-            return f"it uses lengths and the mask alone; accepted: {plain}"
+            return f"it uses lengths, the mask and sinks alone; accepted: {plain}"
         return beyond(traits)
 
     @classmethod
@@ -425,6 +443,7 @@ class CombineShares(Combine):
         partials: Partials,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
         seqlens: Seqlens,
         mask_args: tuple,
         nheads_kv: Int32,
@@ -433,7 +452,7 @@ class CombineShares(Combine):
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
         units = CombineUnits.make(mO, seqlens, nheads_kv, self.tile)
-        self.kernel(partials, mO, mLSE, seqlens, mask_args, units, slots).launch(
+        self.kernel(partials, mO, mLSE, mSinks, seqlens, mask_args, units, slots).launch(
             grid=[units.total, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
@@ -446,6 +465,7 @@ class CombineShares(Combine):
         partials: Partials,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
         seqlens: Seqlens,
         mask_args: tuple,
         units: CombineUnits,
@@ -474,7 +494,7 @@ class CombineShares(Combine):
             row = chunk * tile.rows + thread // (tile.threads_per_row(self.traits) * tile.groups)
             place = self.place_of_unit(thread, row, (batch, pack, row0), info, units)
             found = self.unit_partials(partials, first, last, row)
-            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE)
+            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE, mSinks)
 
     @cute.jit
     def place_of_unit(

@@ -138,6 +138,7 @@ def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> A
         seqused_k=inputs.seqused_k,
         alibi_slopes=inputs.alibi_slopes,
         bias=inputs.bias,
+        sinks=None,
         rng_state=rng_state,
         epilogue_tensors=(),
         max_seqlen_q=call.longest[0],

@@ -258,7 +258,7 @@ class ForwardPlan:
                 bias = as_strided(bias, *of_bias)  # type: ignore[misc]
         else:
             q, k, v, bias, *_ = self._kernel_inputs(inputs)
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, state)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state)
         out, lse, softmax = self.launcher.launch(tensors)
         if self.empty_rows:
             lse.nan_to_num_(math.nan, math.inf, math.inf)
@@ -410,7 +410,7 @@ class BackwardPlan:
         grad_out, out, lse = (as_strided(x, *layout) for x, layout in zip(grads, self.outputs, strict=True))
         if self.launcher is None:
             params = parameters(self.call, self._kernel_inputs(inputs), state)
-            needed = [True, True, True, self.bias_gradient]
+            needed = [True, True, True, self.bias_gradient, False]
             found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, needed, *params)
         else:
             found = self.launcher.launch(self._params(inputs, state), (grad_out, None), (out, lse))
@@ -430,7 +430,7 @@ class BackwardPlan:
                 bias = as_strided(bias, *of_bias)  # type: ignore[misc]
         else:
             q, k, v, bias, *_ = self._kernel_inputs(inputs)
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, state)
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state)
         return AttentionParams._make((*tensors, *self.rest))
 
 
@@ -464,7 +464,7 @@ def plan_backward(
     prepared = prepared._replace(**{name: _regular(getattr(prepared, name)) for name in "qkv"})
     state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
     params = parameters(call, prepared, state)
-    needed = (True, True, True, bias_gradient)
+    needed = (True, True, True, bias_gradient, False)
     made = backward.launcher_for(params, grad_out, None, out, lse, needed)
     wanted = zip(made.shapes, made.strides, results, strict=True)
     strides = tuple(

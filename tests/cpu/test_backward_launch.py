@@ -20,6 +20,7 @@ from cute_attn.backward import (
     query_blocks,
 )
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.params import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from tests.problem import Case
 
@@ -234,6 +235,11 @@ CASES = {
     "varlen-seqused-bias": replace(
         VARLEN, seqused_q=(3, 0, 66, 1), seqused_k=(30, 7, 0, 129), bias="bf16", bias_broadcast="q"
     ),
+    "sinks": replace(SMALL, sinks="fp32", causal=True, seqlen_q=160),
+    "sinks-dropout": replace(SMALL, sinks="bf16", dropout_p=0.25, window=(20, 3)),
+    "sinks-varlen-seqused": replace(VARLEN, seqused_q=(3, 0, 66, 1), sinks="bf16"),
+    "sinks-no-keys": replace(SMALL, seqlen_k=0, sinks="fp32"),
+    "sinks-varlen-no-keys": replace(VARLEN, lengths_k=(0, 0, 0, 0), seqused_q=(3, 0, 60, 1), sinks="fp32"),
     "no-queries": replace(SMALL, seqlen_q=0),
     "no-keys": replace(SMALL, seqlen_k=0),
     "one-by-one": replace(SMALL, seqlen_q=1, seqlen_k=1, batch=1, layout="odd_strides"),
@@ -257,7 +263,7 @@ def expected_gradients(problem, inputs, grads):
     changed = replace(
         problem,
         tensors=tuple(x.float() for x in leaves[:3]),
-        inputs=replace(problem.inputs, bias=leaves[3]),
+        inputs=replace(problem.inputs, bias=leaves[3], sinks=leaves[4]),
         owned=slice(None),
     )
     results = changed.expected(torch.float32)
@@ -279,16 +285,17 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     out, lse, _ = ops.forward_cpu(call)
     grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
     grads = (None if lse_only else grad_out, grad_lse if lse_only or deterministic else None)
-    needed = (True, True, True, case.bias != "")
-    inputs = (call.q, call.k, call.v, call.bias)
+    needed = (True, True, True, case.bias != "", case.sinks != "")
+    inputs = (call.q, call.k, call.v, call.bias, call.sinks)
     actual = gradients(call, *grads, out, lse, needed)
     if case.varlen:  # rows out of bounds are NaN
-        inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias)
+        inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias, call.sinks)
         problem = replace(problem, tensors=inputs[:3])
     elif case.seqused_k:
-        inputs = (call.q, call.k.nan_to_num(0), call.v.nan_to_num(0, 0, 0), call.bias)
+        inputs = (call.q, call.k.nan_to_num(0), call.v.nan_to_num(0, 0, 0), call.bias, call.sinks)
     expected = expected_gradients(problem, inputs, grads)
-    for x, found, right in zip("qkvb", actual, expected, strict=False):
+    present = [(x, found) for x, found in zip("qkvbs", actual, strict=True) if found is not None]
+    for (x, found), right in zip(present, expected, strict=True):
         assert found.dtype == right.dtype and found.shape == right.shape and found.is_contiguous()
         size = max(1e-3, float(right.abs().max())) if right.numel() else 1.0
         torch.testing.assert_close(
@@ -296,7 +303,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
         )
     splits = [arguments[11][0] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
     strides = [arguments[11][1] for traits, _, arguments in torch_kernels.launched if traits.op == "backward"]
-    assert len(splits) == (0 if 0 in (case.seqlen_q, case.seqlen_k) else 1)
+    assert len(splits) == (0 if 0 in problem.case.longest else 1)
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
 
@@ -305,7 +312,11 @@ def test_only_needed_gradients_are_computed(torch_kernels):
     call = the_call(problem)
     out, lse, _ = ops.forward_cpu(call)
     grad = torch.randn(out.shape).to(BF16)
-    for needed in ((False, True, False, False), (False, False, False, True), (True, False, False, False)):
+    for needed in (
+        (False, True, False, False, False),
+        (False, False, False, True, False),
+        (True, *4 * [False]),
+    ):
         torch_kernels.built.clear()
         found = gradients(call, grad, None, out, lse, needed)
         assert tuple(x is not None for x in found) == needed
@@ -327,8 +338,10 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
         "one number": torch.ones((), dtype=BF16).expand(out.shape),
     }
     for name, grad in grads.items():
-        found = gradients(call, grad, None, out, lse, (True, True, True, False))
-        right = gradients(call, grad.contiguous().clone(), None, out.clone(), lse, (True, True, True, False))
+        found = gradients(call, grad, None, out, lse, (True, True, True, False, False))
+        right = gradients(
+            call, grad.contiguous().clone(), None, out.clone(), lse, (True, True, True, False, False)
+        )
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True)), name
         given = torch_kernels.launched[-6][2][0]
         assert given.stride(-1) == 1 and given.data_ptr() % 16 == 0
@@ -339,19 +352,19 @@ def test_the_second_call_reuses_the_launcher(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
     for n in (1, 2):
-        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
-    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, (True, True, True, False))
+    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, (True, True, True, False, False))
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
-        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     assert len(torch_kernels.built) == 9 and torch_kernels.launched[-2][2][11][1] > 0
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
-    grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False)
+    grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False, False)
     forward = object()  # a launcher of the forward
     first = gradients(call, grad, None, out, lse, needed, forward)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
@@ -373,15 +386,15 @@ def torch_deterministic():
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
     call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
     out, lse, _ = ops.forward_cpu(call)
-    gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
     assert torch_kernels.built[0][1].tile_n == 128
     with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
         wrong = call._replace(backward_tile="rows=3")
-        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory"):
         wrong = call._replace(backward_tile="tile_n=8192")
-        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        gradients(wrong, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
 
 
 def test_variants(torch_kernels, monkeypatch):
@@ -394,7 +407,7 @@ def test_variants(torch_kernels, monkeypatch):
     registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
     call = the_call(SMALL.build("cpu"), kernel="sm80:mine")
     out, lse, _ = ops.forward_cpu(call)
-    arguments = (torch.ones_like(out), None, out, lse, (True, True, True, False))
+    arguments = (torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     first = gradients(call, *arguments)
     assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
     registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
@@ -410,9 +423,9 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
         stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
-        found = gradients(stated, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        found = gradients(stated, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
         honest = call._replace(deterministic=deterministic)
-        right = gradients(honest, torch.ones_like(out), None, out, lse, (True, True, True, False))
+        right = gradients(honest, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True))
         preprocess, main, convert = (arguments for *_, arguments in torch_kernels.launched[-6:-3])
         assert preprocess[9][4:6] == main[9][4:6] == convert[2][4:6] == rows
@@ -423,7 +436,7 @@ def test_no_sequences_have_gradients_of_zeros(torch_kernels):
     none = torch.zeros(1, dtype=torch.int32)
     call = the_call(VARLEN.build("cpu"))._replace(cu_seqlens_q=none, cu_seqlens_k=none)
     out, lse, _ = ops.forward_cpu(call)
-    found = gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False))
+    found = gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     assert not torch_kernels.launched
     assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
 
@@ -494,7 +507,7 @@ def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
 def test_wrong_shapes_are_refused(torch_kernels):
     call = the_call(SMALL.build("cpu"))
     out, lse, _ = ops.forward_cpu(call)
-    needed = (True, True, True, False)
+    needed = (True, True, True, False, False)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
         gradients(call, out[..., :8], None, out, lse, needed)
     with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
@@ -520,23 +533,26 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     def answer(call, grad_out, grad_lse, out, lse, needed, launcher):
         calls.append((grad_out, grad_lse, needed))
         return tuple(
-            torch.zeros_like(x) if n else None for x, n in zip((*call[:3], call.bias), needed, strict=True)
+            torch.zeros_like(x) if n else None
+            for x, n in zip((*call[:3], call.bias, call.sinks), needed, strict=True)
         )
 
     monkeypatch.setattr(ops, "backward", answer)
     the_case = the_call(SMALL.build("cpu"))
     launcher = Launcher()
-    launcher.rest = the_case[11:]
+    launcher.rest = the_case[NUM_TENSORS + 1 :]
     q = the_case.q.clone().requires_grad_()
-    out, _, softmax = ops.Attention.apply(launcher, q, *the_case[1:10])
+    out, _, softmax = ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])
     assert softmax is None
     out.sum().backward()
-    lse2 = ops.Attention.apply(launcher, q, *the_case[1:10])[1]
+    lse2 = ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[1]
     lse2.sum().backward()
-    assert calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False)
+    assert (
+        calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False, False)
+    )
     assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
-        ops.Attention.apply(launcher, q, *the_case[1:10])[0].sum(), q, create_graph=True
+        ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[0].sum(), q, create_graph=True
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()

@@ -359,6 +359,7 @@ OTHER = {
     "alibi": True,
     "bias": "fp32",
     "epilogues": ("my_epilogue",),
+    "sinks": "bf16",
     "dropout": "flash",
     "varlen": True,
     "seqused_q": True,

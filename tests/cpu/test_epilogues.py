@@ -206,6 +206,36 @@ def test_alibi(name):
     compare(tiling, Scores.random(3, 2, 70, 90, alibi_slopes=per_head))
 
 
+@pytest.mark.parametrize(
+    "features", ["sinks_fp32", "causal-sinks_fp16", "window-softcap-alibi-bias_fp16-sinks_fp32-dropout"]
+)
+@pytest.mark.parametrize("name", [SMALL, "wgmma2-128x176"])
+def test_sinks(name, features):
+    """Below, beside and above all scores, and in rows that see no key."""
+    tiling = TILINGS[name].of(features)
+    sinks = torch.tensor([-200.0, 1.5, 300.0]).to(
+        torch.float16 if "sinks_fp16" in features else torch.float32
+    )
+    for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
+        got = compare(
+            tiling,
+            Scores.random(
+                *(2, 3, seqlen_q, seqlen_k),
+                softcap=2.5 if "softcap" in features else 0.0,
+                alibi_slopes=torch.rand(2, 3) if "alibi" in features else None,
+                bias=torch.randn(2, 3, seqlen_q, seqlen_k).half() if "bias" in features else None,
+                window_left=20,
+                window_right=3,
+                dropout_p=0.3 if "dropout" in features else 0.0,
+                rng_state=torch.tensor([2**40 + 7, 2**33 - 4]) if "dropout" in features else None,
+                sinks=sinks,
+            ),
+        )
+        assert (got.lse[:, 2] == 300).all() and (got.out[:, 2] == 0).all()
+        if "causal" in features and seqlen_q > seqlen_k:
+            assert (got.lse[:, 1, : seqlen_q - seqlen_k] == 1.5).all()
+
+
 # ---- bias ----
 
 

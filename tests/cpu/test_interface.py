@@ -181,6 +181,16 @@ WRONG = {
         ValueError,
         r"alibi_slopes has shape \(3,\); accepted: \(4,\) or \(2, 4\)",
     ),
+    "sinks_shape": (
+        dense(sinks=randn(2, 4)),
+        ValueError,
+        r"sinks has shape \(2, 4\); accepted: \(4,\), a number a head",
+    ),
+    "sinks_dtype": (
+        dense(sinks=randn(4).half()),
+        TypeError,
+        "sinks has dtype torch.float16; accepted: torch.float32",
+    ),
     "bias_dims": (
         dense(bias=randn(16, 24)),
         ValueError,

@@ -63,6 +63,7 @@ def test_random_cases_against_loops(seed):
         window=(pick.choice((0, 3, UNBOUNDED)), pick.choice((0, 2, UNBOUNDED))),
         softcap=pick.choice((0.0, 2.0)),
         alibi=pick.choice(("", "heads", "batch")),
+        sinks=pick.random() < 0.3,
     )  # fmt: skip
     check(Problem(case, seed))
 

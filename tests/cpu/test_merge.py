@@ -26,6 +26,7 @@ def combine(
     mO: cute.Tensor,
     mLSE: cute.Tensor,
     memory: cute.Tensor,
+    mSinks: cute.Tensor,
     kernel: Constexpr,
 ):
     """Every CTA, and in each all threads through one step after the other, as its barriers order them."""
@@ -50,6 +51,8 @@ def combine(
             if cutlass.const_expr(kernel.tile.groups > 1):
                 kernel.store_sums(acc, total, shared, place)
             elif place.exists:
+                if cutlass.const_expr(kernel.traits.sinks != ""):
+                    row_max, total = kernel.add_sink(acc, total, row_max, mSinks, place)
                 kernel.store(acc, total, row_max, mO, mLSE, place)
         if cutlass.const_expr(kernel.tile.groups > 1):
             for thread in cutlass.range(threads, unroll=1):
@@ -58,6 +61,8 @@ def combine(
                 vectors: Constexpr = kernel.tile.vectors(kernel.traits)
                 acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
                 total = kernel.add_groups(acc, shared, place)
+                if cutlass.const_expr(kernel.traits.sinks != ""):
+                    row_max, total = kernel.add_sink(acc, total, row_max, mSinks, place)
                 if place.exists and place.group == 0:
                     kernel.store(acc, total, row_max, mO, mLSE, place)
 
@@ -70,18 +75,19 @@ def on_cpu(x: torch.Tensor):
 @functools.cache
 def compiled(kernel: Combine):
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
-    shapes = ((2, 1, 1, 1, 8), (2, 1, 1, 1), (1, 1, 1, 8), (1, 1, 1), (8,))
-    dtypes = (torch.float32, torch.float32, dtype, torch.float32, torch.float32)
+    shapes = ((2, 1, 1, 1, 8), (2, 1, 1, 1), (1, 1, 1, 8), (1, 1, 1), (8,), (8,))
+    dtypes = (torch.float32, torch.float32, dtype, torch.float32, torch.float32, torch.float32)
     fakes = [on_cpu(torch.zeros(shape, dtype=own)) for shape, own in zip(shapes, dtypes, strict=True)]
     return cute.compile(combine, *fakes, kernel, options="--gpu-arch sm_90a")
 
 
-def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor):
+def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None):
     dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
     out = torch.full(outs.shape[1:], math.nan, dtype=dtype)
     lse = torch.full(lses.shape[1:], math.nan)
     memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
-    compiled(kernel)(*map(on_cpu, (outs, lses, out, lse, memory)))
+    sinks = torch.full((1,), math.nan) if sinks is None else sinks
+    compiled(kernel)(*map(on_cpu, (outs, lses, out, lse, memory, sinks)))
     return out, lse
 
 
@@ -121,6 +127,23 @@ def test_every_thread_against_the_definition(name, partials):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out, expected.to(out.dtype), rtol=1e-5 if dtype == "fp32" else 1e-3, atol=1e-6)
     assert (out[1, 1, 2] == 0).all() and lse[1, 2, 1] == -math.inf
+
+
+@pytest.mark.parametrize("tile", [T(4, 1), T(1, 4)], ids=str)
+def test_sinks_join_once(tile):
+    """Of rows with keys, without any, and where only the sink is below or far above all keys."""
+    kernel = Combine(Traits("combine", "sm80", "fp32", 16, sinks="fp32"), tile)
+    outs, lses = partial_results(5, 2, 3, 4, 16)
+    lses[:, 1, 2, 1] = -math.inf
+    lses[:, 0, 3, 2] = -math.inf
+    sinks = torch.tensor([0.5, -90.0, 200.0, -math.inf])
+    out, lse = emulate(kernel, outs, lses, sinks)
+    expected, expected_lse = kvcache_reference.merge(outs, lses, sinks)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert lse[1, 2, 1] == 200 and lse[0, 3, 2] == -math.inf and (out[1, 1, 2] == 0).all()
+    plain, _ = kvcache_reference.merge(outs, lses)
+    torch.testing.assert_close(out[:, :, 3], plain[:, :, 3])
 
 
 def test_the_most_partial_results():
@@ -190,7 +213,9 @@ def test_a_tile_that_cannot_work_is_refused(tile):
 
 
 def test_features_are_refused():
-    with pytest.raises(registry.Unsupported, match=r"uses no features; accepted: combine-sm80-bf16-d128$"):
+    with pytest.raises(
+        registry.Unsupported, match=r"uses no features but sinks; accepted: combine-sm80-bf16-d128$"
+    ):
         registry.lookup(Traits("combine", "sm80", "bf16", 128, mask="causal"))
 
 
@@ -214,8 +239,9 @@ def test_the_function_is_the_definition(packed):
 
 def test_the_operator():
     outs, lses = partial_results(3, 2, 5, 3, 16)
-    torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs, lses, torch.float16))
-    torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs[:, 0], lses[:, 0], torch.float32))
+    torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs, lses, None, torch.float16))
+    packed = (outs[:, 0], lses[:, 0], torch.zeros(3), torch.float32)
+    torch.library.opcheck(torch.ops.cute_attn.merge.default, packed)
 
 
 def test_under_torch_compile():
@@ -232,6 +258,8 @@ WRONG = {
     "none": ((OUTS[:0], LSES[:0]), {}, "outs has 0 partial results; accepted: 1 or more"),
     "dtype": ((OUTS, LSES), {"dtype": torch.int32}, "dtype is torch.int32; accepted: torch.float16"),
     "lse": ((OUTS, LSES.half()), {}, "lses has dtype torch.float16; accepted: torch.float32"),
+    "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number a head"),
+    "sinks-dtype": ((OUTS, LSES), {"sinks": torch.zeros(4).double()}, "sinks has dtype torch.float64; accepted: torch"),
     "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"outs has shapes \(1, 3, 4, 8\), \(3, 4, 8\); accepted: one or"),
     "no-tensor": ((3, LSES), {}, "outs is int; accepted: a torch.Tensor, or a list of them"),
     "device": ((OUTS, LSES.to("meta")), {}, "lses is on meta; accepted: cpu, where outs is"),
@@ -256,13 +284,13 @@ WRONG_ON_CUDA = {
 def test_what_the_kernel_does_not_support_is_told(name):
     shape, dtype, message = WRONG_ON_CUDA[name]
     outs, lses = torch.zeros(shape, device="meta"), torch.zeros(shape[:-1], device="meta").transpose(2, 3)
-    check(outs, lses, dtype)
+    check(outs, lses, None, dtype)
     with pytest.raises((TypeError, ValueError), match=message):
         check_for_kernels(outs, lses, dtype)
 
 
 def test_a_gradient_is_refused():
-    with pytest.raises(NotImplementedError, match="outs or lses requires a gradient"):
+    with pytest.raises(NotImplementedError, match="outs, lses or sinks requires a gradient"):
         merge_attention(OUTS.clone().requires_grad_(), LSES)
     with torch.no_grad():
         merge_attention(OUTS.clone().requires_grad_(), LSES)

@@ -31,7 +31,7 @@ def inputs(dtype=torch.float32, requires_grad=False):
 def call(q, k, v, **changes) -> AttentionParams:
     """A call of the operator with everything it does not say switched off."""
     plain = AttentionParams(
-        *(q, k, v, None, None, None, None, None, None, None),
+        *(q, k, v, *(None,) * 8),
         epilogue_tensors=(),
         max_seqlen_q=q.shape[1],
         max_seqlen_k=k.shape[1],
@@ -58,6 +58,7 @@ CHANGES = {
     "causal_softcap": {"mask": "causal", "softcap": 1.5},
     "window_alibi": {"mask": "window", "window_left": 3, "window_right": 2, "alibi_slopes": randn(4).abs()},
     "bias": {"bias": randn(1, 4, 1, 11)},
+    "sinks": {"sinks": randn(4), "mask": "causal"},
     "dropout_softmax": {"dropout": "flash", "dropout_p": 0.3, "rng_state": RNG, "return_softmax": True},
     "mem_efficient": {"dropout": "mem_efficient", "dropout_p": 0.3, "rng_state": RNG},
     "seqused_k": {"seqused_k": torch.tensor([3, 11], dtype=torch.int32)},
@@ -93,7 +94,7 @@ def test_opcheck(name, requires_grad, dtype):
 def test_opcheck_of_the_backward(name, needed):
     arguments = make(name)
     out, lse, _ = torch.ops.cute_attn.forward.default(*arguments)
-    flags = [*needed, arguments.bias is not None]
+    flags = [*needed, arguments.bias is not None, arguments.sinks is not None]
     for grads in ((out, lse), (out, None), (None, lse)):
         torch.library.opcheck(torch.ops.cute_attn.backward.default, (*grads, out, lse, flags, *arguments))
 
@@ -175,11 +176,11 @@ def test_only_the_gradients_needed_are_computed():
     (grad,) = torch.autograd.grad(out.sum(), (k,))
     (expected,) = torch.autograd.grad(ops.forward_cpu(call(q, k, v))[0].sum(), (k,))
     torch.testing.assert_close(grad, expected)
-    needed = [False, True, False, False]
+    needed = [False, True, False, False, False]
     grads = torch.ops.cute_attn.backward.default(
         torch.ones_like(out), None, out.detach(), lse.detach(), needed, *call(q, k, v)
     )
-    assert [g.numel() for g in grads] == [0, k.numel(), 0, 0]
+    assert [g.numel() for g in grads] == [0, k.numel(), 0, 0, 0]
 
 
 def test_checkpointing_repeats_the_same_mask():
@@ -342,12 +343,13 @@ def test_plans_keep_no_tensor(recorder):
     """They outlive the calls that they were made for."""
     q, k, v = kernel_inputs()
     tensors = {"bias": randn(2, 1, 1, 11), "alibi_slopes": randn(4), "rng_state": torch.tensor([1, 2])}
+    tensors |= {"sinks": randn(4)}
     references = [weakref.ref(x) for x in tensors.values()]
     attention(q, k, v, **tensors, dropout_p=0.5)
     assert len(launcher._launchers) == 1
     recorder.launched.clear()
     del tensors
-    assert [reference() for reference in references] == [None] * 3
+    assert [reference() for reference in references] == [None] * 4
 
 
 def test_slopes_and_bias_are_broadcast_by_stride_0(recorder):

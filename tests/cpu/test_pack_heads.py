@@ -23,7 +23,9 @@ PACKED = ForwardSm90Tile(64, 64, pack_heads=8)
 # ---- rows ----
 
 
-@pytest.mark.parametrize("features", ["", "causal-alibi", "causal_top_left", "window-softcap-alibi"])
+@pytest.mark.parametrize(
+    "features", ["", "causal-alibi", "causal_top_left", "window-softcap-alibi-sinks_fp32"]
+)
 @pytest.mark.parametrize(
     ("name", "heads"),
     [("wgmma1-64x80", 2), ("wgmma1-64x80", 8), ("wgmma1-64x80", 64), ("wgmma2-128x176", 16)],
@@ -37,6 +39,7 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
             *(1, 2 * heads, seqlen_q, seqlen_k),
             softcap=2.5 if "softcap" in features else 0.0,
             alibi_slopes=torch.rand(1, 2 * heads) if "alibi" in features else None,
+            sinks=3 * torch.randn(2 * heads) if "sinks" in features else None,
             window_left=20,
             window_right=3,
         )
@@ -127,7 +130,7 @@ def test_features_that_depend_on_the_head_are_not_packed(feature):
 def call(nheads: int, nheads_kv: int, tile: str = "") -> AttentionParams:
     q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((3, nheads), (300, nheads_kv)))
     return AttentionParams(
-        *(q, k, k, *(None,) * 7, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
+        *(q, k, k, *(None,) * 8, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
     )
 
 

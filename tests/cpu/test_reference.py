@@ -90,6 +90,7 @@ def naive(
     softcap=0.0,
     alibi_slopes=None,
     bias=None,
+    sinks=None,
     window_left=UNBOUNDED,
     window_right=UNBOUNDED,
 ):
@@ -115,8 +116,8 @@ def naive(
                 ):
                     continue
                 weights.append((math.exp(s), j))
-            total = sum(w for w, _ in weights)
-            lse[h, i] = math.log(total) if weights else -math.inf
+            total = sum(w for w, _ in weights) + (0.0 if sinks is None else math.exp(sinks[h]))
+            lse[h, i] = math.log(total) if total else -math.inf
             for w, j in weights:
                 out[i, h] += w / total * v[j, h]
     return out, lse
@@ -131,6 +132,8 @@ SCORES = {
     "window_top_left": {"mask": "window_top_left", "window_left": 2, "window_right": 0},
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.125])},
+    "sinks": {"sinks": torch.tensor([-0.5, 3.0])},
+    "sinks_causal": {"mask": "causal", "sinks": torch.tensor([1.0, -4.0])},
     "all": {
         "mask": "window",
         "window_left": 4,
@@ -138,6 +141,7 @@ SCORES = {
         "softcap": 2.0,
         "alibi_slopes": torch.tensor([0.25, 0.75]),
         "bias": randn(1, 2, 7, 9, seed=9),
+        "sinks": torch.tensor([0.3, 2.0]),
     },
 }
 

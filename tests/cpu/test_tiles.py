@@ -14,7 +14,7 @@ from cute_attn import registry
 from cute_attn.compiler import compile
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, ForwardSm80Tile, padded
-from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, Traits
+from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, SINK_DTYPES, Traits
 from layouts import model
 
 D64 = Traits("forward", "sm80", "bf16", 64)
@@ -34,6 +34,7 @@ traits = st.builds(
     alibi=flags,
     bias=st.sampled_from(("", *BIAS_DTYPES)),
     epilogues=st.sampled_from(((), ("mine",), ("mine", "yours_2"))),
+    sinks=st.sampled_from(("", *SINK_DTYPES)),
     dropout=st.sampled_from(("", *DROPOUTS)),
     varlen=flags,
     seqused_q=flags,

@@ -446,13 +446,14 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
     monkeypatch.setattr(launcher, "new_empty_strided", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
-    for extra in ((None, None, "", 0.0), (bias, state, "flash", 0.25)):
-        arguments = (*tensors, *(None,) * 5, *extra[:2], [], 113, 203, 0.125, "causal", 0, 0, 0.0, *extra[2:])
+    sinks = torch.randn(4, device="cuda")
+    for extra in ((None, None, None, "", 0.0), (bias, sinks, state, "flash", 0.25)):
+        arguments = (*tensors, *(None,) * 5, *extra[:3], [], 113, 203, 0.125, "causal", 0, 0, 0.0, *extra[3:])
         arguments = (*arguments, [], [], False, "", "", True, "")
         torch.library.opcheck(torch.ops.cute_attn.forward.default, arguments)
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         out, lse, _ = torch.ops.cute_attn.forward.default(*detached)
-        needed = [True, True, True, extra[0] is not None]
+        needed = [True, True, True, extra[0] is not None, extra[1] is not None]
         torch.library.opcheck(torch.ops.cute_attn.backward.default, (out, lse, out, lse, needed, *detached))
 
 

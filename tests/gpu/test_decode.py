@@ -55,7 +55,7 @@ def test_merge(partials, arch):
             out = torch.full(outs.shape[1:], math.nan, dtype=dtype, device="cuda")
             lse = torch.full(lses.shape[1:], math.nan, device="cuda")
             kernel = compiler.compile(Traits("combine", arch, NAMES[dtype], dim), tile, target)
-            kernel.function(outs, lses, out, lse)
+            kernel.function(outs, lses, out, lse, None)
             check_merged((out, lse), outs, lses)
 
 
@@ -72,6 +72,16 @@ def test_merge_attention(queries):
     check_merged((half, found[1]), outs.bfloat16().float(), lses)
     for _ in range(50):
         assert merge_attention(outs, lses)[0].equal(found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_join_once(dtype):
+    outs, lses = partial_results(6, 2, 33, 5, 128)
+    sinks = torch.tensor([0.5, -90.0, 200.0, -math.inf, 3.0], device="cuda").to(dtype)
+    out, lse = merge_attention(outs, lses, sinks=sinks)
+    exact, exact_lse = merge(outs.double(), lses.double(), sinks.double())
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 # ---- append ----

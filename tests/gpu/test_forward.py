@@ -234,13 +234,14 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
     q, k, v = tensors
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
-    for extra in ((None, None, "", 0.0), (bias, state, "flash", 0.25)):
+    sinks = torch.randn(4, device="cuda")
+    for extra in ((None, None, None, "", 0.0), (bias, sinks, state, "flash", 0.25)):
         arguments = (
             q,
             k,
             v,
             *(None,) * 5,
-            *extra[:2],
+            *extra[:3],
             [],
             113,
             203,
@@ -249,7 +250,7 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
             0,
             0,
             0.0,
-            *extra[2:],
+            *extra[3:],
             [],
             [],
         )

@@ -222,7 +222,7 @@ class ForwardSm80:
                 self.merge_groups(ctx)
             if group.is_first:
                 tile = grid.tile(seqlens, self.tile.queries)
-                self.finish(mO, mLSE, ctx, tile)
+                self.finish(mO, mLSE, ctx, tile, score_args)
 
     def shared_memory(self, group: KeyGroup) -> SharedMemory:
         """All areas; each group has its own stages of K and V."""
@@ -519,12 +519,17 @@ class ForwardSm80:
         return GroupResults.make(start, cute.size(ctx.acc_o), rows, ctx.thread, self.tile.group_threads)
 
     @cute.jit
-    def finish(self, mO: cute.Tensor, mLSE: cute.Tensor, ctx: MainloopContext, tile: QueryTile) -> None:
+    def finish(
+        self, mO: cute.Tensor, mLSE: cute.Tensor, ctx: MainloopContext, tile: QueryTile, score_args: tuple
+    ) -> None:
         """Normalise and store O and LSE."""
         thread = ctx.thread
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
         softmax = self.stored_softmax(ctx, thread).load_stats()
-        softmax.normalize(ctx.acc_o_rows, lse, self.epilogues.rescale(ctx.state))
+        chain, sinks = self.epilogues, None
+        if cutlass.const_expr(chain.sinks is not None):
+            sinks = chain.sinks_of_rows(score_args, tile.head, tile.heads_left, self.score_map(ctx, thread))
+        softmax.normalize(ctx.acc_o_rows, lse, chain.rescale(ctx.state), sinks)
         thread = optimization_barrier(thread)
         store_lse(mLSE, lse, self.score_map(ctx, thread), tile, self.traits.varlen)
         self.store_output(mO, ctx, tile, thread)

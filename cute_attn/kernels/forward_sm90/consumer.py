@@ -96,7 +96,11 @@ class Consumer(ForwardRole):
         thread, group = rematerialize(self.thread.index), self.thread.group
         fragments, tile = self.thread.fragments, loop.query_tile
         lse = cute.make_rmem_tensor(cute.make_layout(len(loop.score_map.modes.rows)), Float32)
-        loop.softmax.normalize(fragments.acc_o_rows, lse, self.kernel.epilogues.rescale(loop.state))
+        chain, sinks = self.kernel.epilogues, None
+        if cutlass.const_expr(chain.sinks is not None):
+            args, score_map = self.params.score_args, self.kernel.score_map(thread)
+            sinks = chain.sinks_of_rows(args, tile.head, tile.heads_left, score_map)
+        loop.softmax.normalize(fragments.acc_o_rows, lse, chain.rescale(loop.state), sinks)
         store_lse(self.outputs.mLSE, lse, self.kernel.score_map(thread), tile, self.kernel.traits.varlen)
         s_o = self.storage.s_o[None, None, group]
         output = OutputStore(self.kernel, self.outputs, s_o, group, thread % WARPGROUP)

@@ -1,0 +1,52 @@
+"""Attention sinks: a learnable logit a head in the softmax's denominator, a key without a value.
+
+Agarwal et al. 2025, gpt-oss (https://arxiv.org/abs/2508.10925), after Xiao et al. 2023 (https://arxiv.org/abs/2309.17453).
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.epilogues.inputs import ScoreInputs
+
+_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """exp(sink) joins a finished row's sum of exponentials, see ``OnlineSoftmax.finish_with_sink``. Sinks: (nheads,).
+
+    The backward needs no epilogue: its P follows from the LSE, which has the sink in it.
+    """
+
+    dtype: str
+
+    def fake_args(self) -> tuple:
+        """Of (nheads,) sinks."""
+        dtype = _DTYPES[self.dtype]
+        return (make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=dtype.width // 8),)
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        """The sinks of one launch."""
+        return (inputs.sinks,)
+
+    def of_rows(
+        self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
+    ) -> tuple[Float32, ...]:
+        """The sink of each of a thread's rows, read after the main loop so that it takes no register there.
+
+        Args:
+            head: the work tile's first one.
+            heads_left: in tiles of several heads, how many there are from ``head`` on: a tile may have rows for more.
+        """
+        (sinks,) = args
+        rows = len(score_map.modes.rows)
+        if score_map.heads == 1:
+            return (Float32(sinks[head]),) * rows
+        assert heads_left is not None
+        own = (head + cutlass.min(score_map.head(r), heads_left - 1) for r in range(rows))
+        return tuple(Float32(sinks[one]) for one in own)
