@@ -50,6 +50,7 @@ def call(bias: torch.Tensor, tile: str = "", **options) -> AttentionParams:
         "epilogues": (),
         "return_softmax": False,
         "kernel": "",
+        "precision": "",
     }
     return AttentionParams(**dict.fromkeys(AttentionParams._fields) | plain | options | {"tile": tile})
 
