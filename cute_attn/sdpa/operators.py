@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import launcher
+from cute_attn.interface import resolve_precision
 from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, _is_capturing, call_of, why_not
 from cute_attn.sdpa.plans import (
     BackwardPlan,
@@ -75,6 +76,8 @@ def _key(question: Question, options: Options, inputs: tuple, kind: str) -> tupl
     key: tuple = (kind, question, q.shape, k.shape, aligned, None if bias is None else bias.data_ptr() & 15)
     if question.dropout_p and options.rng == "torch":
         key = (*key, "torch", _is_capturing(q.device))
+    if q.dtype == torch.float32:
+        key = (*key, resolve_precision(q))
     return key if len(inputs) == 4 else (*key, tuple([x is None for x in inputs]))
 
 

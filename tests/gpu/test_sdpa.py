@@ -1,5 +1,7 @@
 """PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -129,13 +131,15 @@ def test_flash_debug_masks_are_equal_bit_for_bit():
 
 
 def test_what_no_kernel_supports_is_pytorchs():
-    inputs = [x.detach().float() for x in tensors()]
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        wanted = scaled_dot_product_attention(*inputs)
-        sdpa.activate()
-        assert torch.equal(scaled_dot_product_attention(*inputs), wanted)
+    inputs = [x.detach() for x in tensors()]
+    found = []
+    for active in (False, True):
+        torch.manual_seed(5)
+        with sdpa.active() if active else contextlib.nullcontext(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            found.append(scaled_dot_product_attention(*inputs, dropout_p=0.5))
+    assert torch.equal(*found)
     ((_, reason),) = sdpa.served
-    assert reason.startswith("q has dtype torch.float32")
+    assert reason.startswith("dropout_p is 0.5; accepted under cuDNN")
 
 
 def test_a_compiled_function_in_one_graph():
