@@ -172,6 +172,8 @@ class Activation:
 
 
 _active: Activation | None = None
+_observer: Callable[..., Any] | None = None
+"""Of :mod:`cute_attn.sdpa.observe`, while it watches."""
 
 
 def _with_fall_through(
@@ -180,7 +182,11 @@ def _with_fall_through(
     """``implementation`` as the dispatcher calls it; ``stock``, PyTorch's kernel or None, takes what it declines."""
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
-        found = implementation(options, *args, **kwargs)
+        if _observer is None:
+            found = implementation(options, *args, **kwargs)
+        else:
+            pytorch = None if stock is None else functools.partial(stock.call_boxed, keyset)
+            found = _observer(name, implementation, options, pytorch, args, kwargs)
         if not isinstance(found, str):
             served[name, ""] += 1
             return found

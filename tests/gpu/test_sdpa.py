@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import reference, sdpa
+from cute_attn.sdpa.observe import Observer
 from tests.checks import GRADIENT, check
 
 BF16 = torch.bfloat16
@@ -140,6 +141,16 @@ def test_what_no_kernel_supports_is_pytorchs():
     assert torch.equal(*found)
     ((_, reason),) = sdpa.served
     assert reason.startswith("dropout_p is 0.5; accepted under cuDNN")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shadowed_calls_agree_with_pytorchs(backend):
+    observer = Observer(shadow=1)
+    with sdpa.active(), observer.watching(), sdpa_kernel(BACKENDS[backend]):
+        results(tensors(), torch.zeros(2, 4, 200, 333, dtype=BF16, device="cuda") if backend != "flash" else None)
+    assert len(observer.rows) == 2
+    for row in observer.rows.values():
+        assert row.reason is None and row.difference < 0.02 and row.ours_us[0] > 0 and row.pytorch_us[0] > 0
 
 
 def test_a_compiled_function_in_one_graph():
