@@ -147,7 +147,9 @@ def test_what_no_kernel_supports_is_pytorchs():
 def test_shadowed_calls_agree_with_pytorchs(backend):
     observer = Observer(shadow=1)
     with sdpa.active(), observer.watching(), sdpa_kernel(BACKENDS[backend]):
-        results(tensors(), torch.zeros(2, 4, 200, 333, dtype=BF16, device="cuda") if backend != "flash" else None)
+        results(
+            tensors(), torch.zeros(2, 4, 200, 333, dtype=BF16, device="cuda") if backend != "flash" else None
+        )
     assert len(observer.rows) == 2
     for row in observer.rows.values():
         assert row.reason is None and row.difference < 0.02 and row.ours_us[0] > 0 and row.pytorch_us[0] > 0
