@@ -31,6 +31,7 @@ from torch import Tensor
 
 from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import attention, attention_varlen
+from cute_attn.kvcache import attention_with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -42,7 +43,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Result = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
@@ -146,22 +147,23 @@ def flash_attn_varlen_func(
         Where sequences start.
     max_seqlen_q, max_seqlen_k : int
         The longest sequence, or more.
-    block_table
-        None: paged keys are not supported.
+    block_table : Tensor (batch, pages of a sequence), int32, optional
+        The pages of each sequence; k and v are then (pages, page_size, nheads_k, head_dim), without gradients and
+        dropout.
 
     Raises
     ------
-    NotImplementedError
-        There is a block_table.
-    TypeError, ValueError, Unsupported
-        As :func:`cute_attn.attention_varlen`.
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As :func:`cute_attn.attention_varlen`, or with a block_table as
+        :func:`cute_attn.kvcache.attention_with_kvcache`.
     """
-    if block_table is not None:
-        raise NotImplementedError("block_table needs kernels for paged keys; accepted: None")
     options = _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _attend((q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        return _attend_pages((q, k, v), lengths, block_table, options)
+    return _attend((q, k, v), lengths, options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -241,16 +243,70 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Result:
-    """Raise: there are no kernels for a cache of keys yet.
+    """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, nheads, head_dim)
+    k_cache, v_cache : Tensor (entries, capacity, nheads_k, head_dim)
+        Or (pages, page_size, nheads_k, head_dim) with a block_table; pages may have any size.
+    k, v : Tensor (batch, seqlen_new, nheads_k, head_dim), optional
+        New rows, from row cache_seqlens on.
+    rotary_cos, rotary_sin : Tensor (positions, rotary_dim / 2), optional
+        Rotate k and q: new key i at cache_seqlens + i, and so query i if causal or under a window, else all queries at
+        cache_seqlens.
+    cache_seqlens : Tensor (batch,), int32, or int, optional
+        Rows in use before. Default, without k: the capacity.
+    cache_batch_idx : Tensor (batch,), int32, optional
+        Each sequence's entry of the cache; by default sequence b has entry b.
+    cache_leftpad : Tensor (batch,), int32, optional
+        The first valid row of each sequence.
+    block_table : Tensor (batch, pages of a sequence), int32, optional
+        The pages of each sequence.
+    rotary_interleaved : bool
+        Whether elements 2i and 2i + 1 are rotated together rather than i and i + rotary_dim / 2.
+    num_splits : int
+        Parts in which keys are divided, 0 for a number that suits the call.
+    return_softmax_lse : bool
+        Return (out, softmax_lse) instead of out.
 
     Raises
     ------
-    NotImplementedError
-        Always.
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As :func:`cute_attn.kvcache.attention_with_kvcache`.
     """
-    raise NotImplementedError(
-        "flash_attn_with_kvcache needs kernels for a cache of keys; accepted: flash_attn_func on its used part"
+    found = attention_with_kvcache(
+        _contiguous(q),
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        k=_contiguous(k),
+        v=_contiguous(v),
+        page_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        softmax_scale=softmax_scale,
+        causal=bool(causal),
+        window=_window(window_size, causal),
+        softcap=max(softcap, 0.0),
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+        return_lse=return_softmax_lse,
     )
+    return found if isinstance(found, Tensor) else (found[0], _infinite(found[1]))
+
+
+def _contiguous(x: Any) -> Any:
+    """``x``, copied where its last dimension is not contiguous."""
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
+
+
+def _infinite(lse: Tensor) -> Tensor:
+    """lse with +inf where a query sees no key."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 class _Options(NamedTuple):
@@ -309,8 +365,40 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
         out = out[..., : v.shape[-1]]
     if not probs:
         return out
-    lse = others[0].masked_fill(others[0] == -math.inf, math.inf)
-    return out, lse, others[1] if dropout else out.new_empty(0)
+    return out, _infinite(others[0]), others[1] if dropout else out.new_empty(0)
+
+
+def _attend_pages(
+    tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], block_table: Tensor, options: _Options
+) -> Result:
+    """Packed queries, and keys in pages."""
+    if options.dropout_p:
+        raise ValueError(f"dropout_p is {options.dropout_p} with a block_table; accepted: 0")
+    starts_q, starts_k, longest_q, longest_k = lengths
+    if not isinstance(starts_k, Tensor) or starts_k.dim() != 1:
+        raise TypeError("cu_seqlens_k is no tensor of one dimension; accepted: (batch + 1,), int32")
+    capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
+    if _whole_number(longest_k) > capacity:
+        raise ValueError(
+            f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
+        )
+    found = attention_with_kvcache(
+        _contiguous(tensors[0]),
+        *tensors[1:],
+        cache_seqlens=starts_k.diff(),
+        page_table=block_table,
+        cu_seqlens_q=starts_q,
+        max_seqlen_q=_whole_number(longest_q),
+        softmax_scale=options.softmax_scale,
+        causal=bool(options.causal),
+        window=_window(options.window_size, options.causal),
+        softcap=max(options.softcap, 0.0),
+        alibi_slopes=options.alibi_slopes,
+        return_lse=options.return_attn_probs,
+    )
+    if isinstance(found, Tensor):
+        return found
+    return found[0], _infinite(found[1]), found[0].new_empty(0)
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:

@@ -73,3 +73,54 @@ def defined(tensors, cu, options, kept, grad, dtype):
         out, lse, _ = reference.attention(*leaves, scale, features, inputs, lengths, compute_dtype=dtype)
         grads = torch.autograd.grad(out, leaves, grad.to(dtype))
     return [out.detach(), lse.detach().masked_fill(lse == -math.inf, math.inf), *grads]
+
+
+KVCACHE = {
+    "decode": {"cache_seqlens": (300, 7)},
+    "causal": {"cache_seqlens": (300, 7), "causal": True, "new": 5, "queries": 5},
+    "rotary": {"cache_seqlens": (300, 7), "causal": True, "new": 1, "rotary": True},
+    "window": {"cache_seqlens": (300, 7), "window_size": (50, 0), "queries": 3, "softcap": 9.0},
+    "splits": {"cache_seqlens": (300, 7), "num_splits": 3},
+    "entries": {"cache_seqlens": (300, 7), "cache_batch_idx": (3, 1), "new": 2},
+    "leftpad": {"cache_seqlens": (300, 70), "cache_leftpad": (5, 64)},
+    "pages": {"cache_seqlens": (300, 7), "page": 256, "causal": True, "new": 1},
+}
+
+
+@pytest.mark.parametrize("name", KVCACHE)
+def test_with_kvcache(name):
+    options = dict(KVCACHE[name])
+    rows, new, page = options.pop("queries", 1), options.pop("new", 0), options.pop("page", 0)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    q, caches = randn(2, rows, 8, 128), [randn(4, 512, 2, 128) for _ in "kv"]
+    given = {
+        n: torch.tensor(options.pop(n), dtype=torch.int32) for n in list(options) if n.startswith("cache_")
+    }
+    if not {"cache_batch_idx"} & set(given):
+        caches = [x[:2].clone() for x in caches]
+    if page:
+        given["block_table"] = torch.randperm(4, generator=generator).view(2, 2).int()
+        caches = [x.view(4, page, 2, 128)[given["block_table"].argsort(None).flatten()] for x in caches]
+    if new:
+        given |= {"k": randn(2, new, 2, 128), "v": randn(2, new, 2, 128)}
+    if options.pop("rotary", False):
+        angles = torch.rand(512, 32, generator=generator) * 6
+        given |= {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64), ("cpu", torch.bfloat16)):
+
+        def moved(x, device=device, dtype=dtype):
+            return x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+
+        own = [moved(x) for x in caches]
+        arguments = {n: moved(x) for n, x in given.items()} | options
+        if device == "cpu":
+            arguments.pop("num_splits", None)  # changes no result
+        out, lse = flash_attn.flash_attn_with_kvcache(moved(q), *own, **arguments, return_softmax_lse=True)
+        found.append([x.cpu() for x in (out, lse, *own)])
+    for which, actual, exact, plain in zip(("out", "lse", "k", "v"), *found, strict=True):
+        check(which, actual, exact, plain, roundings=32 if which == "lse" else 1, floor=1e-5)
