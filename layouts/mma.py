@@ -14,18 +14,21 @@ _SOURCE = {"smem": warpgroup.OperandSource.SMEM, "rmem": warpgroup.OperandSource
 
 
 def tiled_mma_sm80(dtype: Any, num_warps: int, *, warps_n: int = 1) -> cute.TiledMma:
-    """mma.sync m16n8k16 with fp32 accumulators; ``num_warps / warps_n`` warps along M, ``warps_n`` along N.
+    """mma.sync with fp32 accumulators; ``num_warps / warps_n`` warps along M, ``warps_n`` along N.
+
+    m16n8k16 of 16-bit types, or of Float32 m16n8k8, which multiplies in tf32.
 
     A tile has 16 rows a warp along M and 16 columns a warp along N: one ldmatrix.x4 loads B for two instructions.
     """
     if warps_n < 1 or num_warps < 1 or num_warps % warps_n:
         raise ValueError(f"num_warps={num_warps}: must be a positive multiple of warps_n={warps_n}")
     warps_m = num_warps // warps_n
-    return cute.make_tiled_mma(
-        warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16)),
-        (warps_m, warps_n, 1),
-        permutation_mnk=(16 * warps_m, 16 * warps_n, 16),
-    )
+    k = 256 // dtype.width
+    if dtype is Float32:
+        op: Any = warp.MmaTF32Op((16, 8, k))
+    else:
+        op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, k))
+    return cute.make_tiled_mma(op, (warps_m, warps_n, 1), permutation_mnk=(16 * warps_m, 16 * warps_n, k))
 
 
 def tiled_mma_sm90(

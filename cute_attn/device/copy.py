@@ -59,5 +59,5 @@ def block_of_rows(tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Cons
     """
     stride = tensor.stride[0]
     start = Int64(block) * (rows * stride)
-    row_stride = cute.assume(optimization_barrier(Int64(stride)), divby=8)
+    row_stride = cute.assume(optimization_barrier(Int64(stride)), divby=128 // tensor.element_type.width)
     return cute.make_tensor(tensor.iterator + start, cute.make_layout((rows, cols), stride=(row_stride, 1)))

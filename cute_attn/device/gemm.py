@@ -72,7 +72,7 @@ class SmemOperand:
         row = next((k for k in range(1, self.steps) if self._distance(0, k) != k * step), self.steps)
         atom = self._distance(0, row) if row < self.steps else 0
         in_row, size = k % row * step, self.tile.element_type.width // 8
-        swizzled = in_row & _swizzled_bits(self.tile.layout)
+        swizzled = in_row & swizzled_bits(self.tile.layout)
         return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
 
     def address(self, start: Int32, piece: int, k: int) -> cute.Pointer:
@@ -82,7 +82,7 @@ class SmemOperand:
         xor of the first address accounts for the swizzled bits, and one register serves all addresses.
         """
         distance = self._distance(piece, k)
-        swizzled = distance & _swizzled_bits(self.tile.layout)
+        swizzled = distance & swizzled_bits(self.tile.layout)
         element = self.tile.element_type
         moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
         return cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16) + (distance - swizzled)
@@ -183,7 +183,7 @@ class SmemResult:
         layout = self.tile.layout
         unswizzled = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
         distance = cute.crd2idx((row, col), unswizzled)
-        swizzled = distance & _swizzled_bits(layout)
+        swizzled = distance & swizzled_bits(layout)
         moved = start ^ (2 * swizzled) if swizzled else start
         pair = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
         return pair + (distance - swizzled) // 2
@@ -206,7 +206,7 @@ def below_1024(thread: Int32) -> Int32:
     return thread & Int32(1023)
 
 
-def _swizzled_bits(layout: object) -> int:
+def swizzled_bits(layout: object) -> int:
     """The bits of an element offset that the layout's swizzle changes."""
     if not isinstance(layout, cute.ComposedLayout):
         return 0

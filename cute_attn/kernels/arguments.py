@@ -55,6 +55,12 @@ def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=ALIGN_BYTES)
 
 
+def head_rows_fake(traits: Traits) -> cute.Tensor:
+    """q, k, v, o or a gradient of them: rows as :func:`rows_fake`, or unaligned."""
+    dtype, ndim = CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4
+    return rows_fake(dtype, ndim) if traits.aligned else strided_fake(dtype, ndim)
+
+
 def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
     """A tensor with a contiguous last dimension and any other strides."""
     shape = tuple(cute.sym_int() for _ in range(ndim))
@@ -131,18 +137,17 @@ def preprocess_fake_args(traits: Traits) -> tuple:
     mLSE, may have any strides and is None without the trait ``lse_grad``. gradients: (mDQ, mDK, mDV) with
     varlen, or None. Of seqlens only the queries' are read, and for those gradients cu_seqlens_k.
     """
-    dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
     return (
-        rows_fake(dtype, ndim),
-        rows_fake(dtype, ndim),
+        head_rows_fake(traits),
+        head_rows_fake(traits),
         plain_fake(Float32, ndim - 1),
         strided_fake(Float32, ndim - 1) if traits.lse_grad else None,
         workspace_fake(ndim - 1),
         workspace_fake(ndim - 1),
         workspace_fake(ndim),
         workspace_fake(1),
-        tuple(rows_fake(dtype, ndim) for _ in range(3)) if traits.varlen else None,
+        tuple(head_rows_fake(traits) for _ in range(3)) if traits.varlen else None,
         seqlens_fake(traits),
         Float32(0.0),
     )
@@ -154,14 +159,13 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV, seqlens, softmax_scale, schedule (``BackwardSchedule``),
     score_args.
     """
-    dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
     return (
-        *(rows_fake(dtype, ndim) for _ in range(4)),
+        *(head_rows_fake(traits) for _ in range(4)),
         workspace_fake(ndim - 1),
         workspace_fake(ndim - 1),
         workspace_fake(ndim),
-        *(rows_fake(dtype, ndim) for _ in range(2)),
+        *(head_rows_fake(traits) for _ in range(2)),
         seqlens_fake(traits),
         Float32(0.0),
         BackwardSchedule(Int32(0), Int64(0), workspace_fake(1), Int32(0)),
@@ -177,7 +181,7 @@ def convert_fake_args(traits: Traits) -> tuple:
     ndim = 3 if traits.varlen else 4
     return (
         workspace_fake(ndim),
-        rows_fake(CUTE_DTYPES[traits.dtype], ndim),
+        head_rows_fake(traits),
         seqlens_fake(traits),
         Float32(0.0),
     )

@@ -1,13 +1,14 @@
-"""The backward's last launch: dQ in 16 bits from the fp32 accumulators. Runs on every target.
+"""The backward's last launch: dQ from the fp32 accumulators. Runs on every target.
 
     dQ = rp * softmax_scale * (sum of the accumulators, first to last)        rp = 1 / (1 - dropout_p)
 
 A CTA converts one query block of one head, with the main kernel's MMA and as many threads as its consumers: thread t
-loads the fragments that thread t of the main kernel's CTAs added, sums them, converts them to 16 bits and stores them
+loads the fragments that thread t of the main kernel's CTAs added, sums them, converts them and stores them
 to shared memory, from where rows are stored 16 bytes at a time.
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dQ 16-byte aligned with a contiguous last dimension,
-otherwise of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the fields that matter.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows of dQ 16-byte aligned with a contiguous last dimension, otherwise
+of any strides; or unaligned, of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the
+fields that matter.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 
@@ -45,7 +46,9 @@ class BackwardConvert:
             return f"it computes backward_convert, not {traits.op}"
         if traits != traits.part(traits.op):
             return f"it uses no score features; accepted: {traits.part(traits.op)}"
-        return beyond(traits)
+        return beyond(
+            traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes, unaligned=True
+        )
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
@@ -128,7 +131,7 @@ class BackwardConvert:
         query_tile = grid.tile(seqlens, tile.tile_m)
         exist = existing_rows(seqlens.cu_seqlens_q, mDQ, query_tile.batch) - query_tile.row0
         if exist > 0:
-            rows = 2 * tile.tile_m * padded(traits.head_dim)
+            rows = traits.element_bytes * tile.tile_m * padded(traits.head_dim)
             base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
             s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
             used = query_tile.info.seqlen_q - query_tile.row0
@@ -160,7 +163,7 @@ class BackwardConvert:
 
     @cute.jit
     def to_shared(self, acc: cute.Tensor, s_dq: cute.Tensor, scale: Float32, thread: Int32) -> None:
-        """Write acc * scale in 16 bits to ``s_dq``, (tile_m, padded head_dim)."""
+        """Write acc * scale in the output's type to ``s_dq``, (tile_m, padded head_dim)."""
         fragment = cute.make_rmem_tensor_like(acc, self.dtype)
         fragment.store((acc.load() * scale).to(self.dtype))
         store = self.store_copy(self.tiled_mma())
@@ -183,17 +186,21 @@ class BackwardConvert:
         Adjacent threads store adjacent vectors of 16 bytes.
         """
         tile: Constexpr = self.tile
-        per_row: Constexpr = self.traits.head_dim // 8
+        length: Constexpr = 16 // self.traits.element_bytes if self.traits.aligned else 1
+        per_row: Constexpr = self.traits.head_dim // length
         total: Constexpr = tile.tile_m * per_row
-        vector = cute.make_rmem_tensor(cute.make_layout(8), self.dtype)
-        target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=8)
+        vector = cute.make_rmem_tensor(cute.make_layout(length), self.dtype)
+        target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=length)
         for first in cutlass.range_constexpr(0, total, tile.mma_threads):
-            row, col = (first + thread) // per_row, (first + thread) % per_row * 8
+            row, col = (first + thread) // per_row, (first + thread) % per_row * length
             if row < cutlass.min(exist, tile.tile_m):
-                offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=8)
-                cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(8)), vector)
+                offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=length)
+                cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(length)), vector)
                 if cutlass.const_expr(self.traits.seqused_q):
                     if row >= used:
                         vector.fill(0.0)
-                target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=8)
-                cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(8)))
+                if cutlass.const_expr(self.traits.aligned):
+                    target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=length)
+                else:
+                    target = target_row0 + (row * rows_dq.stride[0] + col * rows_dq.stride[1])
+                cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))

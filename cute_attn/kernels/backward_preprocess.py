@@ -12,8 +12,8 @@ A row that saw no key has an LSE of -inf here, +inf in PyTorch's kernels. Such r
 whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: P and its gradient are 0 whatever the score. D is
 negated because the accumulator of dP may start from it.
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8; rows of dO and O 16-byte aligned with a contiguous last
-dimension, otherwise of any strides; dLSE of any strides.
+Limits: fp16, bf16 and fp32; head dims up to 576; rows of dO and O 16-byte aligned with a contiguous last dimension,
+otherwise of any strides; or unaligned, of any strides. dLSE of any strides.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from cute_attn.kernels.arguments import preprocess_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.dq_order import accumulator_rows
 from cute_attn.tiles import BackwardPreprocessTile, padded
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ class BackwardPreprocess:
             return f"it computes backward_preprocess, not {traits.op}"
         if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
             return f"it uses no score features; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
-        return beyond(traits)
+        return beyond(
+            traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes, unaligned=True
+        )
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:
@@ -197,22 +199,32 @@ class BackwardPreprocess:
 
     @cute.jit
     def load_rows(self, tensor: cute.Tensor, query_rows: Rows, thread: Int32) -> cute.Tensor:
-        """This thread's part of the block's rows of dO or O, (8, vectors, passes).
+        """This thread's part of the block's rows of dO or O, (length of a vector, vectors, passes).
 
         Out-of-bounds coordinates are clamped, which takes no branch; their values are left out of the sums.
         """
         tile, traits = self.tile, self.traits
         per_row = tile.threads_per_row(traits)
         rows = sequence(tensor, query_rows.batch, query_rows.head, query_rows.info.offset_q, traits.varlen)
-        shape = (8, tile.vectors(traits), tile.passes(traits))
+        length = tile.length(traits)
+        shape = (length, tile.vectors(traits), tile.passes(traits))
         values = cute.make_rmem_tensor(cute.make_layout(shape), tensor.element_type)
         for i in cutlass.range_constexpr(tile.passes(traits)):
             row = query_rows.existing(thread // per_row + i * tile.rows_at_once(traits))
-            first = rows.iterator + cute.assume(Int64(row) * rows.stride[0], divby=8)
+            first = rows.iterator + cute.assume(Int64(row) * rows.stride[0], divby=length)
             for j in cutlass.range_constexpr(tile.vectors(traits)):
-                col = cutlass.min((thread % per_row + j * per_row) * 8, traits.head_dim_v - 8)
-                source = cute.make_tensor(first + cute.assume(col, divby=8), cute.make_layout(8))
-                cute.autovec_copy(source, values[None, j, i])
+                col = (thread % per_row + j * per_row) * length
+                if cutlass.const_expr(traits.aligned):
+                    col = cutlass.min(col, traits.head_dim_v - length)
+                    source = cute.make_tensor(
+                        first + cute.assume(col, divby=length), cute.make_layout(length)
+                    )
+                    cute.autovec_copy(source, values[None, j, i])
+                else:
+                    for e in cutlass.range_constexpr(length):
+                        element = rows.iterator + Int64(row) * rows.stride[0]
+                        element += Int64(cutlass.min(col + e, traits.head_dim_v - 1)) * rows.stride[1]
+                        values[e, j, i] = cute.make_tensor(element, cute.make_layout(1))[0]
         return values
 
     @cute.jit
@@ -260,15 +272,20 @@ class BackwardPreprocess:
     ) -> None:
         """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` takes every blocks-th."""
         begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
-        per_head = gradient.shape[2] // 8
-        zeros = cute.make_rmem_tensor(cute.make_layout(8), gradient.element_type)
+        length = self.tile.length(self.traits) if self.traits.aligned else 1
+        per_head = gradient.shape[2] // length
+        zeros = cute.make_rmem_tensor(cute.make_layout(length), gradient.element_type)
         zeros.fill(0.0)
         for i in cutlass.range(block, gradient.shape[0] - (end - begin), blocks, unroll=1):
             row = i if i < begin else i + end - begin
             for j in cutlass.range(thread, gradient.shape[1] * per_head, self.tile.num_threads, unroll=1):
                 start = Int64(row) * gradient.stride[0] + Int64(j // per_head) * gradient.stride[1]
-                target = gradient.iterator + cute.assume(start + j % per_head * 8, divby=8)
-                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(8)))
+                if cutlass.const_expr(self.traits.aligned):
+                    target = gradient.iterator + cute.assume(start + j % per_head * length, divby=length)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(length)))
+                else:
+                    start += Int64(j % per_head) * gradient.stride[2]
+                    cute.make_tensor(gradient.iterator + start, cute.make_layout(1))[0] = zeros[0]
 
     @cute.jit
     def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
@@ -285,13 +302,22 @@ class BackwardPreprocess:
     @cute.jit
     def part_of_row(self, do: cute.Tensor, o: cute.Tensor, i: Constexpr, thread: Int32) -> Float32:
         """The sum of dO * O over this thread's columns of its row in pass i."""
-        per_row, dv = self.tile.threads_per_row(self.traits), self.traits.head_dim_v
+        per_row, dv, length = (
+            self.tile.threads_per_row(self.traits),
+            self.traits.head_dim_v,
+            self.tile.length(self.traits),
+        )
         total = Float32(0.0)
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
+            if cutlass.const_expr(not self.traits.aligned):
+                for e in cutlass.range_constexpr(length):
+                    exists = (thread % per_row + j * per_row) * length + e < dv
+                    do[e, j, i] = do[e, j, i] if exists else do.element_type(0.0)
+                    o[e, j, i] = o[e, j, i] if exists else o.element_type(0.0)
             products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
             part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
-            if cutlass.const_expr((j + 1) * per_row * 8 > dv):
-                part = part if (thread % per_row + j * per_row) * 8 < dv else Float32(0.0)
+            if cutlass.const_expr(self.traits.aligned and (j + 1) * per_row * length > dv):
+                part = part if (thread % per_row + j * per_row) * length < dv else Float32(0.0)
             total += part
         return total
 

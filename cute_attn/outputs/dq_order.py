@@ -22,7 +22,7 @@ from cute_attn.device.seqlen import workspace_rows
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
-_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16}
+_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 
 
 def block_floats(traits: Traits, tile: Any) -> int:

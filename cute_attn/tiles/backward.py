@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded
+from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
 from cute_attn.traits import Traits
 
 
@@ -79,20 +79,20 @@ class BackwardSm80Tile(WarpTile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory; dK and dV reuse the operands' memory."""
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        row, row_v = row_bytes(traits)
         m, n = self.tile_m, self.tile_n
-        v, p = 2 * n * dv, 0 if self.p_in_regs else 2 * m * n
+        k, v, scores = n * row, n * row_v, traits.element_bytes * m * n
         areas, end = {}, 0
-        between = [("p", p), ("ds", 2 * m * n)]
+        between = [("p", 0 if self.p_in_regs else scores), ("ds", scores)]
         rest = [
-            ("q", 2 * m * d * self.stages_q),
-            ("do", 2 * m * dv * self.stages_do),
+            ("q", m * row * self.stages_q),
+            ("do", m * row_v * self.stages_do),
             *([] if self.v_in_regs else between),
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
             ("spilled", 80),
         ]
-        for name, size in [("k", 2 * n * d), ("v", v)]:
+        for name, size in [("k", k), ("v", v)]:
             areas[name] = (end, end + size)
             end += size
         if self.v_in_regs:
@@ -104,7 +104,7 @@ class BackwardSm80Tile(WarpTile):
         for name, size in rest:
             areas[name] = (end, end + size)
             end += size
-        areas["dk"], areas["dv"] = (0, 2 * n * d), (2 * n * d, 2 * n * d + v)
+        areas["dk"], areas["dv"] = (0, k), (k, k + v)
         return areas
 
     def registers(self, traits: Traits) -> int:
@@ -121,6 +121,7 @@ class BackwardSm80Tile(WarpTile):
             or self._warps_reason()
             or self._steps_reason(traits)
             or self._products_reason(traits)
+            or self._fp32_reason(traits)
             or self.copies_reason(traits, queries=self.queries, tile_n=self.tile_n)
         )
 
@@ -156,6 +157,15 @@ class BackwardSm80Tile(WarpTile):
             )
         if traits.dropout == "flash" and (self.tile_n % 32 or self.queries % 16):
             return f"tile_n is {self.tile_n}; accepted: multiples of 32 for {traits}"
+        return None
+
+    def _fp32_reason(self, traits: Traits) -> str | None:
+        if traits.element_bytes == 2:
+            return None
+        if self.v_in_regs:
+            return f"v_in_regs is True; accepted: False for {traits}"
+        if self.num_warps & (self.num_warps - 1):
+            return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 
     def _products_reason(self, traits: Traits) -> str | None:
@@ -413,15 +423,20 @@ class BackwardPreprocessTile(Tile):
 
         return min(tiles, key=cost)
 
+    @staticmethod
+    def length(traits: Traits) -> int:
+        """Elements of a 16-byte vector."""
+        return 16 // traits.element_bytes
+
     def threads_per_row(self, traits: Traits) -> int:
-        """Adjacent threads that read a row of O, up to three 16-byte vectors each: 4, 8 or 16, the fewest idle."""
-        pieces = traits.head_dim_v // 8
-        enough = [threads for threads in (16, 8, 4) if 3 * threads >= pieces]
+        """Adjacent threads that read a row of O, up to three 16-byte vectors each: 4 to 32, the fewest idle."""
+        pieces = -(-traits.head_dim_v // self.length(traits))
+        enough = [threads for threads in (16, 8, 4, 32) if 3 * threads >= pieces] or [32]
         return min(enough, key=lambda threads: -(-pieces // threads) * threads)
 
     def vectors(self, traits: Traits) -> int:
         """16-byte vectors of a row of O for each thread."""
-        return -(-traits.head_dim_v // (8 * self.threads_per_row(traits)))
+        return -(-traits.head_dim_v // (self.length(traits) * self.threads_per_row(traits)))
 
     def rows_at_once(self, traits: Traits) -> int:
         """Rows that a CTA reads at a time."""
@@ -435,7 +450,7 @@ class BackwardPreprocessTile(Tile):
         return 4 * self.rows
 
     def registers(self, traits: Traits) -> int:
-        return 8 * self.vectors(traits) * self.passes(traits) + 32
+        return 2 * 4 * self.vectors(traits) * self.passes(traits) + 32
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:

@@ -105,9 +105,9 @@ class WarpTile(Tile):
         return 32 * self.num_warps
 
     @staticmethod
-    def steps_at_once(extent: int, unroll: int) -> int:
-        """Steps of 16 along ``extent`` that a product takes at a time: a divisor of all, at most ``unroll``."""
-        steps = extent // 16
+    def steps_at_once(extent: int, unroll: int, element_bytes: int = 2) -> int:
+        """MMA steps of 32 bytes of ``extent`` that a product takes at a time: a divisor of all, at most ``unroll``."""
+        steps = extent * element_bytes // 32
         return next(n for n in range(min(unroll or steps, steps), 0, -1) if steps % n == 0)
 
     def num_warps_reason(self) -> str | None:

@@ -9,7 +9,8 @@ from cutlass import Int32, cute
 
 import layouts
 from cute_attn import registry
-from cute_attn.kernels.backward_sm80.kernel import BackwardSm80, BackwardSm80Storage
+from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
+from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 from layouts.host import run_on_host

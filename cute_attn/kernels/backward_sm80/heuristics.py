@@ -85,6 +85,18 @@ _TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
         (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
     ],
 }
+
+
+def _fp32_in_regs(num_warps: int, tile_n: int = 128, **fields: Any) -> BackwardSm80Tile:
+    """P and dS in registers; 16 or 32 keys a warp, 32 queries."""
+    return BackwardSm80Tile(32, tile_n, num_warps, 1, num_warps, 2, p_in_regs=True, **fields)
+
+
+def _fp32(tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int) -> BackwardSm80Tile:
+    unrolls = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1}
+    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **unrolls, **_ONE_STAGE)
+
+
 # For targets with less shared memory than sm80.
 _SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
     64: [(5, _tile(64, 128, 8, 2, 4, 2, dq_unroll=2))],
@@ -100,13 +112,29 @@ FIT_ALWAYS = [
 ]
 
 
+_FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
+    64: [_fp32_in_regs(4, dq_unroll=4, sdp_unroll=2), _fp32_in_regs(4, 64, dq_unroll=2, **_ONE_STAGE)],
+    128: [
+        _fp32_in_regs(8, sdp_unroll=4, dq_unroll=4, **_ONE_STAGE),
+        _fp32_in_regs(4, 64, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
+        _fp32(32, 32, 4, 2, 2, 2),
+    ],
+    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2), _fp32(32, 16, 2, 2, 1, 2)],
+}
+"""The larger head dim -> tiles of fp32 elements, the largest first."""
+
+
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
+    vector = 4 if target == "sm90" else 1
+    if traits.element_bytes == 4:
+        largest = max(traits.head_dim, traits.head_dim_v)
+        of_fp32 = next((tiles for dim, tiles in _FP32_TILES.items() if largest <= dim), _FP32_TILES[256])
+        return [dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32]
     tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
     largest = max(traits.head_dim, traits.head_dim_v)
-    tiles = next(tiles for dim, tiles in tables.items() if largest <= dim)
+    tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
     # Reductions of single floats take registers too.
     pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
     fitting = [tile for highest, tile in tiles if highest >= pressure]
-    vector = 4 if target == "sm90" else 1
     return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

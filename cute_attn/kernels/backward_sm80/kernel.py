@@ -34,7 +34,8 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, mem
 
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.gemm import SmemOperand, SmemResult, below_1024, gemm, gemm_rs, gemm_sr
+from cute_attn.device.element_copy import load_elements, store_elements
+from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -44,72 +45,17 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
+from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
 from cute_attn.kernels.backward_sm80.step import step_content
+from cute_attn.kernels.backward_sm80.storage import BAND, BLOCKS, SPILLED, BackwardSm80Storage
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles
-
-_BAND = ("left", "right", "seqlen_k")
-_BLOCKS = ("full_begin", "full_end", "end")
-SPILLED = ("stride_q", "stride_do", "dq", "block", *_BAND, *_BLOCKS)
-"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
-in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
-
-
-@dataclass(frozen=True)
-class BackwardSm80Storage:
-    """Shared memory. Q and dO are divided into pieces: the queries whose scores are in registers at a time."""
-
-    k: cute.Tensor  # (tile_n, head_dim, 1)
-    v: cute.Tensor  # (tile_n, head_dim_v, 1)
-    q: cute.Tensor  # (queries, head_dim, piece and stage)
-    do: cute.Tensor  # (queries, head_dim_v, piece and stage)
-    p: cute.Tensor | None  # (tile_m, tile_n, 1)
-    ds: cute.Tensor  # (tile_m, tile_n, 1), or transposed
-    lse: cute.Tensor  # (tile_m, stage)
-    minus_d: cute.Tensor  # (tile_m, stage)
-    dk: cute.Tensor  # (tile_n, head_dim)
-    dv: cute.Tensor  # (tile_n, head_dim_v)
-    spilled: cute.Tensor  # Int64, see SPILLED
-
-    def number(self, name: str) -> cute.Tensor:
-        """(1,): a spilled number."""
-        return cute.make_tensor(self.spilled.iterator + SPILLED.index(name), cute.make_layout(1))
-
-    def reload_int(self, name: str) -> Int32:
-        """A spilled number of 32 bits."""
-        return Int32(self.number(name)[0])
-
-    def spill(self, **numbers: Int64 | Int32) -> None:
-        """Store CTA-uniform numbers, by all threads. The barrier keeps the 64-bit copies out of registers."""
-        for name, number in numbers.items():
-            self.spilled[SPILLED.index(name)] = Int64(optimization_barrier(number))
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The five products' operands in shared memory, their results there, and the MMAs."""
-
-    mma_sdp: cute.TiledMma
-    mma_dkv: cute.TiledMma
-    mma_dq: cute.TiledMma
-    q: SmemOperand
-    k: SmemOperand
-    do: SmemOperand
-    v: SmemOperand
-    p_t: SmemOperand | None
-    do_t: SmemOperand
-    ds_t: SmemOperand | None
-    q_t: SmemOperand
-    ds: SmemOperand
-    k_t: SmemOperand
-    p_out: SmemResult | None
-    ds_out: SmemResult
 
 
 @dataclass(frozen=True)
@@ -151,12 +97,17 @@ class BackwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("backward", "sm80"):
             return f"it computes backward-sm80, not {traits.op}-{traits.arch}"
-        return beyond(traits) or EpilogueChain.decline(traits)
+        multiple = 16 // traits.element_bytes
+        reason = beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple, unaligned=True)
+        return reason or EpilogueChain.decline(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
         """The tile if none is named."""
-        return first_that_fits([*preferred_tiles(traits, target), FIT_ALWAYS[0]], traits, target)
+        tiles = preferred_tiles(traits, target)
+        return first_that_fits(
+            [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
+        )
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -173,7 +124,7 @@ class BackwardSm80:
 
     def step_content(self) -> StepContent:
         """A step that needs no mask."""
-        return step_content(self.traits, self.tile)
+        return step_content(self.traits, self.tile, self.products.tf32_products)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 
@@ -192,26 +143,32 @@ class BackwardSm80:
             self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=asynchronous
         )
 
+    @functools.cached_property
+    def products(self) -> Products:
+        """The five products."""
+        return Products(self.traits, self.tile, self.dtype)
+
     def mma_sdp(self) -> cute.TiledMma:
         """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
-        tile = self.tile
-        warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
-        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=warps_n)
+        return self.products.mma_sdp()
 
     def mma_dkv(self) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q."""
-        tile = self.tile
-        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
+        return self.products.mma_dkv()
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
-        return dq.mma_dq(self.traits, self.tile)
+        return self.products.mma_dq()
 
     @property
     def scores_shape(self) -> tuple[int, int]:
         """(M, N) of a scores' accumulator."""
-        tile = self.tile
-        return (tile.tile_n, tile.queries) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+        return self.products.scores_shape
+
+    def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
+        """All products' operands; those that are not K-major are transposed as they are read."""
+        mmas = (self.mma_sdp(), self.mma_dkv(), self.mma_dq())
+        return self.products.operands(mmas, smem, self.smem_layout(*self.products.scores_plane, None), thread)
 
     # ---- host ----
 
@@ -308,7 +265,7 @@ class BackwardSm80:
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-            operands.v.load_all()
+            operands.v.load_all()  # type: ignore[union-attr]
             cute.arch.barrier()
         gradients = self.gradients(operands.mma_dkv, thread)
         head0 = key_tile.head_dkv * heads
@@ -375,7 +332,7 @@ class BackwardSm80:
         def area(name: str, layout: Any, dtype: Any = self.dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        ds_shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+        ds_shape = self.products.scores_plane
         return BackwardSm80Storage(
             k=area("k", self.smem_layout(tile.tile_n, d)),
             v=area("v", self.smem_layout(tile.tile_n, dv)),
@@ -389,46 +346,6 @@ class BackwardSm80:
             dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
             spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
         )
-
-    def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
-        """All products' operands; those that are not K-major are read by transposing ldmatrix."""
-        tile, dtype = self.tile, self.dtype
-        mma_sdp, mma_dkv, mma_dq = self.mma_sdp(), self.mma_dkv(), self.mma_dq()
-
-        def a(mma: cute.TiledMma, s: cute.Tensor, transpose: bool = False) -> SmemOperand:
-            copy = layouts.ldmatrix_copy_a(mma, dtype, transpose)
-            return SmemOperand.a(mma, copy, layouts.transposed(s) if transpose else s, thread)
-
-        def b(mma: cute.TiledMma, s: cute.Tensor, transpose: bool = False) -> SmemOperand:
-            copy = layouts.ldmatrix_copy_b(mma, dtype, transpose)
-            return SmemOperand.b(mma, copy, layouts.transposed(s) if transpose else s, thread)
-
-        queries, keys = (b, a) if tile.p_in_regs else (a, b)
-        through_smem = not tile.p_in_regs
-        return Operands(
-            mma_sdp,
-            mma_dkv,
-            mma_dq,
-            q=queries(mma_sdp, smem.q),
-            k=keys(mma_sdp, smem.k),
-            do=queries(mma_sdp, smem.do),
-            v=keys(mma_sdp, smem.v),
-            p_t=a(mma_dkv, smem.p, True) if through_smem else None,
-            do_t=b(mma_dkv, smem.do, True),
-            ds_t=a(mma_dkv, smem.ds, True) if through_smem else None,
-            q_t=b(mma_dkv, smem.q, True),
-            ds=a(mma_dq, smem.ds, tile.p_in_regs),
-            k_t=b(mma_dq, smem.k, True),
-            p_out=self.scores_result(mma_sdp, smem.p, thread) if through_smem else None,
-            ds_out=self.scores_result(mma_sdp, smem.ds, thread),
-        )
-
-    def scores_result(self, mma_sdp: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
-        """Where a thread stores P or dS."""
-        tile = self.tile
-        shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-        plane = cute.make_tensor(s.iterator, self.smem_layout(*shape, None))
-        return SmemResult(mma_sdp, self.scores_shape, plane, thread)
 
     @cute.jit
     def load_keys(
@@ -444,9 +361,13 @@ class BackwardSm80:
         """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
-        row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
-        tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
-        row_copy.copy(tile, s[None, None, 0], key_tile.info.seqlen_k - key0, False)
+        if cutlass.const_expr(not self.traits.aligned):
+            keys = key_tile.info.seqlen_k - key0
+            load_elements(g, key0, keys, s[None, None, 0], thread, self.tile.num_threads)
+        else:
+            row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
+            tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
+            row_copy.copy(tile, s[None, None, 0], key_tile.info.seqlen_k - key0, False)
 
     def query_loads(
         self,
@@ -465,7 +386,10 @@ class BackwardSm80:
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
             g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
-            return BlockLoad(g, head_dim, s, smem.number(stride), g_row, s_row, seqlen, thread, threads)
+            aligned = self.traits.aligned
+            return BlockLoad(
+                g, aligned, head_dim, s, smem.number(stride), g_row, s_row, seqlen, thread, threads
+            )
 
         return (
             load(mQ, self.traits.head_dim, smem.q, "stride_q", mLSElog2, smem.lse),
@@ -491,8 +415,8 @@ class BackwardSm80:
             # Other warps may still read what the previous head left in shared memory.
             cute.arch.barrier()
             band = ctx.state.band
-            ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in _BAND})
-            ctx.smem.spill(**{name: getattr(blocks, name) for name in _BLOCKS})
+            ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in BAND})
+            ctx.smem.spill(**{name: getattr(blocks, name) for name in BLOCKS})
             ctx.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             ctx.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
             cute.arch.cp_async_commit_group()
@@ -519,14 +443,15 @@ class BackwardSm80:
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
-            unroll = tile.steps_at_once(tile.tile_m, tile.dkv_unroll)
+            products = self.products
+            unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage_do = self.stage(block, tile.stages_do)
-            gemm(op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
+            products.multiply(op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
             if cutlass.const_expr(tile.stages_do == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, False, True)
             stage_q = self.stage(block, tile.stages_q)
-            gemm(op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
+            products.multiply(op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
             if cutlass.const_expr(tile.stages_q == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, True, False)
@@ -548,6 +473,7 @@ class BackwardSm80:
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> None:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK."""
         tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
+        products = self.products
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         acc_s.fill(0.0)
@@ -556,16 +482,16 @@ class BackwardSm80:
             mask = chain.dropout_mask(ctx.state, self.score_tile(ctx, block, piece, acc_s))
         if cutlass.const_expr(chain.modifiers):
             loaded = chain.load(ctx.state, self.score_tile(ctx, block, piece, acc_s))
-        unroll = tile.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
+        unroll = products.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
         if cutlass.const_expr(tile.p_in_regs):
-            gemm(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
+            products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
         else:
-            gemm(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
+            products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
         scores = self.score_tile(ctx, block, piece, acc_s)
         saved = chain.forward(ctx.state, scores, loaded, False)
         full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
         if (block < full_begin) | (block >= full_end):
-            band = {name: ctx.smem.reload_int(name) for name in _BAND}
+            band = {name: ctx.smem.reload_int(name) for name in BAND}
             chain.mask.forward(dataclasses.replace(ctx.state.band, **band), scores)
         lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
         probabilities(scores, lse, ctx.scale_log2)
@@ -581,7 +507,7 @@ class BackwardSm80:
         dp = self.score_tile(ctx, block, piece, acc_dp)
         chain.zero_dropped(mask, self.by_rows(op, p))
         if cutlass.const_expr(op.p_out is None):
-            gemm_rs(op.mma_dkv, ctx.gradients.dv, layouts.as_operand_a(p), op.do_t, stage_do)
+            products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do)
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
         chain.zero_dropped(mask, dp.acc)
@@ -592,26 +518,18 @@ class BackwardSm80:
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
             stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
-            gemm_rs(op.mma_dkv, ctx.gradients.dk, layouts.as_operand_a(ds), op.q_t, stage_q)
+            products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q)
 
     @cute.jit
     def dp(self, ctx: MainloopContext, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
         """dP = dO V^T + start; ``start``: one number for each of the thread's rows, or None for 0."""
-        tile, op = self.tile, ctx.operands
+        op = ctx.operands
         acc = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         if cutlass.const_expr(start is None):
             acc.fill(0.0)
         else:
             start_from(self.by_rows(op, acc), start)
-        unroll = tile.steps_at_once(padded(self.traits.head_dim_v), tile.sdp_unroll)
-        if cutlass.const_expr(tile.p_in_regs and tile.v_in_regs):
-            gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)
-        elif cutlass.const_expr(tile.p_in_regs):
-            gemm(op.mma_sdp, acc, op.v, op.do, stage, unroll)
-        elif cutlass.const_expr(tile.v_in_regs):
-            gemm_sr(op.mma_sdp, acc, op.do, op.v.fragment, stage)
-        else:
-            gemm(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage)
+        self.products.multiply_by_v(acc, op, stage)
         return acc
 
     def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
@@ -655,7 +573,8 @@ class BackwardSm80:
         tile, op = self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
         acc.fill(0.0)
-        gemm(op.mma_dq, acc, op.ds, op.k_t, Int32(0), tile.steps_at_once(tile.tile_n, tile.dq_unroll))
+        unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
+        self.products.multiply(op.mma_dq, acc, op.ds, op.k_t, Int32(0), unroll)
         floats = dq.block_floats(self.traits, tile)
         blocks = cute.make_ptr(Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
         target = blocks + cute.assume(Int64(block) * floats, divby=4)
@@ -672,9 +591,9 @@ class BackwardSm80:
         fragment.store(acc.load().to(self.dtype))
         self.gradient_result(mma_dkv, s, thread).store(fragment)
 
-    def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
+    def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Result:
         """Where a thread stores its part of dK or dV."""
-        return SmemResult(mma_dkv, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
+        return self.products.result(mma_dkv, s, thread)
 
     @cute.jit
     def store_gradient(
@@ -687,11 +606,14 @@ class BackwardSm80:
         keys: Int32,
         thread: Int32,
     ) -> None:
-        """dK or dV from shared to global memory, in 16-byte vectors."""
+        """dK or dV from shared to global memory, in 16-byte vectors, or of unaligned rows by elements."""
         cols = padded(head_dim)
         g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
-        tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
-        RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
+        if cutlass.const_expr(not self.traits.aligned):
+            store_elements(s, g, key0, keys, thread, self.tile.num_threads)
+        else:
+            tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
+            RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
 
 @cute.jit

@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_attn.device.element_copy import load_elements
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize
 
@@ -15,6 +16,7 @@ class BlockLoad:
     """One head's Q with LSE, or dO with D: in global memory, and their stages in shared memory."""
 
     g: cute.Tensor  # (seqlen_q, head_dim)
+    aligned: Constexpr  # whether 16 bytes of a row may be copied at once
     valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
     stride: cute.Tensor  # of g's rows, spilled to shared memory
@@ -28,11 +30,24 @@ class BlockLoad:
     def start(self, block: Int32, stage: Int32) -> None:
         """Start loading query block ``block``. Queries out of bounds become zeros, since 0 * NaN would be NaN."""
         tile_m = cute.size(self.s_row, mode=[0])
-        if (block + 1) * tile_m <= self.seqlen_q:
+        if cutlass.const_expr(not self.aligned):
+            self.elements(block, stage)
+        elif (block + 1) * tile_m <= self.seqlen_q:
             self.rows(block, stage, True)
         else:
             self.rows(block, stage, False)
         self.row_statistics(block, stage)
+
+    @cute.jit
+    def elements(self, block: Int32, stage: Int32) -> None:
+        """Q or dO of ``block``, one element at a time: written when this returns, unlike copies of 16 bytes."""
+        tile_m, queries = cute.size(self.s_row, mode=[0]), cute.size(self.s, mode=[0])
+        pieces = tile_m // queries
+        thread = below_1024(rematerialize(self.thread))
+        for piece in cutlass.range_constexpr(pieces):
+            row0 = block * tile_m + piece * queries
+            s = self.s[None, None, stage * pieces + piece]
+            load_elements(self.g, row0, self.seqlen_q - row0, s, thread, self.num_threads)
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
@@ -44,19 +59,21 @@ class BlockLoad:
         (tile_m, _), (queries, cols, _) = (
             tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
         )
-        per_row = 8 if cols % 64 == 0 else 4
-        row_step, col_step = self.num_threads // per_row, per_row * 8
+        size = self.s.element_type.width // 8
+        length = 16 // size  # of a vector
+        per_row = 8 if cols * size % 128 == 0 else 4
+        row_step, col_step = self.num_threads // per_row, per_row * length
         thread = below_1024(rematerialize(self.thread))
-        row, col = thread // per_row, thread % per_row * 8
+        row, col = thread // per_row, thread % per_row * length
         layout = self.s.layout
         first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
         stride = self.stride[0]
-        source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * 2
+        source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * size
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.s.element_type, num_bits_per_copy=128
         )
-        vector = cute.make_layout(((8, 1), 1))
+        vector = cute.make_layout(((length, 1), 1))
         for m in cutlass.range_constexpr(0, tile_m, row_step):
             for k in cutlass.range_constexpr(0, cols, col_step):
                 distance = cute.crd2idx((m % queries, k, m // queries), layout.outer)
@@ -65,8 +82,8 @@ class BlockLoad:
                         cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
                     )
                     for address, space in (
-                        (source + (m * stride + k) * 2, cute.AddressSpace.gmem),
-                        (first + distance * 2, cute.AddressSpace.smem),
+                        (source + (m * stride + k) * size, cute.AddressSpace.gmem),
+                        (first + distance * size, cute.AddressSpace.smem),
                     )
                 )
                 exists[0, 0] = Boolean(True)

@@ -1,0 +1,52 @@
+"""Copies of rows whose elements may lie anywhere: one element at a time in global memory, any strides, any head dim."""
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+
+_VECTOR_BITS = 128
+
+
+@cute.jit
+def load_elements(
+    g: cute.Tensor, row0: Int32, rows: Int32, s: cute.Tensor, thread: Int32, num_threads: Constexpr
+) -> None:
+    """Load a tile of shared memory, 16 bytes of a row at a time. Complete after the next barrier.
+
+    Args:
+        g: (length, head_dim) in global memory.
+        row0: the tile's first row.
+        rows: how many rows exist from there on; those beyond, and columns beyond head_dim, become zeros, and are not
+            read, since 0 * NaN would be NaN.
+        s: (rows, columns) in shared memory, 16 bytes of a row contiguous.
+    """
+    length: Constexpr = _VECTOR_BITS // s.element_type.width
+    tile_rows, cols = (cute.size(s, mode=[i]) for i in range(2))
+    per_row: Constexpr = cols // length
+    vector = cute.make_rmem_tensor(cute.make_layout(length), s.element_type)
+    last = cutlass.max(rows, 1) - 1
+    for i in cutlass.range(thread, tile_rows * per_row, num_threads, unroll=1):
+        row, col = i // per_row, i % per_row * length
+        source = g.iterator + Int64(row0 + cutlass.min(row, last)) * g.stride[0]
+        for e in cutlass.range_constexpr(length):
+            vector[e] = s.element_type(0.0)
+            if (row < rows) & (col + e < g.shape[1]):
+                vector[e] = cute.make_tensor(source + Int64(col + e) * g.stride[1], cute.make_layout(1))[0]
+        offset = cute.crd2idx((row, col), s.layout)
+        target = cute.make_ptr(
+            s.element_type, (s.iterator + offset).toint(), cute.AddressSpace.smem, assumed_align=16
+        )
+        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
+
+
+@cute.jit
+def store_elements(
+    s: cute.Tensor, g: cute.Tensor, row0: Int32, rows: Int32, thread: Int32, num_threads: Constexpr
+) -> None:
+    """Store the first ``rows`` rows of a tile in shared memory, from ``row0`` of ``g`` on; adjacent threads store
+    adjacent elements."""
+    cols = Int32(g.shape[1])
+    tile_rows = cutlass.min(rows, cute.size(s, mode=[0]))
+    for i in cutlass.range(thread, tile_rows * cols, num_threads, unroll=1):
+        row, col = i // cols, i % cols
+        target = g.iterator + (Int64(row0 + row) * g.stride[0] + Int64(col) * g.stride[1])
+        cute.make_tensor(target, cute.make_layout(1))[0] = s[row, col]

@@ -1,0 +1,190 @@
+"""The Ampere backward's five products: their operands in shared memory, and the instructions for each element type.
+
+16-bit operands are read by ldmatrix, transposing where K is not contiguous; fp32 ones as
+:mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, cute
+
+import layouts
+from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
+from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, gemm_fp32, gemm_rs_fp32
+from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
+from cute_attn.outputs import dq_order as dq
+from cute_attn.tiles import BackwardSm80Tile
+from cute_attn.traits import Traits
+
+Operand = SmemOperand | Fp32Operand
+Result = SmemResult | Fp32Result
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The five products' operands in shared memory, their results there, and the MMAs."""
+
+    mma_sdp: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    q: Operand
+    k: Operand
+    do: Operand
+    v: Operand
+    p_t: Operand | None
+    do_t: Operand
+    ds_t: Operand | None
+    q_t: Operand
+    ds: Operand
+    k_t: Operand
+    p_out: Result | None
+    ds_out: Result
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products of (traits, tile)."""
+
+    traits: Traits
+    tile: BackwardSm80Tile
+    dtype: Any
+
+    @property
+    def of_fp32(self) -> bool:
+        """Whether operands are fp32."""
+        return self.traits.element_bytes == 4
+
+    @property
+    def tf32_products(self) -> int:
+        """How many tf32 products make one of fp32 operands."""
+        return 1 if self.traits.precision == "tf32" else 3
+
+    # ---- MMAs ----
+
+    def mma_sdp(self) -> cute.TiledMma:
+        """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
+        tile = self.tile
+        warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
+        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=warps_n)
+
+    def mma_dkv(self) -> cute.TiledMma:
+        """dV = P^T dO and dK = dS^T Q."""
+        tile = self.tile
+        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
+
+    def mma_dq(self) -> cute.TiledMma:
+        """dQ = dS K; the convert uses the same MMA."""
+        return dq.mma_dq(self.traits, self.tile)
+
+    @property
+    def scores_shape(self) -> tuple[int, int]:
+        """(M, N) of a scores' accumulator."""
+        tile = self.tile
+        return (tile.tile_n, tile.queries) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+
+    @property
+    def scores_plane(self) -> tuple[int, int]:
+        """(rows, cols) of P and dS in shared memory."""
+        tile = self.tile
+        return (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+
+    # ---- operands ----
+
+    def operands(self, mmas: tuple, smem: BackwardSm80Storage, plane: Any, thread: Int32) -> Operands:
+        """All products' operands.
+
+        mmas: of S and dP, of dK and dV, of dQ. plane: the layout of P and dS in shared memory.
+        """
+        tile, (mma_sdp, mma_dkv, mma_dq) = self.tile, mmas
+        warps = tile.num_warps
+        sdp_m = warps if tile.p_in_regs else tile.sdp_warps_m
+
+        def operand(mma: Any, warps_m: int, is_a: bool, s: cute.Tensor, transpose: bool, **how: Any) -> Any:
+            view = layouts.transposed(s) if transpose else s
+            if self.of_fp32:
+                along = warps_m if is_a else warps // warps_m
+                return Fp32Operand(
+                    view, thread, warps_m, along, is_a, transpose, how.get("paired", transpose)
+                )
+            make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
+            make = SmemOperand.a if is_a else SmemOperand.b
+            return make(mma, make_copy(mma, self.dtype, transpose), view, thread)
+
+        def scores(s: cute.Tensor, of_queries: bool) -> Any:
+            return operand(mma_sdp, sdp_m, of_queries != tile.p_in_regs, s, False)
+
+        def dkv(s: cute.Tensor, is_a: bool) -> Any:
+            return operand(mma_dkv, tile.dkv_warps_m, is_a, s, True)
+
+        def result(s: cute.Tensor) -> Any:
+            kind = Fp32Result if self.of_fp32 else SmemResult
+            return kind(mma_sdp, self.scores_shape, cute.make_tensor(s.iterator, plane), thread)
+
+        through_smem = not tile.p_in_regs
+        return Operands(
+            mma_sdp,
+            mma_dkv,
+            mma_dq,
+            q=scores(smem.q, True),
+            k=scores(smem.k, False),
+            do=scores(smem.do, True),
+            v=scores(smem.v, False),
+            p_t=dkv(smem.p, True) if through_smem else None,
+            do_t=dkv(smem.do, False),
+            ds_t=dkv(smem.ds, True) if through_smem else None,
+            q_t=dkv(smem.q, False),
+            ds=operand(mma_dq, tile.dq_warps_m, True, smem.ds, tile.p_in_regs),
+            # Both operands take the keys in the same order.
+            k_t=operand(mma_dq, tile.dq_warps_m, False, smem.k, True, paired=tile.p_in_regs),
+            p_out=result(smem.p) if through_smem else None,
+            ds_out=result(smem.ds),
+        )
+
+    def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Any:
+        """Where a thread stores its part of a product as large as ``s``."""
+        kind = Fp32Result if self.of_fp32 else SmemResult
+        return kind(mma, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
+
+    # ---- products ----
+
+    def steps_at_once(self, extent: int, unroll: int) -> int:
+        """K steps of ``extent`` that a product takes at a time."""
+        return self.tile.steps_at_once(extent, unroll, self.traits.element_bytes)
+
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: Any,
+        b: Any,
+        stage: Int32,
+        unroll: int,
+        a_stage: Int32 | int = 0,
+    ) -> None:
+        """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``."""
+        if self.of_fp32:
+            gemm_fp32(mma, acc, a, b, stage, unroll, self.tf32_products, a_stage)
+        else:
+            gemm(mma, acc, a, b, stage, unroll, a_stage)
+
+    def multiply_scores(
+        self, mma: cute.TiledMma, acc: cute.Tensor, scores: cute.Tensor, b: Any, stage: Int32
+    ) -> None:
+        """acc += A B^T with A = ``scores``, P^T or dS^T in registers and in the operands' element type."""
+        if self.of_fp32:
+            gemm_rs_fp32(mma, acc, scores, b, stage, self.tf32_products)
+        else:
+            gemm_rs(mma, acc, layouts.as_operand_a(scores), b, stage)
+
+    def multiply_by_v(self, acc: cute.Tensor, op: Operands, stage: Int32) -> None:
+        """acc += dO V^T, or with ``p_in_regs`` its transpose, with V in registers if the tile says so."""
+        tile, unroll = self.tile, self.steps_at_once(cute.size(op.v.tile, mode=[1]), self.tile.sdp_unroll)
+        if tile.p_in_regs and tile.v_in_regs:
+            gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)  # type: ignore[union-attr]
+        elif tile.p_in_regs:
+            self.multiply(op.mma_sdp, acc, op.v, op.do, stage, unroll)
+        elif tile.v_in_regs:
+            gemm_sr(op.mma_sdp, acc, op.do, op.v.fragment, stage)  # type: ignore[union-attr]
+        else:
+            self.multiply(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage)

@@ -1,0 +1,43 @@
+"""The Ampere backward's shared memory."""
+
+from dataclasses import dataclass
+
+from cutlass import Int32, Int64, cute
+
+from cute_attn.device.math import optimization_barrier
+
+BAND = ("left", "right", "seqlen_k")
+BLOCKS = ("full_begin", "full_end", "end")
+SPILLED = ("stride_q", "stride_do", "dq", "block", *BAND, *BLOCKS)
+"""CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
+in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
+
+
+@dataclass(frozen=True)
+class BackwardSm80Storage:
+    """Shared memory. Q and dO are divided into pieces: the queries whose scores are in registers at a time."""
+
+    k: cute.Tensor  # (tile_n, head_dim, 1)
+    v: cute.Tensor  # (tile_n, head_dim_v, 1)
+    q: cute.Tensor  # (queries, head_dim, piece and stage)
+    do: cute.Tensor  # (queries, head_dim_v, piece and stage)
+    p: cute.Tensor | None  # (tile_m, tile_n, 1)
+    ds: cute.Tensor  # (tile_m, tile_n, 1), or transposed
+    lse: cute.Tensor  # (tile_m, stage)
+    minus_d: cute.Tensor  # (tile_m, stage)
+    dk: cute.Tensor  # (tile_n, head_dim)
+    dv: cute.Tensor  # (tile_n, head_dim_v)
+    spilled: cute.Tensor  # Int64, see SPILLED
+
+    def number(self, name: str) -> cute.Tensor:
+        """(1,): a spilled number."""
+        return cute.make_tensor(self.spilled.iterator + SPILLED.index(name), cute.make_layout(1))
+
+    def reload_int(self, name: str) -> Int32:
+        """A spilled number of 32 bits."""
+        return Int32(self.number(name)[0])
+
+    def spill(self, **numbers: Int64 | Int32) -> None:
+        """Store CTA-uniform numbers, by all threads. The barrier keeps the 64-bit copies out of registers."""
+        for name, number in numbers.items():
+            self.spilled[SPILLED.index(name)] = Int64(optimization_barrier(number))
