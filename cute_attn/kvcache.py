@@ -1,8 +1,7 @@
 """:func:`attention_with_kvcache`: attention of new queries with a cache of keys and values, and its torch operator.
 
-On CUDA in two launches: the append kernel, where there is something to append or to rotate, and the forward kernel on
-the cache with lengths read on the device. Kernels that divide the keys of a sequence and read pages do not exist yet:
-what needs them is refused.
+On CUDA in up to three launches: the append kernel, where there is something to append or to rotate, the kvcache kernel,
+and where the keys of a query block are divided among CTAs the combine kernel.
 """
 
 from typing import Any
@@ -10,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import append, kvcache_reference, ops, reference
+from cute_attn import append, kvcache_reference, reference
 from cute_attn.interface import Window, _length, _number, resolve_mask
+from cute_attn.kvcache_launcher import known_plan, plan_for
 from cute_attn.kvcache_params import (
     CacheParams,
     check_append_for_kernels,
     check_attention,
     check_attention_for_kernels,
+    check_cache_alignment,
     readable,
 )
 from cute_attn.kvcache_params import check_lengths as _check_lengths
-from cute_attn.params import MAX_ROWS, AttentionParams, check_count
+from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
 
 
 def attention_with_kvcache(
@@ -81,8 +82,13 @@ check_lengths
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
-    num_splits, split_keys : int
-        0 or 1, and None: keys are not divided yet.
+    num_splits : int
+        How the keys of a query block are divided on CUDA: 0, all key blocks into equal shares for the GPU's CTAs, where
+        whole query blocks would not fill it; 1, not at all; n up to 512, into n parts. Any of them is right; results
+        differ by rounding, and with 0 a sequence's by what else is in the batch.
+    split_keys : int, optional
+        Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
+        on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
     out : Tensor, optional
         Where to write the output.
     return_lse : bool
@@ -100,9 +106,7 @@ check_lengths
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is described here; the message names it, its value and what is accepted. On CUDA
-        page_table, cache_batch_idx and cache_leftpad are refused, as are packed queries with a cache whose entries do
-        not follow each other.
+        An argument is not what is described here; the message names it, its value and what is accepted.
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
@@ -133,6 +137,8 @@ check_lengths
         softcap=_number("softcap", softcap),
         kernel=kernel or "",
         tile="" if tile is None else str(tile),
+        num_splits=num_splits,
+        split_keys=split_keys or 0,
     )
     append.check_types(params, ("q", "k_cache", "v_cache"))
     append.refuse_gradients(params, "attention_with_kvcache")
@@ -149,14 +155,22 @@ check_lengths
 
 
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
-    if num_splits not in (0, 1):
+    if not _is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
+        raise ValueError(f"num_splits is {num_splits!r}; accepted: 0 to {MAX_PARTIALS}")
+    if split_keys is None:
+        return
+    if not _is_int(split_keys) or split_keys <= 0 or split_keys % SPLIT_KEYS:
         raise ValueError(
-            f"num_splits is {num_splits!r}; accepted: 0 or 1, since no kernel divides the keys yet"
+            f"split_keys is {split_keys!r}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} on"
         )
-    if split_keys is not None:
+    if num_splits:
         raise ValueError(
-            f"split_keys is {split_keys!r}; accepted: None, since no kernel divides the keys yet"
+            f"num_splits is {num_splits} beside split_keys; accepted: 0, its default, with split_keys"
         )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
@@ -226,59 +240,24 @@ def _rotated(params: CacheParams) -> Tensor:
 
 
 def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """By the append and the forward kernel, on the current stream of q's device."""
+    """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
     params = CacheParams._make(arguments)
-    check_attention(params)
-    check_append_for_kernels(params.append)
-    check_attention_for_kernels(params)
+    plan = known_plan(params)
+    if plan is None:
+        check_attention(params)
+        check_append_for_kernels(params.append)
+        check_attention_for_kernels(params)
+        plan = plan_for(params)
+    check_cache_alignment(params.append)
     q = params.q
-    rotates = params.rotary_cos is not None and q.numel() > 0
-    if params.k is not None or rotates:
-        rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
-        q = q if rotated is None else rotated
-    out, lse, _ = ops.forward_cuda(forward_params(params, readable(q)))
-    return out, lse
-
-
-def forward_params(params: CacheParams, q: Tensor) -> AttentionParams:
-    """The call of the forward kernel with the keys that are in the cache; q: rotated, if it is to be."""
-    k, v, cu_seqlens_k = params.k_cache, params.v_cache, None
-    capacity = k.shape[1]
-    if (
-        params.cu_seqlens_q is not None
-    ):  # a packed sequence of keys for each entry, perhaps longer than in use
-        k, v = (x.as_strided((params.batch * capacity, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
-        rows = params.batch * capacity
-        check_count("k_cache has rows", rows, MAX_ROWS)
-        cu_seqlens_k = torch.arange(0, rows + 1, capacity, dtype=torch.int32, device=q.device)
-    return AttentionParams(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=params.cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=None,
-        seqused_k=params.append.lengths_after(),
-        alibi_slopes=params.alibi_slopes,
-        bias=None,
-        sinks=params.sinks,
-        rng_state=None,
-        epilogue_tensors=(),
-        max_seqlen_q=params.max_seqlen_q,
-        max_seqlen_k=capacity,
-        softmax_scale=params.softmax_scale,
-        mask=params.mask,
-        window_left=params.window_left,
-        window_right=params.window_right,
-        softcap=params.softcap,
-        dropout="",
-        dropout_p=0.0,
-        epilogues=(),
-        epilogue_numbers=(),
-        return_softmax=False,
-        kernel=params.kernel,
-        tile=params.tile,
-    )
+    with torch.cuda.device(q.device):
+        rotates = params.rotary_cos is not None and q.numel() > 0
+        if params.k is not None or rotates:
+            rotated = append.launch(
+                params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask)
+            )
+            q = q if rotated is None else rotated
+        return plan.launch(params, readable(q))
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

@@ -27,7 +27,7 @@ from cute_attn.params import (
     regular_strides,
     rows_are_regular,
 )
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineSharesTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
 from cute_attn.traits import Traits
 
 WAVES = 8
@@ -311,7 +311,13 @@ def _kernel_and_split(
     def kernel_of(split: str) -> Any:
         kernel = registry.lookup(traits_of(params, arch, split, variant), params.tile or None, target)
         if not params.tile:
-            kernel = kernel.for_cache(*longest(params), params.group, _page_size(params))
+            kernel = kernel.for_cache(cache_call(params))
+            if reason := kernel.tile.reject(kernel.traits, target):
+                raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
+        elif params.split_keys % kernel.tile.tile_n:
+            raise registry.Unsupported(
+                f"split_keys is {params.split_keys}; accepted: multiples of tile_n, with tile {kernel.tile}"
+            )
         _check_sizes(params, kernel.tile)
         return kernel
 
@@ -323,9 +329,10 @@ def _kernel_and_split(
     return kernel_of(split.how), split
 
 
-def _page_size(params: CacheParams) -> int:
-    """Rows that follow each other in memory: of a page, or 0 for those of an entry."""
-    return 0 if params.page_table is None else params.k_cache.shape[1]
+def cache_call(params: CacheParams) -> CacheCall:
+    """What a tile is chosen for."""
+    page_size = 0 if params.page_table is None else params.k_cache.shape[1]
+    return CacheCall(*longest(params), params.group, page_size, params.split_keys)
 
 
 def _parts(params: CacheParams) -> Split:
@@ -334,7 +341,7 @@ def _parts(params: CacheParams) -> Split:
     if params.split_keys:
         parts = -(-capacity // params.split_keys)
         if parts > MAX_PARTIALS:
-            least = -(-capacity // MAX_PARTIALS)
+            least = -(-capacity // (MAX_PARTIALS * SPLIT_KEYS)) * SPLIT_KEYS
             raise ValueError(
                 f"split_keys is {params.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
                 f"to {MAX_PARTIALS} parts"

@@ -4,6 +4,7 @@ As in :mod:`cute_attn.params`, checks read metadata only; lengths are read on th
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -357,29 +358,34 @@ def check_append_for_kernels(params: AppendParams) -> None:
         if x.shape[-1] % 8 or x.shape[-1] > 256:
             raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
         _check_strides(name, x)
-        if not is_aligned(x):
-            raise ValueError(
-                f"{name} starts {x.data_ptr() % 16} bytes past a multiple of 16; accepted: aligned"
-            )
+    check_cache_alignment(params)
     if params.k is not None:
         check_count("k has elements in rows of one head", params.k.numel() // params.k.shape[-1])
 
 
-def check_attention_for_kernels(params: CacheParams) -> None:
-    """Raise for what no attention kernel reads yet. Assumes :func:`check_attention`."""
-    for name in ("page_table", "cache_batch_idx", "cache_leftpad"):
-        if getattr(params, name) is not None:
+def check_cache_alignment(params: AppendParams) -> None:
+    """Raise where a cache does not start at a multiple of 16 bytes, which metadata does not show."""
+    for name, x in (("k_cache", params.k_cache), ("v_cache", params.v_cache)):
+        if not is_aligned(x):
             raise ValueError(
-                f"{name} is given; accepted on CUDA: None, that is a contiguous cache with an entry a sequence, "
-                "valid from its first row"
+                f"{name} starts {x.data_ptr() % 16} bytes past a multiple of 16; accepted: aligned"
             )
-    if params.cu_seqlens_q is not None:
-        for name, x in (("k_cache", params.k_cache), ("v_cache", params.v_cache)):
-            if x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1):
-                raise ValueError(
-                    f"{name} has strides {tuple(x.stride())}; accepted on CUDA with packed queries: entries after "
-                    f"each other, a first stride of {x.shape[1] * x.stride(1)}"
-                )
+
+
+def check_attention_for_kernels(params: CacheParams) -> None:
+    """Raise for what the attention kernels do not support. Assumes :func:`check_attention`, and the append's checks."""
+    if not (math.isfinite(params.softmax_scale) and params.softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number above 0")
+    if not (math.isfinite(params.softcap) and params.softcap >= 0):
+        raise ValueError(f"softcap is {params.softcap}; accepted: a finite number above 0, or 0 for none")
+    slopes = params.alibi_slopes
+    if slopes is not None:
+        if slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
+        if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
+            raise ValueError(
+                f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1"
+            )
 
 
 def readable(x: Tensor) -> Tensor:

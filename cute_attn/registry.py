@@ -22,6 +22,7 @@ from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.tiles import TARGETS, Tile
@@ -39,6 +40,7 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("backward_preprocess", "sm90", ""): BackwardPreprocess,
     ("append", "sm80", ""): AppendKv,
     ("append", "sm90", ""): AppendKv,
+    ("kvcache", "sm90", ""): KvcacheSm90,
     ("combine", "sm80", ""): Combine,
     ("combine", "sm90", ""): Combine,
     ("combine_shares", "sm80", ""): CombineShares,
@@ -163,6 +165,9 @@ def defaults() -> list[tuple[Traits, str]]:
                 (Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _SHARES_FEATURES
             ]
             continue
+        if op == "kvcache":
+            pairs += [(Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _CACHE_FEATURES]
+            continue
         if op == "append":
             pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
             continue
@@ -189,6 +194,13 @@ _APPEND_FEATURES: list[dict[str, Any]] = [
 ]
 
 
+_CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
+    (128, {"seqused_k": True, "split": "shares"}),
+    (64, {"mask": "causal", "varlen": True, "seqused_k": True, "paged": True, "split": "shares"}),
+    (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "parts"}),
+    (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "shares"}),
+    (128, {"mask": "causal", "seqused_k": True, "paged": True}),
+]
 _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (128, {"seqused_k": True}),
     (64, {"mask": "causal", "varlen": True, "seqused_k": True}),

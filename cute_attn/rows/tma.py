@@ -24,6 +24,7 @@ class TmaTiles:
     shape: Constexpr  # of a tile: (rows, columns)
     varlen: Constexpr
     heads: Constexpr = 1
+    policy: Int64 | None = None  # of L2, for loads
 
     @staticmethod
     def make(
@@ -91,7 +92,8 @@ class TmaTiles:
         t_s, t_g = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=pipeline.full_barrier(use))
+        policy = {} if cutlass.const_expr(self.policy is None) else {"cache_policy": self.policy}
+        cute.copy(self.atom, t_g[None, n], t_s, tma_bar_ptr=pipeline.full_barrier(use), **policy)
 
     @cute.jit
     def store(self, source: cute.Tensor, tiles: cute.Tensor, n: Int32) -> None:

@@ -2,7 +2,13 @@
 
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
-from cute_attn.tiles.forward import ForwardSm80Tile, ForwardSm90Tile, SoftmaxTile, may_pack_heads
+from cute_attn.tiles.forward import (
+    ForwardSm80Tile,
+    ForwardSm90Tile,
+    KvcacheSm90Tile,
+    SoftmaxTile,
+    may_pack_heads,
+)
 
 __all__ = [
     "SHARED_MEMORY_BYTES",
@@ -12,6 +18,7 @@ __all__ = [
     "BackwardSm90Tile",
     "ForwardSm80Tile",
     "ForwardSm90Tile",
+    "KvcacheSm90Tile",
     "SoftmaxTile",
     "Tile",
     "first_that_fits",

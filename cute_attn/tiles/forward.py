@@ -287,6 +287,52 @@ class ForwardSm90Tile(Tile):
 
 
 @dataclass(frozen=True)
+class KvcacheSm90Tile(ForwardSm90Tile):
+    """Tile of the Hopper forward for attention with a cache, which stores O from registers.
+
+    Attributes:
+        page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
+            multiple of it.
+    """
+
+    page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
+
+    BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
+        if self.blocks_per_sm > 1:
+            return {2: 208, 3: 112}[self.blocks_per_sm]
+        return {1: 255, 2: 232, 3: 152}[self.warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a producer thread, which finds shares and pages."""
+        return 48 if self.blocks_per_sm > 1 else {1: 56, 2: 40, 3: 56}[self.warpgroups]
+
+    def smem_bytes(self, traits: Traits) -> int:
+        return super().smem_bytes(traits) - 2 * self.tile_m * padded(traits.head_dim_v)
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.share_qo_smem:
+            return f"share_qo_smem is True; accepted: False, since O has no shared memory, for {traits}"
+        if traits.split == "shares" and self.speculative:
+            return f"speculative is True; accepted: False with split shares, for {traits}"
+        if self.bias_stages:
+            return f"bias_stages is {self.bias_stages}; accepted: 0, for {traits}"
+        if traits.paged:
+            if self.page_rows < 8 or self.page_rows % 8 or self.tile_n % self.page_rows:
+                return (
+                    f"page_rows is {self.page_rows}; accepted: multiples of 8 that divide tile_n, {self.tile_n}, "
+                    f"for {traits}"
+                )
+        elif self.page_rows:
+            return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"
+        return super().shape_reason(traits)
+
+
+@dataclass(frozen=True)
 class SoftmaxTile(WarpTile):
     """Tile of the softmax kernel, which writes a forward's probabilities.
 

@@ -8,6 +8,27 @@ from cute_attn.traits import Traits
 
 MAX_PARTIALS = 512
 """The most partial results that a row of the combine kernel merges."""
+SPLIT_KEYS = 128
+"""What divides the keys of a part: whole key blocks of every tile that calls with ``split_keys`` get."""
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """What of a call with a cache a tile is chosen for; never its batch, on which ``split_keys`` must not depend.
+
+    Attributes:
+        seqlen_q: the most queries of a sequence.
+        capacity: rows of an entry of the cache.
+        group: query heads of a key head.
+        page_size: rows of a page, 0 for a contiguous cache.
+        part_keys: keys of a part, which have to be whole key blocks; 0 without.
+    """
+
+    seqlen_q: int = 1
+    capacity: int = 1 << 16
+    group: int = 1
+    page_size: int = 0
+    part_keys: int = 0
 
 
 @dataclass(frozen=True)

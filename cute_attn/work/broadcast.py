@@ -2,26 +2,32 @@
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cute_attn.device.pipeline import Pipeline
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.work.key_parts import KeyPart
 
 STAGES = 2
 INTS = 4
+INTS_OF_PARTS = 8
+"""With key parts; the last one is unused."""
 
 
 @dataclass(frozen=True)
 class WorkItem:
     """A work tile of a forward: its index in the order, its first query, its first head and its batch.
 
-    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one.
+    The index is ``SECTION_END`` at the end of a section, and ``END`` at the end of the last one. ``part``: its key
+    blocks, in kernels that divide them.
     """
 
     index: Int32
     row0: Int32
     head: Int32
     batch: Int32
+    part: KeyPart | None = None
 
     END = -1
     SECTION_END = -2
@@ -31,13 +37,13 @@ class WorkItem:
 class WorkBroadcast:
     """A pipeline of ``STAGES`` work items in shared memory: one warp writes, all others read every item."""
 
-    items: cute.Tensor  # (INTS, STAGES) in shared memory
+    items: cute.Tensor  # (ints, STAGES) in shared memory
     pipeline: Pipeline
 
     @staticmethod
-    def make(barriers: cute.Pointer, pointer: cute.Pointer) -> "WorkBroadcast":
-        """``pointer``: 4 * INTS * STAGES bytes of shared memory."""
-        items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((INTS, STAGES)))
+    def make(barriers: cute.Pointer, pointer: cute.Pointer, ints: int = INTS) -> "WorkBroadcast":
+        """``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS``, or ``INTS_OF_PARTS``."""
+        items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((ints, STAGES)))
         return WorkBroadcast(items, Pipeline(barriers, STAGES, 0))
 
     @cute.jit
@@ -48,6 +54,10 @@ class WorkBroadcast:
         with cute.arch.elect_one():
             self.items[0, stage], self.items[1, stage] = item.index, item.row0
             self.items[2, stage], self.items[3, stage] = item.head, item.batch
+            if cutlass.const_expr(item.part is not None):
+                part: KeyPart = item.part  # type: ignore[assignment]
+                self.items[4, stage], self.items[5, stage] = part.begin, part.end
+                self.items[6, stage] = part.partial
         self.pipeline.producer_commit(n)
 
     @cute.jit
@@ -61,9 +71,12 @@ class WorkBroadcast:
         """By every other warp: wait for item n and read it."""
         self.pipeline.consumer_wait(n)
         stage = self.pipeline.stage(n)
-        values = [cute.arch.make_warp_uniform(self.items[i, stage]) for i in range(INTS)]
+        ints = cute.size(self.items, mode=[0])
+        values = [cute.arch.make_warp_uniform(self.items[i, stage]) for i in range(ints)]
         self.pipeline.consumer_release_reads(n)
-        return WorkItem(*values)
+        index, row0, head, batch = values[:INTS]
+        part = KeyPart(*values[INTS : INTS + 3]) if ints > INTS else None
+        return WorkItem(index, row0, head, batch, part)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+from cute_attn.work.key_parts import KeyPart
 
 L2_SECTION_BYTES = 32 << 20
 """K and V of one section of heads, in bytes: what stays in an L2 of 50 MB."""
@@ -24,6 +25,7 @@ class QueryTile:
     info: SeqlenInfo
     head_in_group: Int32 | None = None  # ``head`` among the heads of its kv head, in tiles of several heads
     heads_left: Int32 | None = None  # the kv head's heads from ``head`` on: a tile may have rows for more
+    part: KeyPart | None = None  # which of the key blocks, in kernels that divide them
 
     @property
     def exists(self) -> Boolean:
@@ -209,11 +211,16 @@ class QueryTileOrder:
             batch = sequence_of_block(cu_seqlens, from_last, self.queries)
             last_row = first_block(cu_seqlens, batch + 1, self.queries) - 1
             m_block = last_row - from_last
+        return self.of(m_block * self.queries, self.first_head(pack), batch, seqlens)
+
+    @cute.jit
+    def first_head(self, pack: Int32) -> Int32:
+        """The first head of a pack."""
         head = pack
         if cutlass.const_expr(self.heads > 1):
             head_kv, of_kvhead = divmod(pack, self.packs_per_kvhead)
             head = head_kv * self.qheads_per_kvhead.divisor + of_kvhead * self.heads
-        return self.of(m_block * self.queries, head, batch, seqlens)
+        return head
 
     @cute.jit
     def of(self, row0: Int32, head: Int32, batch: Int32, seqlens: Seqlens) -> QueryTile:

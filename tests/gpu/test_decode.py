@@ -138,10 +138,11 @@ def test_append_beyond_two_to_the_31(page):
 
 # ---- attention ----
 
-SERVED = [name for name, case in CASES.items() if not (case.page or case.batch_idx or case.leftpad)]
+# Pages of fewer than 8 rows that divide a key block are not read by TMA, and not yet otherwise.
+SERVED = [name for name, case in CASES.items() if case.page % 8 == 0]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", runnable_archs("kvcache"))
 @pytest.mark.parametrize("name", SERVED)
 def test_attention_is_the_definition(name, arch):
     case = dataclasses.replace(CASES[name], dims=(64, 64))

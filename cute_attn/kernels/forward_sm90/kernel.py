@@ -229,9 +229,9 @@ class ForwardSm90:
     def rows(
         self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, nheads_kv: Any = 1
     ) -> TmaTiles:
-        """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``."""
+        """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``. Tensors of three dimensions are packed."""
         layout, shape = self.smem_layout(rows, head_dim), (rows, padded(head_dim))
-        return TmaTiles.make(op, tensor, layout, shape, self.traits.varlen, heads, nheads_kv)
+        return TmaTiles.make(op, tensor, layout, shape, cute.rank(tensor) == 3, heads, nheads_kv)
 
     # ---- device ----
 

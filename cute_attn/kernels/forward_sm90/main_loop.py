@@ -54,7 +54,7 @@ class MainLoop:
                 self.steps(begin, end, False, True)
         else:
             self.steps(begin, end, False, speculative)
-        if cutlass.const_expr(self.kernel.traits.windowed):
+        if cutlass.const_expr(self.state.band.has_first):
             self.steps(blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
         self.storage.q.release_after(LastUse.PRODUCTS, queries)
         self.last_product()
@@ -130,6 +130,7 @@ class MainLoop:
     def last_product(self) -> None:
         """O += P V of the first key block, the last one visited."""
         n = self.first_use + (self.blocks.end - 1 - self.blocks.begin)
+        self.zero_values_before_first(self.blocks.begin, n)
         self.storage.pipeline_v.consumer_wait(n)
         self.start_pv(n)
         warpgroup.wait_group(0)
@@ -183,13 +184,28 @@ class MainLoop:
             rows = self.state.band.seqlen_k - block * kernel.tile.tile_n
             if rows < kernel.tile.tile_n:
                 storage.pipeline_v.consumer_wait(n)
-                s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
-                lane = cute.arch.thread_idx()[0] % WARPGROUP
-                vectors = padded(kernel.traits.head_dim_v) // 8
-                zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
-                zeros.fill(0.0)
-                for i in cutlass.range(lane, (kernel.tile.tile_n - rows) * vectors, WARPGROUP, unroll=1):
-                    row = cute.local_tile(s_v, (1, 8), (rows + i // vectors, i % vectors))
-                    cute.autovec_copy(zeros, row[0, None])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup_barrier(self.thread.group)
+                self.zero_values(rows, Int32(kernel.tile.tile_n), n)
+
+    @cute.jit
+    def zero_values_before_first(self, block: Int32, n: Int32) -> None:
+        """Zero the rows of V before the sequence's first key, where that is not row 0: in its first block."""
+        if cutlass.const_expr(self.state.band.first is not None):
+            rows = self.state.band.first - block * self.kernel.tile.tile_n
+            if rows > 0:
+                self.storage.pipeline_v.consumer_wait(n)
+                self.zero_values(Int32(0), cutlass.min(rows, self.kernel.tile.tile_n), n)
+
+    @cute.jit
+    def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
+        """Zero rows [begin, end) of V's use n, which is full; a barrier of the warpgroup's threads."""
+        kernel, storage = self.kernel, self.storage
+        s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
+        lane = cute.arch.thread_idx()[0] % WARPGROUP
+        vectors = padded(kernel.traits.head_dim_v) // 8
+        zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(lane, (end - begin) * vectors, WARPGROUP, unroll=1):
+            row = cute.local_tile(s_v, (1, 8), (begin + i // vectors, i % vectors))
+            cute.autovec_copy(zeros, row[0, None])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup_barrier(self.thread.group)

@@ -14,7 +14,7 @@ from cute_attn.kernels.forward_sm90.query_buffer import QueryBuffer
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
-from cute_attn.work.broadcast import STAGES, WorkBroadcast
+from cute_attn.work.broadcast import INTS, INTS_OF_PARTS, STAGES, WorkBroadcast
 from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
 
@@ -61,11 +61,11 @@ class ForwardParams:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Operands in global memory."""
+    """Operands in global memory; k and v ``TmaTiles``, or of a cache those of ``cute_attn.rows.cached``."""
 
     q: TmaTiles
-    k: TmaTiles
-    v: TmaTiles
+    k: Any
+    v: Any
     bias: Any  # TmaTiles, or None
 
 
@@ -73,7 +73,7 @@ class ForwardInputs:
 class ForwardOutputs:
     """Results in global memory."""
 
-    tma_o: TmaTiles
+    tma_o: Any  # TmaTiles, or None where threads store O
     mO: cute.Tensor
     mLSE: cute.Tensor
 
@@ -141,7 +141,8 @@ def make_storage(kernel: Any) -> ForwardStorage:
     v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
     o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
     bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
-    work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START)
+    ints = INTS_OF_PARTS if kernel.traits.split else INTS
+    work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, ints)
     start += Pipeline.barrier_bytes(STAGES) // 8
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES

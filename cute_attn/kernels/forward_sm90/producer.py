@@ -28,26 +28,30 @@ class Producer(ForwardRole):
     @cute.jit
     def run(self) -> None:
         """Claim work tiles until none is left, broadcast and load them; after each section load its replays."""
-        order, work, claims = self.params.order, self.storage.work, WorkClaims(self.params.counters)
+        work, claims, total = self.storage.work, WorkClaims(self.params.counters), self.total()
         index, n, more = Int32(cute.arch.block_idx()[0]), Int32(0), Boolean(True)
         pipeline_state = PipelineState(Int32(0), Int32(0))
         while more:
             end = n + Replay.SECTION - 1
-            while index < order.total and n < end:
-                tile, claimed = order.tile(index, self.params.seqlens), Int32(0)
+            while index < total and n < end:
+                tile, claimed = self.tile_at(index), Int32(0)
                 if tile.exists:
-                    work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch))
+                    work.publish(n, WorkItem(index, tile.row0, tile.head, tile.batch, tile.part))
                     n += 1
                     pipeline_state, claimed = self.load(tile, pipeline_state, claims)
                 else:
                     claimed = claims.claim()
                 index = claims.index(claimed)
-            more = index < order.total
+            more = index < total
             work.publish_end(n, more)
             n += 1
             if cutlass.const_expr(self.kernel.tile.speculative):
                 pipeline_state = self.replay(pipeline_state)
         claims.leave()
+
+    def total(self) -> Int32:
+        """Work tiles of all CTAs."""
+        return self.params.order.total
 
     @cute.jit
     def run_tile(

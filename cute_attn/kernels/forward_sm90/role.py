@@ -42,13 +42,13 @@ class ForwardRole:
     @cute.jit
     def run(self) -> None:
         """Every work tile that the producer broadcasts, section by section, and each section's replays."""
-        order, work = self.params.order, self.storage.work
+        work = self.storage.work
         pipeline_state, n, more = PipelineState(Int32(0), Int32(0)), Int32(0), Boolean(True)
         while more:
             item = work.take(n)
             n += 1
             while item.index >= 0:
-                tile = order.of(item.row0, item.head, item.batch, self.params.seqlens)
+                tile = self.tile_of(item)
                 pipeline_state = self.run_tile(tile, pipeline_state, WorkItemId(n, item.index))
                 item = work.take(n)
                 n += 1
@@ -65,10 +65,18 @@ class ForwardRole:
         if replay.any():
             for slot in cutlass.range(Replay.SECTION, unroll=1):
                 if replay.failed(slot):
-                    tile = self.params.order.tile(replay.index(slot), self.params.seqlens)
+                    tile = self.tile_at(replay.index(slot))
                     pipeline_state = self.run_tile(tile, pipeline_state, None)
             replay.reset(self.CLEARS_REPLAY)
         return pipeline_state
+
+    def tile_at(self, index: Int32) -> QueryTile:
+        """The work tile ``index`` of the order; it may be empty."""
+        return self.params.order.tile(index, self.params.seqlens)
+
+    def tile_of(self, item: WorkItem) -> QueryTile:
+        """The work tile that the producer broadcast."""
+        return self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
 
     def begin(self, tile: QueryTile) -> tuple[ScoreContext, ScoreState]:
         """The epilogues' context and state for one work tile."""

@@ -1,0 +1,180 @@
+"""The Hopper forward for attention with a cache of keys and values.
+
+The kernel of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences:
+
+- Keys and values come from a cache: contiguous entries, or pages in boxes of rows by TMA. Lengths are read on the
+  device. Key indices are rows of an entry; leftpad is the first key that a query may see.
+- Keys of a query block may be divided among CTAs. With split "shares" the grid is fixed, a *slot* each CTA that fits
+  the GPU at once, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`). With "parts"
+  each query block has as many parts, or parts of as many keys, and CTAs claim them. The combine kernel merges them.
+- O is stored from registers: few rows exist in decoding.
+
+The producer runs ahead into the next work tile, with Q copied to registers so that its shared memory is free again: the
+pipelines stay full across work tiles, as reading at memory speed needs about 100 KB in flight on a multiprocessor.
+
+Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.kernels.arguments import kvcache_fake_args
+from cute_attn.kernels.forward_sm90.cache_heuristics import cache_tile, default_cache_tile
+from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardInputs, ForwardOutputs, make_storage
+from cute_attn.kernels.limits import beyond
+from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
+from cute_attn.tiles import KvcacheSm90Tile, padded
+from cute_attn.tiles.inference import CacheCall
+from cute_attn.traits import Traits
+from cute_attn.work.key_parts import Partials
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
+
+
+@dataclass(frozen=True)
+class KvcacheSm90(ForwardSm90):
+    """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
+
+    tile: KvcacheSm90Tile
+
+    # ---- support, tiles and arguments ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("kvcache", "sm90"):
+            return f"it computes kvcache-sm90, not {traits.op}-{traits.arch}"
+        for name in ("bias", "dropout", "epilogues", "seqused_q"):
+            if getattr(traits, name):
+                return f"{name} is {getattr(traits, name)}; accepted: none"
+        if traits.split == "parts" and traits.sinks:
+            return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
+        if traits.top_left:
+            return f"mask is {traits.mask}; accepted: bottom right ones"
+        return beyond(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
+        """The tile of a kernel for one query a sequence; calls have one that follows their lengths."""
+        return default_cache_tile(traits)
+
+    def for_cache(self, call: CacheCall) -> "KvcacheSm90":
+        """This kernel, which has its default tile, with the tile for a call."""
+        return dataclasses.replace(self, tile=cache_tile(self.traits, call))
+
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return kvcache_fake_args(self.traits, self.epilogues.fake_args())
+
+    @property
+    def has_values_out_of_bounds(self) -> bool:
+        """Whether loads of V reach rows that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
+        return self.traits.seqused_k or self.traits.paged
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        tables: CacheTables | None,
+        softmax_scale: Float32,
+        schedule: ForwardSchedule,
+        score_args: tuple,
+        partials: Partials | None,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        traits, tile = self.traits, self.tile
+        key_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+        order = QueryTileOrder.make(seqlens, mQ, mK, key_bytes, tile.queries, tile.pack_heads, traits.causal)
+        load, nheads_kv = cpasync.CopyBulkTensorTileG2SOp(), mK.shape[-2]
+        # What several work tiles read is to stay in L2; otherwise every byte is read once.
+        again = (seqlens.max_seqlen_q > tile.queries) | (mQ.shape[-2] > nheads_kv * tile.pack_heads)
+        policy = cutlass.select_(again, Int64(EVICT_NORMAL), Int64(EVICT_FIRST))
+        inputs = ForwardInputs(
+            self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, nheads_kv),
+            self.cached(load, mK, traits.head_dim, policy),
+            self.cached(load, mV, traits.head_dim_v, policy),
+            None,
+        )
+        slots = tile.blocks_per_sm * schedule.multiprocessors
+        parts, grid = None, slots
+        if cutlass.const_expr(traits.split == "parts"):
+            parts = cute.FastDivmodDivisorV2(partials.parts)  # type: ignore[union-attr]
+            grid = cutlass.min(slots, order.total * partials.parts)  # type: ignore[union-attr]
+        elif cutlass.const_expr(not traits.split):
+            grid = cutlass.min(slots, order.total)
+        params = CacheParams(
+            seqlens,
+            softmax_scale,
+            score_args,
+            order,
+            schedule.counters,
+            mQ.shape[-2],
+            KeyRows.make(mK, tables),
+            seqlens.batch(mQ),
+            parts,
+            partials,
+        )
+        self.kernel(params, inputs, ForwardOutputs(None, mO, mLSE)).launch(
+            grid=[grid, 1, 1],
+            block=[tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=tile.blocks_per_sm,
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    def cached(self, op: Any, cache: cute.Tensor, head_dim: int, policy: Int64) -> EntryTiles | PagedTiles:
+        """The loads of a cache's key blocks."""
+        tile_n = self.tile.tile_n
+        if self.traits.paged:
+            return PagedTiles.make(op, cache, tile_n, self.tile.page_rows, padded(head_dim), policy)
+        tiles = self.rows(op, cache, tile_n, head_dim)
+        return EntryTiles(dataclasses.replace(tiles, policy=policy))
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: CacheParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        storage = make_storage(self)
+        if warp == 0:
+            storage.init(self.tile.warpgroups, thread)
+        # Lengths, queries and new rows of the cache may come from the kernel before.
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.traits.split != ""):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                CacheProducer(self, params, storage, inputs).run()
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+            CacheConsumer(self, params, storage, outputs, consumer).run()

@@ -1,0 +1,200 @@
+"""The roles of the Hopper forward in attention with a cache: as without one, but for what follows from dividing keys.
+
+Work tiles have a :class:`KeyPart`, keys come from a cache, and O is stored from registers.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from cute_attn.device.key_rows import KeyRows
+from cute_attn.device.math import rematerialize
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.forward_sm90.consumer import Consumer
+from cute_attn.kernels.forward_sm90.main_loop import MainLoop
+from cute_attn.kernels.forward_sm90.params import ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
+from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.outputs.partial import RowTarget, store_rows
+from cute_attn.tiles import padded
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.broadcast import WorkItem
+from cute_attn.work.key_parts import KeyPart, Partials
+from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
+from cute_attn.work.query_tiles import QueryTile
+
+
+@dataclass(frozen=True)
+class CacheParams(ForwardParams):
+    """Also where rows of the cache are, and how keys are divided.
+
+    Attributes:
+        parts: divides a work tile's index into its query block and its part; None unless the split is "parts".
+        partials: or None without a split.
+    """
+
+    rows: KeyRows
+    batch: Int32
+    parts: cute.FastDivmodDivisorV2 | None
+    partials: Partials | None
+
+
+@dataclass(frozen=True)
+class CacheRole(ForwardRole):
+    """Work tiles with parts of their key blocks."""
+
+    params: CacheParams
+
+    def tile_at(self, index: Int32) -> QueryTile:
+        """The work tile ``index`` of the order, with its part."""
+        if self.kernel.traits.split != "parts":
+            return super().tile_at(index)
+        block, part = divmod(index, self.params.parts)
+        tile = self.params.order.tile(block, self.params.seqlens)
+        blocks = self.visible_blocks(tile)
+        return replace(tile, part=KeyPart.of(blocks, part, self.params.partials, self.kernel.tile.tile_n))
+
+    def tile_of(self, item: WorkItem) -> QueryTile:
+        """The work tile that the producer broadcast, with its part."""
+        return replace(super().tile_of(item), part=item.part)
+
+    def visible_blocks(self, tile: QueryTile) -> BlockRange:
+        """The key blocks that a work tile's queries see."""
+        _, state = self.begin(tile)
+        return super().key_blocks(tile, state)
+
+    def key_blocks(self, tile: QueryTile, state: ScoreState) -> BlockRange:
+        """The key blocks that a work tile visits."""
+        blocks = super().key_blocks(tile, state)
+        return blocks if tile.part is None else blocks.clipped(tile.part.begin, tile.part.end)
+
+
+@dataclass(frozen=True)
+class CacheProducer(CacheRole, Producer):
+    """Loads from a cache; with split "shares" it walks its slot's share of all key blocks."""
+
+    @cute.jit
+    def run(self) -> None:
+        """All work tiles of the CTA."""
+        if cutlass.const_expr(self.kernel.traits.split == "shares"):
+            self.run_shares()
+        else:
+            Producer.run(self)
+
+    def total(self) -> Int32:
+        """Work tiles of all CTAs."""
+        total = self.params.order.total
+        return total if self.params.parts is None else total * self.params.parts.divisor
+
+    @cute.jit
+    def run_shares(self) -> None:
+        """Broadcast and load what the CTA, a slot, has of each unit."""
+        kernel, params, work = self.kernel, self.params, self.storage.work
+        slot, slots, order = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], params.order
+        blocks = VisibleBlocks(
+            params.seqlens,
+            params.score_args[1],
+            kernel.epilogues.mask,
+            kernel.tile.queries,
+            kernel.tile.tile_n,
+        )
+        shares = KeyShares.make(
+            blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
+        )
+        position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
+        pipeline_state = PipelineState(Int32(0), Int32(0))
+        while position < end:
+            share = shares.share(position, end)
+            if (share.begin < share.end) | share.whole:
+                tile = self.tile_of_share(share, slot)
+                work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
+                n += 1
+                pipeline_state, _ = self.load(tile, pipeline_state, None)
+            position = share.next
+        work.publish_end(n, Boolean(False))
+
+    def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
+        """A share as a work tile; ``head`` of a share is a pack of heads."""
+        order = self.params.order
+        head = order.first_head(share.head)
+        row0 = share.m_block * self.kernel.tile.queries
+        tile = order.of(row0, head, share.batch, self.params.seqlens)
+        first = self.visible_blocks(tile).begin
+        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
+        return replace(tile, part=KeyPart(first + share.begin, first + share.end, partial))
+
+    @cute.jit
+    def load_blocks(
+        self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
+    ) -> Int32:
+        """As :meth:`Producer.load_blocks`; where a block's rows are is looked up one block ahead."""
+        inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
+        last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
+        pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
+        count, claimed = blocks.end - blocks.begin, Int32(0)
+        found = inputs.k.find(rows, tile.batch, last, info)
+        ahead = inputs.k.find(rows, tile.batch, last - 1, info)
+        pipeline_k.producer_acquire(keys)
+        inputs.k.load(found, head, storage.s_k, pipeline_k, keys)
+        storage.q.load(inputs.q, tile, pipeline_state.queries)
+        claim_at = cutlass.max(count - CLAIM_AHEAD, 1)
+        for i in cutlass.range(1, count, unroll=1):
+            if cutlass.const_expr(claims is not None):
+                if i == claim_at:
+                    claimed = claims.claim()
+            before, found = found, ahead
+            ahead = inputs.k.find(rows, tile.batch, last - i - 1, info)
+            pipeline_k.producer_acquire(keys + i)
+            inputs.k.load(found, head, storage.s_k, pipeline_k, keys + i)
+            pipeline_v.producer_acquire(keys + i - 1)
+            inputs.v.load(before, head, storage.s_v, pipeline_v, keys + i - 1)
+        if cutlass.const_expr(claims is not None):
+            if count == 1:
+                claimed = claims.claim()
+        end = keys + last - blocks.begin
+        pipeline_v.producer_acquire(end)
+        inputs.v.load(found, head, storage.s_v, pipeline_v, end)
+        return claimed
+
+
+@dataclass(frozen=True)
+class CacheConsumer(CacheRole, Consumer):
+    """Stores O and LSE from registers: results, or where keys are divided partial results."""
+
+    @cute.jit
+    def run_tile(self, tile: QueryTile, pipeline_state: PipelineState, item) -> PipelineState:
+        """As :meth:`Consumer.run_tile`."""
+        return Consumer.run_tile(self, tile, pipeline_state, item)
+
+    @cute.jit
+    def store(self, loop: MainLoop) -> None:
+        """Normalize O and store it with the LSE, to the results or to the partial results."""
+        kernel, outputs, partials = self.kernel, self.outputs, self.params.partials
+        traits, tile, acc = kernel.traits, loop.query_tile, self.thread.fragments.acc_o_rows
+        part: Any = tile.part
+        thread, heads, dim = rematerialize(self.thread.index), kernel.tile.pack_heads, traits.head_dim_v
+        score_map = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, padded(dim), thread, heads=heads)
+        chain, sinks = kernel.epilogues, None
+        if cutlass.const_expr(chain.sinks is not None):
+            sinks = chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
+            if cutlass.const_expr(
+                traits.split == "shares"
+            ):  # partial results get theirs when they are merged
+                sinks = tuple(cutlass.select_(part.partial < 0, sink, -Float32.inf) for sink in sinks)
+        lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
+        loop.softmax.normalize(acc, lse, chain.rescale(loop.state), sinks)
+        whole = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
+        if cutlass.const_expr(traits.split == "shares"):
+            if part.partial < 0:
+                store_rows(whole, acc, lse, score_map, tile, dim)
+            else:
+                target = RowTarget.share(partials, part.partial, heads)
+                store_rows(target, acc, lse, score_map, tile, dim)
+        elif cutlass.const_expr(traits.split == "parts"):
+            target = RowTarget.part(partials, part.partial, tile, traits.varlen)
+            store_rows(target, acc, lse, score_map, tile, dim)
+        else:
+            store_rows(whole, acc, lse, score_map, tile, dim)

@@ -1,0 +1,123 @@
+"""Keys or values of a cache that TMA loads block by block: of contiguous entries, or of pages in boxes of rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+import layouts
+from cute_attn.device.key_rows import KeyRows
+from cute_attn.device.pipeline import Pipeline
+from cute_attn.device.seqlen import SeqlenInfo
+from cute_attn.rows.tma import TmaTiles
+
+EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000
+"""L2 policies of loads, as ``createpolicy.fractional`` makes them."""
+WARP = 32
+
+
+@dataclass(frozen=True)
+class BlockPages:
+    """Where the boxes of one key block are: lane i has the page of box i."""
+
+    page: Int32
+    within: Int32  # the box's row in the page, in boxes
+
+
+@dataclass(frozen=True)
+class PagedTiles:
+    """A paged cache, (pages, page_size, nheads_kv, dim), loaded in boxes of ``box`` rows that lie in one page each.
+
+    A swizzle depends on the address alone, so that boxes of multiples of 8 rows below each other make up the tile that
+    wgmma reads. For boxes that the sequence does not have a page beyond the last one is loaded: TMA writes zeros and
+    counts its bytes, and the table's entry is not used.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # (rows of a page, dim, heads, pages)
+    pages: Int32
+    tile_n: Constexpr
+    box: Constexpr
+    cols: Constexpr  # padded dim
+    width: Constexpr  # columns of a box: those of a swizzle atom
+    policy: Int64
+
+    @staticmethod
+    def make(op: Any, cache: cute.Tensor, tile_n: int, box: int, cols: int, policy: Int64) -> "PagedTiles":
+        """On the host."""
+        view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+        width = layouts.atom_cols(cols, cache.element_type.width)
+        layout = layouts.wgmma_smem_layout(box, width, cache.element_type)
+        atom, coords = cpasync.make_tiled_tma_atom(op, view, layout, (box, width))
+        return PagedTiles(atom, coords, Int32(cache.shape[0]), tile_n, box, cols, width, policy)
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of a key block."""
+        return self.tile_n // self.box
+
+    @cute.jit
+    def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
+        """By a whole warp: the pages of one key block; reads the table where the sequence has rows alone."""
+        lane = cute.arch.lane_idx()
+        row = block * self.tile_n + lane * self.box
+        page, within = self.pages, Int32(0)
+        exists = (lane < self.boxes) & (row >= 0) & (row < cutlass.min(info.seqlen_k, rows.capacity))
+        if cutlass.const_expr(info.first_key is not None):
+            exists = exists & (row + self.box > info.first_key)
+        if exists:
+            page, within = rows.place(batch, row)
+        return BlockPages(page, within // self.box)
+
+    @cute.jit
+    def load(
+        self, found: BlockPages, head: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
+    ) -> None:
+        """Start loading a key block of one head into its stage of ``target`` (tile_n, cols, stage)."""
+        stage = target[None, None, pipeline.stage(use)]
+        for i in cutlass.range_constexpr(self.boxes):
+            page = cute.arch.shuffle_sync(found.page, i)
+            within = cute.arch.shuffle_sync(found.within, i)
+            boxes = cute.local_tile(self.tensor[None, None, head, page], (self.box, self.width), (None, None))
+            for c in cutlass.range_constexpr(self.cols // self.width):
+                own = cute.local_tile(stage, (self.box, self.width), (i, c))
+                t_s, t_g = cpasync.tma_partition(
+                    self.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(own, 0, 2),
+                    cute.group_modes(boxes[None, None, None, c], 0, 2),
+                )
+                cute.copy(
+                    self.atom,
+                    t_g[None, within],
+                    t_s,
+                    tma_bar_ptr=pipeline.full_barrier(use),
+                    cache_policy=self.policy,
+                )
+
+
+@dataclass(frozen=True)
+class EntryTiles:
+    """A contiguous cache, (entries, capacity, nheads_kv, dim): a key block is one tile of TMA."""
+
+    tiles: TmaTiles
+
+    @cute.jit
+    def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
+        """The entry and the block."""
+        entry = batch
+        if cutlass.const_expr(rows.tables.batch_idx is not None):
+            entry = rows.tables.batch_idx[batch]  # type: ignore[index]
+        return BlockPages(entry, block)
+
+    @cute.jit
+    def load(
+        self, found: BlockPages, head: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
+    ) -> None:
+        """Start loading a key block of one head into its stage of ``target`` (tile_n, cols, stage)."""
+        tiles = self.tiles.sequence(Int32(0), head, found.page)
+        self.tiles.load(tiles, found.within, target, pipeline, use)

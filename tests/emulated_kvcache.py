@@ -1,0 +1,86 @@
+"""The launches of attention_with_kvcache on the CPU: append by its own code, attention and merging by the definition.
+
+Attention is computed from the very arguments that the kernel would get, and these are checked against its fakes.
+"""
+
+import math
+
+import torch
+
+from cute_attn import compiler, emulate, kvcache_launcher, reference
+from cute_attn import kvcache_reference as ref
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from tests import emulated_append
+
+PROCESSORS = 4
+
+
+def attend(kernel, arguments):
+    """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
+    emulate._values(kernel.fake_args(), arguments)
+    q, k, v, out, lse, seqlens, tables, scale, schedule, score_args, partials = arguments
+    traits = kernel.traits
+    assert schedule[1] == PROCESSORS and k.shape[1] > 0
+    table, batch_idx = tables or (None, None)
+    assert (table is not None, batch_idx is not None) == (traits.paged, traits.batch_idx)
+    cache = ref.Cache(k, v, table, batch_idx)
+    assert seqlens.max_seqlen_k == cache.capacity
+    window = score_args[1] if traits.windowed else (UNBOUNDED, UNBOUNDED)
+    inputs = ScoreInputs(
+        *window,
+        alibi_slopes=score_args[2][0] if traits.alibi else None,
+        sinks=score_args[-1][0] if traits.sinks else None,
+        softcap=score_args[0] if traits.softcap else 0.0,
+    )
+    lengths = ref.Lengths(seqlens.seqused_k, seqlens.leftpad, seqlens.cu_seqlens_q)
+    found, found_lse = ref.attention(q, cache, scale, lengths, reference.Features(traits.mask), inputs)
+    if traits.split == "parts":
+        assert partials.parts == partials.out.shape[0] > 1 and partials.part_keys % kernel.tile.tile_n == 0
+        partials.lse.fill_(-math.inf)
+        partials.out[0], partials.lse[0] = found, found_lse
+        return
+    if traits.split == "shares":
+        assert partials.out.shape[0] == 2 * kernel.tile.blocks_per_sm * PROCESSORS
+    out.copy_(found)
+    lse.copy_(found_lse)
+
+
+def merge(outs, lses, out, lse, sinks):
+    """What the combine kernel writes."""
+    found, found_lse = ref.merge(outs, lses, sinks)
+    out.copy_(found)
+    lse.copy_(found_lse)
+
+
+def combine_shares(compiled_traits, arguments):
+    """All results are whole here."""
+    partials, out, lse, sinks, seqlens, _, heads_kv, slots = arguments
+    assert (sinks is not None) == bool(compiled_traits.sinks)
+    assert 2 * slots == partials.out.shape[0] and out.shape[-2] % heads_kv == 0
+    assert (seqlens.cu_seqlens_q is not None) == compiled_traits.varlen and lse.dtype == torch.float32
+
+
+def patch(monkeypatch) -> list:
+    """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen."""
+    emulated_append.patch(monkeypatch)
+    chosen = []
+
+    def build(kernel, target):
+        chosen.append(kernel)
+        return emulated_append.Compiled(lambda *arguments: attend(kernel, arguments))
+
+    def compile(traits, tile, target):
+        if traits.op == "append":
+            return emulated_append.build(traits, tile, target)
+        if traits.op == "combine":
+            return emulated_append.Compiled(merge)
+        assert traits.op == "combine_shares" and tile.reject(traits, target) is None
+        return emulated_append.Compiled(lambda *arguments: combine_shares(traits, arguments))
+
+    monkeypatch.setattr(compiler, "build", build)
+    monkeypatch.setattr(compiler, "compile", compile)
+    monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
+    monkeypatch.setattr(kvcache_launcher, "_plans", {})
+    monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
+    monkeypatch.setattr(kvcache_launcher, "work_counters", lambda device: torch.zeros(4, dtype=torch.int32))
+    return chosen

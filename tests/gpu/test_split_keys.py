@@ -1,0 +1,334 @@
+"""Attention with a cache whose keys are divided among CTAs: by properties, and against the definition."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from cute_attn import kvcache_launcher, reference
+from cute_attn import kvcache_reference as ref
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.kvcache import attention_with_kvcache
+from tests.gpu.archs import runnable_archs
+
+ARCHS = runnable_archs("kvcache")
+SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}, {"split_keys": 128}]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Results and workspaces are NaN before a launch."""
+    allocate = kvcache_launcher.new_empty_strided
+
+    def poisoned(*arguments):
+        return allocate(*arguments).fill_(math.nan)
+
+    monkeypatch.setattr(kvcache_launcher, "new_empty_strided", poisoned)
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+@dataclasses.dataclass
+class Call:
+    """Contiguous caches, whose rows that no sequence uses are NaN, and queries; packed where their numbers differ."""
+
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    heads: tuple[int, int] = (8, 2)
+    dims: tuple[int, int] = (128, 128)
+    capacity: int = 0
+    leftpad: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        generator = torch.Generator("cuda").manual_seed(self.seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+        self.capacity = self.capacity or max(*self.lengths, 1) + 70
+        shape, (heads, heads_kv) = (len(self.lengths), self.capacity), self.heads
+        self.k, self.v = (randn(*shape, heads_kv, dim) for dim in self.dims)
+        for b, length in enumerate(self.lengths):
+            pad = self.leftpad[b] if self.leftpad else 0
+            for x in (self.k, self.v):
+                x[b, length:], x[b, : min(pad, length)] = math.nan, math.nan
+        packed = len(set(self.queries)) > 1
+        self.cu_q = int32([0, *itertools.accumulate(self.queries)]) if packed else None
+        self.q = randn(sum(self.queries), heads, self.dims[0])
+        self.q = self.q if packed else self.q.view(len(self.queries), -1, heads, self.dims[0])
+
+    @property
+    def options(self):
+        return {
+            "cache_seqlens": int32(self.lengths),
+            "cache_leftpad": int32(self.leftpad) if self.leftpad else None,
+            "cu_seqlens_q": self.cu_q,
+            "max_seqlen_q": max(self.queries) if self.cu_q is not None else None,
+        }
+
+    def run(self, **options):
+        return attention_with_kvcache(self.q, self.k, self.v, return_lse=True, **self.options | options)
+
+    def expected(self, causal=False, window=(None, None), softcap=0.0, alibi_slopes=None, sinks=None):
+        """By the definition in fp32."""
+        mask = "causal" if causal else "window" if window != (None, None) else ""
+        bounds = (UNBOUNDED if bound is None else bound for bound in window)
+        lengths = ref.Lengths(int32(self.lengths), self.options["cache_leftpad"], self.cu_q)
+        inputs = ScoreInputs(*bounds, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks)
+        cache = ref.Cache(self.k.float(), self.v.float())
+        scale = self.dims[0] ** -0.5
+        return ref.attention(self.q.float(), cache, scale, lengths, reference.Features(mask), inputs)
+
+    def check(self, found, **options):
+        for one, whole, tolerance in zip(found, self.expected(**options), (1e-2, 2e-3), strict=True):
+            torch.testing.assert_close(one.float(), whole, rtol=tolerance, atol=tolerance)
+
+    def paged(self, page, heads_first=False, seed=0):
+        """The same cache in shuffled pages; table entries that no sequence uses are absurd."""
+        per_entry, pages = -(-self.capacity // page), []
+        order = list(range(len(self.lengths) * per_entry + 3))
+        random.Random(seed).shuffle(order)
+        table = torch.full((len(self.lengths), per_entry + 2), 2**31 - 1, dtype=torch.int32)
+        table[:, per_entry + 1 :] = -1
+        for x in (self.k, self.v):
+            shape = (len(order), page, *x.shape[2:])
+            if heads_first:
+                cache = x.new_full((shape[0], shape[2], shape[1], shape[3]), math.nan).transpose(1, 2)
+            else:
+                cache = x.new_full(shape, math.nan)
+            for b, length in enumerate(self.lengths):
+                for i in range(-(-length // page)):
+                    own = order[b * per_entry + i]
+                    rows = x[b, i * page : (i + 1) * page]
+                    cache[own, : len(rows)] = rows
+                    if not self.leftpad or (i + 1) * page > self.leftpad[b]:
+                        table[b, i] = own
+            pages.append(cache)
+        return pages, table.cuda()
+
+    def run_paged(self, page, heads_first=False, **options):
+        (k, v), table = self.paged(page, heads_first)
+        options = self.options | {"page_table": table} | options
+        return attention_with_kvcache(self.q, k, v, return_lse=True, **options)
+
+
+def same(found, expected):
+    return all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+# ---- splits ----
+
+
+def ragged() -> Call:
+    return Call((1, 0, 63, 64, 65, 700, 2049, 5000), (1,) * 8)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("splits", [0, 1, 2, 3, 7, 17, 133, 512])
+def test_any_number_of_splits(splits, arch):
+    call = ragged()
+    found = call.run(num_splits=splits, kernel=arch)
+    call.check(found)
+    assert (found[0][1] == 0).all() and (found[1][1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("keys", [128, 1024, 4096, 8192])
+def test_parts_of_keys(keys, arch):
+    call = ragged()
+    call.check(call.run(split_keys=keys, kernel=arch))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("queries", [2, 5, 16, 17, 64, 200])
+def test_several_queries(queries, split, arch):
+    call = Call((queries + 1, 3, 900, 0, 3000), (queries,) * 5)
+    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 48, 80])
+def test_groups(group, split, arch):
+    call = Call((70, 0, 1500), (2, 2, 2), heads=(2 * group, 2))
+    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_packed_queries(split, arch):
+    """Prefill beside decoding, and sequences without queries."""
+    call = Call((300, 900, 0, 77, 1, 2000), (300, 1, 2, 0, 3, 64))
+    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
+
+
+FEATURES = {
+    "window": {"window": (200, 0)},
+    "window-ahead": {"window": (64, 3)},
+    "softcap": {"softcap": 5.0, "causal": True},
+    "alibi": {"alibi_slopes": True, "causal": True},
+    "sinks": {"sinks": True, "causal": True},
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, split, arch):
+    call = Call((70, 0, 1500, 400), (3,) * 4, leftpad=(5, 0, 1111, 460))
+    options = dict(FEATURES[name])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.rand(4, 8, device="cuda")
+    if "sinks" in options:
+        options["sinks"] = 3 * torch.randn(8, device="cuda")
+    call.check(call.run(kernel=arch, **split, **options), **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128), (40, 72)], ids=str)
+def test_head_dims(dims, split, arch):
+    call = Call((70, 0, 1500), (2, 2, 2), dims=dims)
+    call.check(call.run(kernel=arch, **split))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_few_and_many_sequences(arch):
+    """More units than slots, and fewer key blocks than slots."""
+    pick = random.Random(7)
+    for batch, longest in ((1, 40), (1, 3000), (33, 64), (300, 500), (1100, 90)):
+        call = Call(tuple(pick.randint(0, longest) for _ in range(batch)), (1,) * batch, heads=(4, 2))
+        call.check(call.run(kernel=arch))
+
+
+# ---- where rows are ----
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("page", [8, 16, 48, 64, 128, 256])
+def test_pages_equal_entries_bit_for_bit(page, split, arch):
+    call = Call((1, 0, 63, 700, 1030), (2,) * 5)
+    expected = call.run(kernel=arch, **split)
+    for heads_first in (False, True):
+        assert same(call.run_paged(page, heads_first, kernel=arch, **split), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("page", [0, 16])
+def test_leftpad(page, split, arch):
+    """As the rest of the cache alone; rows and pages before it are NaN, and their table entries absurd."""
+    call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))
+    options = {"causal": True, "kernel": arch, **split}
+    call.check(call.run_paged(page, **options) if page else call.run(**options), causal=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_entries_by_index(arch):
+    call = Call((1, 70, 700, 1030), (2,) * 4)
+    index = int32((3, 1, 1, 0, 2))
+    options = call.options | {"cache_batch_idx": index, "cache_seqlens": int32((900, 70, 3, 1, 700))}
+    q = torch.cat((call.q, call.q[:1]))
+    found = attention_with_kvcache(q, call.k, call.v, return_lse=True, kernel=arch, **options)
+    lengths = ref.Lengths(options["cache_seqlens"])
+    cache = ref.Cache(call.k.float(), call.v.float(), batch_idx=index)
+    whole = ref.attention(q.float(), cache, 128**-0.5, lengths)
+    for one, other, tolerance in zip(found, whole, (1e-2, 2e-3), strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("page", [0, 16])
+def test_beyond_two_to_the_31(page, arch):
+    """Entries, or pages, more than 2**31 elements apart."""
+    rows, step = 16, 2**31 + 1024
+    storage = torch.full((step + rows * 128,), math.nan, dtype=torch.bfloat16, device="cuda")
+    k = storage.as_strided((2, rows, 1, 128), (step, 128, 128, 1))
+    k.copy_(torch.randn(2, rows, 1, 128, device="cuda"))
+    v = torch.randn(2, rows, 1, 128, device="cuda").bfloat16()
+    q = torch.randn(2, 1, 4, 128, device="cuda").bfloat16()
+    table = int32([[1], [0]]) if page else None
+    found = attention_with_kvcache(q, k, v, cache_seqlens=int32((13, 16)), page_table=table, kernel=arch)
+    cache = ref.Cache(k.float(), v.float(), table)
+    whole, _ = ref.attention(q.float(), cache, 128**-0.5, ref.Lengths(int32((13, 16))))
+    torch.testing.assert_close(found.float(), whole, rtol=1e-2, atol=1e-2)
+
+
+# ---- repeats, batches and graphs ----
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_thousand_repeats_bit_for_bit(arch):
+    call = ragged()
+    expected = call.run(kernel=arch)
+    for _ in range(1000):
+        assert same(call.run(kernel=arch), expected)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("queries", [1, 16])
+def test_parts_of_keys_do_not_depend_on_the_batch(queries, arch):
+    pick = random.Random(3)
+    call = Call(tuple(pick.randint(queries, 3000) for _ in range(64)), (queries,) * 64)
+    options = {"causal": True, "kernel": arch, "split_keys": 512}
+    out, lse = call.run(**options)
+    for b in range(0, 64, 9):
+        lengths = int32(call.lengths[b : b + 1])
+        alone = attention_with_kvcache(
+            call.q[b : b + 1],
+            call.k[b : b + 1],
+            call.v[b : b + 1],
+            cache_seqlens=lengths,
+            return_lse=True,
+            **options,
+        )
+        assert same(alone, (out[b : b + 1], lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_graph_replays_with_other_lengths_and_tables(page, split, arch):
+    call = Call((1000,) * 6, (2,) * 6)
+    (k, v), table = call.paged(16) if page else ((call.k, call.v), None)
+    lengths = int32((0,) * 6)
+    options = {"cache_seqlens": lengths, "page_table": table, "causal": True, "kernel": arch, **split}
+
+    def run():
+        return attention_with_kvcache(call.q, k, v, return_lse=True, **options)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for given in ((0,) * 6, (1000, 0, 3, 64, 65, 999), (17,) * 6, (1000,) * 6):
+        lengths.copy_(int32(given))
+        if page:
+            table.copy_(table.roll(1, 0))
+        for x in found:
+            x.fill_(math.nan)
+        graph.replay()
+        assert same(found, run()), given
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_two_streams_at_once(arch):
+    call = Call((3000,) * 4, (1,) * 4)
+    expected, streams = call.run(kernel=arch), [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        results = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(call.run(kernel=arch))
+        torch.cuda.synchronize()
+        assert all(same(found, expected) for found in results)
