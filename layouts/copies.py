@@ -40,12 +40,12 @@ def gmem_tiled_copy(
 
 
 def ldmatrix_copy_a(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the A operand, 16 x 16 elements a warp. transpose: M is contiguous."""
+    """ldmatrix.x4 of the A operand, 16 x 32 bytes a warp. transpose: M is contiguous, 16-bit types only."""
     return cute.make_tiled_copy_A(_ldmatrix(dtype, transpose), tiled_mma)
 
 
 def ldmatrix_copy_b(tiled_mma: cute.TiledMma, dtype: Any, transpose: bool = False) -> cute.TiledCopy:
-    """ldmatrix.x4 of the B operand, 16 x 16 elements a warp. transpose: N is contiguous.
+    """ldmatrix.x4 of the B operand, 16 x 32 bytes a warp. transpose: N is contiguous, 16-bit types only.
 
     For P V with V stored (keys, dims), use ``transposed(sV)`` as the (N, K) tensor and ``transpose=True``.
     """
@@ -73,6 +73,6 @@ def store_copy_c(
 
 
 def _ldmatrix(dtype: Any, transpose: bool) -> cute.CopyAtom:
-    if dtype.width != 16:
-        raise ValueError(f"dtype={dtype}: ldmatrix copies serve 16-bit types")
+    if dtype.width != 16 and (dtype.width != 32 or transpose):
+        raise ValueError(f"dtype={dtype}: ldmatrix serves 16-bit types, and 32-bit ones without transpose")
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), dtype)

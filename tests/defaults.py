@@ -45,8 +45,11 @@ class Default:
         )
 
 
-# Other head dims, fp16, and several epilogues together.
+# Other head dims and dtypes, and several epilogues together.
 FURTHER = [
+    "forward-sm80-fp32-d64-causal",
+    "forward-sm80-fp32-d128-causal",
+    "forward-sm80-fp32-d128-tf32-causal-softcap-alibi-bias_fp32-dropout",
     *(
         f"{op}-{arch}-bf16-{rest}"
         for op in ("forward", "backward")

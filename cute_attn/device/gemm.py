@@ -89,7 +89,8 @@ class SmemOperand:
 
     def load(self, start: Int32, piece: int, k: int) -> None:
         """Load a piece into the fragment, k steps after ``start``."""
-        source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(8))
+        elements = 128 // self.tile.element_type.width
+        source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(elements))
         cute.copy(self.tiled_copy, source, self.view[None, piece, k])
 
     def _distance(self, piece: int, k: int) -> int:

@@ -134,8 +134,15 @@ class Dropout:
         )
 
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
-        """Zero the dropped elements of p, a (rows, cols) view of 16-bit registers."""
-        self._apply(state, tile, p, lambda pair, dropped: pair & ~dropped)
+        """Zero the dropped elements of p, a (rows, cols) view of 16-bit or fp32 registers."""
+        if p.element_type is not Float32:
+            self._apply(state, tile, p, lambda pair, dropped: pair & ~dropped)
+            return
+        bits = _as_words(p)
+        for first, second, dropped in self._masks(state, tile):
+            pair = _pair_index(p, first, second)
+            for i in range(2):  # one of the halves, twice
+                bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
 
     def signs(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Set the sign bit of the dropped elements of p."""

@@ -10,7 +10,8 @@ class StepContent:
     """Instructions of one warp in a steady step: one query block times one key block that needs no mask.
 
     Attributes:
-        mma: matrix instructions: mma.sync of 16 x 8 x 16, or wgmma of 64 x n x 16, issued by four warps together.
+        mma: matrix instructions: mma.sync of 16 x 8 x 16, or x 8 on tf32, or wgmma of 64 x n x 16, issued by four warps
+            together.
         exp2: exponentials (MUFU.EX2) of the softmax and of softcap. Users' epilogues may add theirs.
         elements: scores that a thread holds.
         warps: warps of a CTA that take such steps.
@@ -27,9 +28,9 @@ class StepContent:
     async_bytes: int = 0
 
 
-def mma_sync_count(m: int, n: int, k: int, warps: int) -> int:
-    """mma.sync instructions of each of ``warps`` warps for an (m, k) by (k, n) product."""
-    return m * n * k // (16 * 8 * 16 * warps)
+def mma_sync_count(m: int, n: int, k: int, warps: int, depth: int = 16) -> int:
+    """mma.sync instructions, 16 x 8 x depth, of each of ``warps`` warps for an (m, k) by (k, n) product."""
+    return m * n * k // (16 * 8 * depth * warps)
 
 
 def wgmma_count(m: int, n: int, k: int, warpgroups: int, warpgroups_n: int = 1) -> int:

@@ -105,6 +105,11 @@ class WarpTile(Tile):
         return 32 * self.num_warps
 
     @staticmethod
+    def mma_depth(traits: Traits) -> int:
+        """Elements of a step along K of mma.sync: 32 bytes."""
+        return 32 // traits.element_bytes
+
+    @staticmethod
     def steps_at_once(extent: int, unroll: int, element_bytes: int = 2) -> int:
         """MMA steps of 32 bytes of ``extent`` that a product takes at a time: a divisor of all, at most ``unroll``."""
         steps = extent * element_bytes // 32

@@ -1,7 +1,7 @@
 """Tiles of the forward kernels and of the softmax kernel."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
@@ -41,8 +41,9 @@ class ForwardSm80Tile(WarpTile):
             a step; 2 or more: K and V load num_stages - 1 steps ahead, one barrier a step.
         q_in_regs: Q is read from shared memory once and kept in registers.
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
-        qk_unroll: steps of 16 along head_dim whose operands Q K^T reads at a time; 0 for all of them. Few steps bound
-            the registers of operands. Any value but 0 also keeps the row statistics in shared memory.
+        qk_unroll: steps of 16 (in fp32 of 8) along head_dim whose operands Q K^T reads at a time; 0 for all of them.
+            Few steps bound the registers of operands, and in fp32 the rounding errors of a tensor core's sums. Any
+            value but 0 also keeps the row statistics in shared memory.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
         key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads its own keys, waits for
             no other group until the last step, and has its own row statistics and O, which are merged at the end. For
@@ -105,7 +106,7 @@ class ForwardSm80Tile(WarpTile):
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
         row, row_v = row_bytes(traits)
-        q, o = self.tile_m * row, self.tile_m * row_v
+        q, o = self.tile_m * row, 0 if traits.dtype == "fp32" else self.tile_m * row_v
         k_start = 0 if self.share_qk_smem else q
         k_end = k_start + self.tile_n * row * self.num_stages
         v_start = max(q, k_end)
@@ -131,6 +132,9 @@ class ForwardSm80Tile(WarpTile):
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         rows = self.tile_m // self.num_warps
         acc_o, acc_s = rows * dv // 32, rows * self.group_keys // 32
+        if traits.dtype == "fp32":  # P as two tf32 numbers, and a group of columns of O summed from zero
+            exact = not traits.precision
+            return acc_o + acc_s * (1 + exact) + rows * exact + rows // 4 * (1 + exact) + 40
         q = rows * d // 64 if self.keeps_q else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
@@ -161,6 +165,11 @@ class ForwardSm80Tile(WarpTile):
             )
         if self.qk_unroll and self.key_groups > 1:
             return f"qk_unroll is {self.qk_unroll}; accepted: 0 with {self.key_groups} key_groups"
+        if traits.dtype == "fp32" and self != replace(
+            self, q_in_regs=False, share_qk_smem=False, swizzle_bits=-1, key_groups=1, pack_heads=1
+        ):
+            names = "q_in_regs, share_qk_smem, swizzle_bits, key_groups and pack_heads"
+            return f"{names} are of 16-bit types; accepted for {traits}: their defaults"
         if not -1 <= self.swizzle_bits <= 3:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})

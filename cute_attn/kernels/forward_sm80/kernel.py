@@ -16,7 +16,9 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
 Key blocks that the mask's edge crosses take loops with masks, those inside a loop without. Follows FlashAttention-2
 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
+In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``.
+
+Limits: head dims up to 256, rows of whole 16 bytes, padded to multiples of 32 in shared memory and registers;
 rows 16-byte aligned with a contiguous last dimension.
 """
 
@@ -31,6 +33,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.copy import RowCopy
+from cute_attn.device.forward_fp32 import Fp32Rows, gemm_pv, gemm_qk, store_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -56,7 +59,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
-from cute_attn.traits import Traits
+from cute_attn.traits import DTYPES, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
@@ -75,7 +78,7 @@ class ForwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm80"):
             return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
-        return beyond(traits)
+        return beyond(traits, dtypes=DTYPES, multiple=head_dim_multiple(traits.dtype))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -85,8 +88,10 @@ class ForwardSm80:
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head.
+        ``group``: query heads per key head. In fp32 the default tile does not depend on them.
         """
+        if self.single:
+            return self
         few = tiles_for_few_rows(self.traits, target)
         tile = tile_for_lengths(self.traits, seqlen_q, group, target, few)
         return dataclasses.replace(self, tile=tile) if tile else self
@@ -108,10 +113,11 @@ class ForwardSm80:
         """A step of the unmasked loop; each of a thread's rows has one exponential more, the factor of O."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         warps = tile.num_warps * tile.key_groups
-        qk = mma_sync_count(tile.tile_m, tile.tile_n, d, warps)
-        pv = mma_sync_count(tile.tile_m, dv, tile.tile_n, warps)
+        products, depth = self.products, tile.mma_depth(self.traits)
+        qk = products * mma_sync_count(tile.tile_m, tile.tile_n, d, warps, depth)
+        pv = products * mma_sync_count(tile.tile_m, dv, tile.tile_n, warps, depth)
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
-        loops = product_loop(qk, d // 16, tile.steps_at_once(d, tile.qk_unroll))
+        loops = product_loop(qk, d // depth, tile.steps_at_once(d, tile.qk_unroll, self.traits.element_bytes))
         exp2 = elements * (1 + self.traits.softcap) + rows
         return StepContent(qk + pv, exp2, elements, warps, () if tile.keeps_q else loops)
 
@@ -121,6 +127,16 @@ class ForwardSm80:
     def dtype(self) -> Any:
         """Element type of Q, K, V and O."""
         return CUTE_DTYPES[self.traits.dtype]
+
+    @property
+    def single(self) -> bool:
+        """Whether elements are fp32, so that products are on tf32."""
+        return self.traits.dtype == "fp32"
+
+    @property
+    def products(self) -> int:
+        """Products on tensor cores for each product: three for the precision of fp32."""
+        return 3 if self.single and not self.traits.precision else 1
 
     @property
     def swizzle_bits(self) -> int | None:
@@ -262,12 +278,16 @@ class ForwardSm80:
         tiled_mma = self.tiled_mma()
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
-        copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
+        if self.single:
+            v: SmemOperand | Fp32Rows = Fp32Rows(shared.v, thread)
+        else:
+            copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
+            v = SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
         return Operands(
             tiled_mma,
             SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
             SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
-            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread),
+            v,
         )
 
     def block_load(
@@ -435,17 +455,15 @@ class ForwardSm80:
             loaded = self.epilogues.load(
                 ctx.state, self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
             )
+        unroll: Constexpr = tile.steps_at_once(
+            padded(self.traits.head_dim), tile.qk_unroll, self.traits.element_bytes
+        )
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
+        elif cutlass.const_expr(self.single):
+            gemm_qk(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, self.products)
         else:
-            gemm(
-                op.tiled_mma,
-                acc_s,
-                op.q,
-                op.k,
-                stage,
-                tile.steps_at_once(padded(self.traits.head_dim), tile.qk_unroll),
-            )
+            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
         return acc_s, loaded
 
     def score_tile(self, ctx: MainloopContext, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
@@ -491,8 +509,23 @@ class ForwardSm80:
         chain.forward(ctx.state, scores, loaded, masked)
         stored = self.stored_softmax(ctx, thread)
         softmax = stored.load_stats()
-        softmax.step(scores.acc, ctx.acc_o_rows, masked)
-        stored.store_stats(softmax)
+        if cutlass.const_expr(self.single):
+            factors = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
+            softmax.advance(scores.acc, factors, masked)
+            stored.store_stats(softmax)
+            chain.drop(ctx.state, scores, scores.acc)
+            gemm_pv(op.tiled_mma, ctx.acc_o, acc_s, op.v, stage, factors, self.products)
+        else:
+            softmax.step(scores.acc, ctx.acc_o_rows, masked)
+            stored.store_stats(softmax)
+            self.accumulate_half(ctx, scores, acc_s, stage)
+
+    @cute.jit
+    def accumulate_half(
+        self, ctx: MainloopContext, scores: ScoreTile, acc_s: cute.Tensor, stage: Int32
+    ) -> None:
+        """O += P V with P in 16 bits."""
+        chain, op = self.epilogues, ctx.operands
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
         chain.drop(ctx.state, scores, self.by_rows(ctx, p))
@@ -536,9 +569,27 @@ class ForwardSm80:
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
-        """O through shared memory, for 16-byte stores."""
-        dv, tiled_mma = self.traits.head_dim_v, ctx.operands.tiled_mma
+        """O in q's dtype; tile: anew, so that it occupies no registers in the main loop."""
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+        if cutlass.const_expr(self.single):
+            self.store_single(o, ctx, tile, thread)
+        else:
+            self.store_half(o, mO, ctx, tile, thread)
+
+    @cute.jit
+    def store_single(self, o: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
+        """O in fp32, of which a thread has whole vectors."""
+        tiled_mma, tile_m, dv = ctx.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
+        rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
+        row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
+        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, thread % 32, dv)
+
+    @cute.jit
+    def store_half(
+        self, o: cute.Tensor, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32
+    ) -> None:
+        """O in 16 bits, through shared memory, for 16-byte stores."""
+        dv, tiled_mma = self.traits.head_dim_v, ctx.operands.tiled_mma
         fragment = cute.make_rmem_tensor_like(ctx.acc_o, self.dtype)
         fragment.store(ctx.acc_o.load().to(self.dtype))
         ctx.group.barrier()

@@ -7,6 +7,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
 from cute_attn.device.copy import RowCopy, block_of_rows
+from cute_attn.device.forward_fp32 import Fp32Rows
 from cute_attn.device.gemm import SmemOperand
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -57,7 +58,7 @@ class Operands:
     tiled_mma: cute.TiledMma
     q: SmemOperand
     k: SmemOperand
-    v: SmemOperand
+    v: SmemOperand | Fp32Rows
 
 
 @dataclass(frozen=True)
