@@ -147,7 +147,7 @@ _TILES_FP32: dict[str, dict[int, dict[str, list[ForwardSm80Tile]]]] = {
         256: {"none": [_tile(64, 32, 4, 1, 2)]},
     },
 }
-_FIT_ALWAYS_FP32 = [_tile(64, 32, 4, 1, 1), _tile(64, 16, 4, 1, 1)]
+_FIT_ALWAYS_FP32 = [_tile(64, 32, 4, 1, 1), _tile(64, 16, 4, 1, 1), _tile(32, 32, 2, 1, 1)]
 
 
 def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
