@@ -225,7 +225,10 @@ def write_ids(tensor: cute.Tensor):
             lambda: layouts.tiled_mma_sm90(Float16, 64, 64, warpgroups=1, a_source="rmem", a_major="mn"),
             "a_major='mn'",
         ),
-        (lambda: layouts.ldmatrix_copy_a(layouts.tiled_mma_sm80(Float16, 4), Float32, transpose=True), "16-bit"),
+        (
+            lambda: layouts.ldmatrix_copy_a(layouts.tiled_mma_sm80(Float16, 4), Float32, transpose=True),
+            "16-bit",
+        ),
         (lambda: layouts.store_copy_c(layouts.tiled_mma_sm80(Float16, 4), Float16, "sm70"), "arch='sm70'"),
         (lambda: layouts.row_col_modes(layouts.tiled_mma_sm80(Float16, 4), 48, 64), "tile_m=48"),
     ],
