@@ -3,6 +3,7 @@
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
+# make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
@@ -15,7 +16,7 @@ VENV := .venv
 export PYTHONUNBUFFERED := 1
 
 ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
-ifneq (,$(filter demo test-gpu bench bench-backward bench-shapes,$(MAKECMDGOALS)))
+ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes,$(MAKECMDGOALS)))
   ifeq (,$(PYTHON))
     PYTHON := $(shell $(BASE_PYTHON) -c "$(ready)" 2>/dev/null && command -v $(BASE_PYTHON))
   endif
@@ -27,7 +28,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo test cpu-tests test-gpu bench bench-backward bench-shapes lint format types clean
+.PHONY: help demo test cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -59,6 +60,9 @@ bench: $(installed_dev)
 
 bench-backward: $(installed_dev)
 	$(run) -m bench.backward $(ARGS)
+
+bench-decode: $(installed_dev)
+	$(run) -m bench.decode $(ARGS)
 
 bench-shapes: $(installed_dev)
 	$(run) -m bench.shapes $(ARGS)

@@ -430,7 +430,6 @@ def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple
     shapes = {
         "alibi_slopes": (params.batch, params.nheads),
         "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
-        "sinks": (params.nheads,),
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(params, name)

@@ -435,8 +435,6 @@ def check_for_kernels(params: AttentionParams) -> None:
         if params.bias.dtype not in DTYPE_NAMES:
             raise TypeError(f"bias has dtype {params.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
         _check_last_stride("bias", params.bias)
-    if params.sinks is not None:
-        _check_last_stride("sinks", params.sinks)
 
 
 def _check_sizes(params: AttentionParams) -> None:

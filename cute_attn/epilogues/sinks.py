@@ -28,7 +28,11 @@ class Sinks:
     def fake_args(self) -> tuple:
         """Of (nheads,) sinks."""
         dtype = _DTYPES[self.dtype]
-        return (make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=dtype.width // 8),)
+        return (
+            make_fake_tensor(
+                dtype, (cute.sym_int(),), stride=(cute.sym_int64(),), assumed_align=dtype.width // 8
+            ),
+        )
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         """The sinks of one launch."""

@@ -82,7 +82,15 @@ def test_a_call_names_a_variant():
         "max_seqlen_q": 8,
         "max_seqlen_k": 8,
     }
-    plain |= {"precision": "", "mask": "", "softcap": 0.0, "dropout": "", "epilogues": (), "return_softmax": False, "tile": ""}
+    plain |= {
+        "precision": "",
+        "mask": "",
+        "softcap": 0.0,
+        "dropout": "",
+        "epilogues": (),
+        "return_softmax": False,
+        "tile": "",
+    }
     chosen = {
         kernel: type(launcher.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90"))
         for kernel in ("sm80", "sm80:plain", "sm80:padded")
