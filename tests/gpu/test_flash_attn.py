@@ -104,7 +104,7 @@ def test_with_kvcache(name):
         caches = [x[:2].clone() for x in caches]
     if page:
         given["block_table"] = torch.randperm(4, generator=generator).view(2, 2).int()
-        caches = [x.view(4, page, 2, 128)[given["block_table"].argsort(None).flatten()] for x in caches]
+        caches = [x.view(4, page, 2, 128)[given["block_table"].flatten().argsort()] for x in caches]
     if new:
         given |= {"k": randn(2, new, 2, 128), "v": randn(2, new, 2, 128)}
     if options.pop("rotary", False):

@@ -170,6 +170,7 @@ def test_a_compiled_function_in_one_graph():
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_function_in_cuda_graphs(backend):
     """torch warms a graph up on a stream of its own, in memory that nothing may keep."""

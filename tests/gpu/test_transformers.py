@@ -49,6 +49,7 @@ def test_logits_and_gradients(name, side):
         check(which, actual, exact, plain, factor=GRADIENT)
 
 
+@pytest.mark.unguarded
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_finite_and_repeats(cache):
     hf.register()
