@@ -81,6 +81,15 @@ class BackwardConvert:
         layout = layouts.smem_layout(self.tile.tile_m, cols, self.dtype, stages=parts)
         return cute.make_composed_layout(layout.inner, layout.offset, cute.group_modes(layout.outer, 1, 3))
 
+    def columns(self, s_dq: cute.Tensor, index: int) -> cute.Tensor:
+        """The columns of pass ``index``."""
+        passes = dq.passes(self.tile)
+        if passes == 1:
+            return s_dq
+        rows, cols = self.tile.tile_m, padded(self.traits.head_dim) // passes
+        layout = layouts.smem_layout(rows, cols, self.dtype)
+        return cute.make_tensor(s_dq.iterator + index * rows * cols, layout)
+
     def tiled_mma(self) -> cute.TiledMma:
         """The main kernel's."""
         return dq.mma_dq(self.traits, self.tile)
@@ -137,8 +146,9 @@ class BackwardConvert:
             used = query_tile.info.seqlen_q - query_tile.row0
             if used > 0:
                 row0 = padded_row0(seqlens, query_tile.info, query_tile.batch, tile.tile_m) + query_tile.row0
-                acc = self.load(mDQaccum, query_tile, row0, thread)
-                self.to_shared(acc, s_dq, scale, thread)
+                for index in cutlass.range_constexpr(dq.passes(tile)):
+                    acc = self.load(mDQaccum, query_tile, row0, index, thread)
+                    self.to_shared(acc, self.columns(s_dq, index), scale, thread)
             cute.arch.barrier()
             rows_dq = sequence(
                 mDQ, query_tile.batch, query_tile.head, query_tile.info.offset_q, traits.varlen
@@ -146,19 +156,22 @@ class BackwardConvert:
             self.store_rows(s_dq, rows_dq, query_tile.row0, used, exist, thread)
 
     @cute.jit
-    def load(self, mDQaccum: cute.Tensor, query_tile: QueryTile, row0: Int32, thread: Int32) -> cute.Tensor:
-        """The sum of this thread's fragments of all accumulators, first to last."""
+    def load(
+        self, mDQaccum: cute.Tensor, query_tile: QueryTile, row0: Int32, index: Constexpr, thread: Int32
+    ) -> cute.Tensor:
+        """The sum of this thread's fragments of pass ``index`` in all accumulators, first to last."""
         traits, tile, width = self.traits, self.tile, padded(self.traits.head_dim)
+        start: Constexpr = index * (dq.block_floats(traits, tile) // dq.passes(tile))
         acc = dq.make_accumulator(self.tiled_mma(), traits, tile)
         first = dq.accumulator_rows(
             mDQaccum, 0, query_tile.batch, query_tile.head, row0, width, traits.varlen
         )
-        load_fragment(acc, first.iterator, thread, tile.dq_vector)
+        load_fragment(acc, first.iterator + start, thread, tile.dq_vector)
         for i in cutlass.range(1, mDQaccum.shape[0], unroll=1):
             other = dq.accumulator_rows(
                 mDQaccum, i, query_tile.batch, query_tile.head, row0, width, traits.varlen
             )
-            load_fragment(acc, other.iterator, thread, tile.dq_vector, more=True)
+            load_fragment(acc, other.iterator + start, thread, tile.dq_vector, more=True)
         return acc
 
     @cute.jit

@@ -8,8 +8,9 @@ kernel reads them in the same order. Both derive it here, from the traits and fr
     dq_transposed   whether the accumulator is dQ^T, (padded head_dim, tile_m), instead of (tile_m, padded head_dim)
     dq_warps_n      warps (sm80) or warpgroups (sm90) along the accumulator's second extent
     dq_vector       floats that one reduction adds
+    dq_passes       (sm80) parts of head_dim with an accumulator each, one after the other in memory
 
-All functions but :func:`block_floats` and :func:`accumulator_shape` run inside a trace.
+:func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere, the others inside a trace.
 """
 
 from typing import Any
@@ -30,9 +31,14 @@ def block_floats(traits: Traits, tile: Any) -> int:
     return tile.tile_m * padded(traits.head_dim)
 
 
+def passes(tile: Any) -> int:
+    """Parts of head_dim with an accumulator each."""
+    return getattr(tile, "dq_passes", 1)
+
+
 def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:
-    """(M, N) of the product: (queries, head_dim), or transposed (head_dim, queries)."""
-    queries, dims = tile.tile_m, padded(traits.head_dim)
+    """(M, N) of the product: (queries, head_dim of a pass), or transposed (head_dim, queries)."""
+    queries, dims = tile.tile_m, padded(traits.head_dim) // passes(tile)
     return (dims, queries) if tile.dq_transposed else (queries, dims)
 
 

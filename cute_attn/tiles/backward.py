@@ -30,6 +30,8 @@ class BackwardSm80Tile(WarpTile):
         sdp_unroll, dkv_unroll, dq_unroll: steps of 16 whose operands these products read at a time; 0 for all of them.
             Few steps bound the registers of operands.
         dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
+        dq_passes: parts of head_dim, whole 128 bytes each, whose dQ is computed one after the other: of large head dims
+            there are too few registers for all of it.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -47,6 +49,7 @@ class BackwardSm80Tile(WarpTile):
     dkv_unroll: int = choice(0, 0, 1, 2, 4)
     dq_unroll: int = choice(0, 0, 1, 2, 4)
     dq_vector: int = choice(1, 1, 2, 4)
+    dq_passes: int = choice(1, 1, 2, 4)
 
     @property
     def mma_threads(self) -> int:
@@ -112,7 +115,7 @@ class BackwardSm80Tile(WarpTile):
         gradients = self.tile_n * (d + dv) // threads
         scores = self.queries * self.tile_n // threads
         v = self.tile_n * dv // (2 * 32 * (self.num_warps // self.sdp_warps_m)) if self.v_in_regs else 0
-        dq = self.tile_m * d // threads
+        dq = self.tile_m * d // (threads * self.dq_passes)
         return gradients + v + max(2 * scores, dq) + 30
 
     def shape_reason(self, traits: Traits) -> str | None:
@@ -146,6 +149,12 @@ class BackwardSm80Tile(WarpTile):
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} is {getattr(self, name)}; accepted: 1 or 2"
+        whole = 128 // traits.element_bytes
+        if self.dq_passes < 1 or (self.dq_passes > 1 and padded(traits.head_dim) % (whole * self.dq_passes)):
+            return (
+                f"dq_passes is {self.dq_passes}; accepted: 1, or a divisor of padded head_dim "
+                f"{padded(traits.head_dim)} into multiples of {whole}"
+            )
         if self.dq_vector not in (1, 2, 4):
             return f"dq_vector is {self.dq_vector}; accepted: 1, 2 or 4"
         if min(self.sdp_unroll, self.dkv_unroll, self.dq_unroll, self.queries_at_once) < 0:
@@ -180,7 +189,7 @@ class BackwardSm80Tile(WarpTile):
             ("tile_n", self.tile_n, keys_step),
             ("padded head_dim", d, 16 * dkv_n),
             ("padded head_dim_v", dv, 16 * dkv_n),
-            ("padded head_dim", d, 16 * dq_n),
+            ("padded head_dim of a pass", d // self.dq_passes, 16 * dq_n),
         ):
             if extent <= 0 or extent % step:
                 return f"{name} is {extent}; accepted: multiples of {step} for the warps of {self}"

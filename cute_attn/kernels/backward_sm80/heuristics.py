@@ -122,11 +122,27 @@ _FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
     256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2), _fp32(32, 16, 2, 2, 1, 2)],
 }
 """The larger head dim -> tiles of fp32 elements, the largest first."""
+_LARGE_UNROLLS = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, **_ONE_STAGE}
+_LARGE_TILES = {
+    2: [
+        _tile(64, 32, 8, 4, 2, 2, **_LARGE_UNROLLS),
+        _tile(64, 16, 4, 4, 1, 2, **_LARGE_UNROLLS),
+        _tile(32, 16, 2, 2, 1, 1, **_LARGE_UNROLLS),
+    ],
+    4: [_fp32(32, 32, 4, 2, 2, 2), _fp32(32, 16, 2, 2, 1, 1)],
+}
+"""Bytes of an element -> tiles for head dims beyond 256, the largest first."""
 
 
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
     vector = 4 if target == "sm90" else 1
+    if max(traits.head_dim, traits.head_dim_v) > 256:
+        return [
+            dataclasses.replace(tile, dq_vector=vector, dq_passes=passes)
+            for tile in _LARGE_TILES[traits.element_bytes]
+            for passes in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
+        ]
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
         of_fp32 = next((tiles for dim, tiles in _FP32_TILES.items() if largest <= dim), _FP32_TILES[256])
@@ -136,5 +152,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
     # Reductions of single floats take registers too.
     pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
+    if not traits.aligned:
+        pressure = max(pressure, 3)
     fitting = [tile for highest, tile in tiles if highest >= pressure]
     return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

@@ -168,7 +168,7 @@ class BackwardSm80:
     def operands(self, smem: BackwardSm80Storage, thread: Int32) -> Operands:
         """All products' operands; those that are not K-major are transposed as they are read."""
         mmas = (self.mma_sdp(), self.mma_dkv(), self.mma_dq())
-        return self.products.operands(mmas, smem, self.smem_layout(*self.products.scores_plane, None), thread)
+        return self.products.operands(mmas, smem, self.smem_layout, thread)
 
     # ---- host ----
 
@@ -571,14 +571,20 @@ class BackwardSm80:
     def add_dq(self, ctx: MainloopContext, block: Int32) -> None:
         """Add dS K of this key block to the query block's dQ in global memory."""
         tile, op = self.tile, ctx.operands
-        acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
-        acc.fill(0.0)
-        unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
-        self.products.multiply(op.mma_dq, acc, op.ds, op.k_t, Int32(0), unroll)
         floats = dq.block_floats(self.traits, tile)
-        blocks = cute.make_ptr(Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16)
-        target = blocks + cute.assume(Int64(block) * floats, divby=4)
-        add_fragment(acc, target, below_1024(rematerialize(ctx.thread)), tile.dq_vector)
+        unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
+        for index in cutlass.range_constexpr(tile.dq_passes):
+            acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
+            acc.fill(0.0)
+            self.products.multiply(op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll)
+            blocks = cute.make_ptr(
+                Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
+            )
+            first = Int64(block) * floats
+            if cutlass.const_expr(index > 0):
+                first += index * (floats // tile.dq_passes)
+            target = blocks + cute.assume(first, divby=4)
+            add_fragment(acc, target, below_1024(rematerialize(ctx.thread)), tile.dq_vector)
 
     @cute.jit
     def stage_gradient(

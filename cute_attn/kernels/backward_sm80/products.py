@@ -4,6 +4,7 @@
 :mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,25 @@ class Operands:
     ds_t: Operand | None
     q_t: Operand
     ds: Operand
-    k_t: Operand
+    k_ts: tuple[Operand, ...]  # of each of dQ's passes
     p_out: Result | None
     ds_out: Result
+
+    @property
+    def k_t(self) -> Operand:
+        """K^T of dQ's first pass."""
+        return self.k_ts[0]
+
+
+def columns_of(s: cute.Tensor, layout_of: Callable[..., Any], index: int, parts: int) -> cute.Tensor:
+    """Part ``index`` of ``parts`` of a tile's columns; atoms of 128 bytes of all rows follow each other."""
+    if parts == 1:
+        return s
+    rows, cols = (cute.size(s, mode=[i]) for i in range(2))
+    stages = (1,) if cute.rank(s) == 3 else (None,)
+    return cute.make_tensor(
+        s.iterator + index * rows * (cols // parts), layout_of(rows, cols // parts, *stages)
+    )
 
 
 @dataclass(frozen=True)
@@ -91,10 +108,12 @@ class Products:
 
     # ---- operands ----
 
-    def operands(self, mmas: tuple, smem: BackwardSm80Storage, plane: Any, thread: Int32) -> Operands:
+    def operands(
+        self, mmas: tuple, smem: BackwardSm80Storage, layout_of: Callable[..., Any], thread: Int32
+    ) -> Operands:
         """All products' operands.
 
-        mmas: of S and dP, of dK and dV, of dQ. plane: the layout of P and dS in shared memory.
+        mmas: of S and dP, of dK and dV, of dQ. layout_of: (rows, cols[, stages]) -> a layout in shared memory.
         """
         tile, (mma_sdp, mma_dkv, mma_dq) = self.tile, mmas
         warps = tile.num_warps
@@ -119,7 +138,13 @@ class Products:
 
         def result(s: cute.Tensor) -> Any:
             kind = Fp32Result if self.of_fp32 else SmemResult
-            return kind(mma_sdp, self.scores_shape, cute.make_tensor(s.iterator, plane), thread)
+            plane = cute.make_tensor(s.iterator, layout_of(*self.scores_plane, None))
+            return kind(mma_sdp, self.scores_shape, plane, thread)
+
+        def k_t(index: int) -> Any:
+            s = columns_of(smem.k, layout_of, index, tile.dq_passes)
+            # Both operands take the keys in the same order.
+            return operand(mma_dq, tile.dq_warps_m, False, s, True, paired=tile.p_in_regs)
 
         through_smem = not tile.p_in_regs
         return Operands(
@@ -135,8 +160,7 @@ class Products:
             ds_t=dkv(smem.ds, True) if through_smem else None,
             q_t=dkv(smem.q, False),
             ds=operand(mma_dq, tile.dq_warps_m, True, smem.ds, tile.p_in_regs),
-            # Both operands take the keys in the same order.
-            k_t=operand(mma_dq, tile.dq_warps_m, False, smem.k, True, paired=tile.p_in_regs),
+            k_ts=tuple(k_t(index) for index in range(tile.dq_passes)),
             p_out=result(smem.p) if through_smem else None,
             ds_out=result(smem.ds),
         )
