@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import launcher
+from cute_attn import launcher, packed
 from cute_attn.counters import multiprocessors
 from cute_attn.launcher import (
     ScoreArgs,
@@ -49,6 +49,8 @@ from cute_attn.traits import PARTS, Traits
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Of q, k, v, bias and sinks; None where they are not needed."""
+
+NOTHING: Gradients = (None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +127,21 @@ class BiasGradient:
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
         return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
 
-    def allocate(self, like: Tensor) -> Tensor:
-        """The tensor that the kernel writes."""
+    def allocate(self, like: Tensor, given: Tensor | None = None) -> Tensor:
+        """The tensor that the kernel writes: ``given`` if it can be."""
+        if given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype):
+            if given.is_contiguous() and is_aligned(given):
+                return given.zero_() if self.clear else given
         gradient = launcher.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
         return gradient.zero_() if self.clear else gradient
 
-    def finish(self, gradient: Tensor) -> Tensor:
-        """The bias's gradient from what the kernel wrote."""
+    def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
+        """The bias's gradient from what the kernel wrote, in ``given`` if there is one."""
         if self.sum_over:
             gradient = gradient.sum(self.sum_over, keepdim=True)
-        return gradient.to(self.result)
+        if given is None or given is gradient:
+            return gradient.to(self.result)
+        return given.copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,7 @@ class BackwardLauncher:
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
+        parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
         varlen: whether rows of those may belong to no sequence.
         copy: which of grad_out and out have strides that no kernel reads.
         views: as of :class:`cute_attn.launcher.Launcher`.
@@ -165,6 +173,7 @@ class BackwardLauncher:
     needed: tuple[bool, bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
     strides: tuple[tuple[int, ...], ...]
+    parts: int
     varlen: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
@@ -180,35 +189,43 @@ class BackwardLauncher:
     rest: tuple
 
     def launch(
-        self, params: AttentionParams, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+        self,
+        params: AttentionParams,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None = None,
     ) -> Gradients:
         """Allocate everything and launch on the current stream of q's device.
 
         Args:
             grads: of out and lse.
             outputs: out and lse.
+            into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
+                allocate is a part of another.
         """
         device = params.q.get_device()
         if device == launcher._current_device():
-            return self._launch(params, grads, outputs)
+            return self._launch(params, grads, outputs, into)
         with torch.cuda.device(device):
-            return self._launch(params, grads, outputs)
+            return self._launch(params, grads, outputs, into)
 
     def _launch(
-        self, params: AttentionParams, grads: tuple[Tensor, Tensor | None], outputs: tuple[Tensor, Tensor]
+        self,
+        params: AttentionParams,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None,
     ) -> Gradients:
         q = params.q
+        given = into or NOTHING
         if self.main is None or self.workspace is None:
-            return self._without_keys(params, grads[1], outputs[1])
+            return self._without_keys(params, grads[1], outputs[1], given)
         check_alignment(*params[:3])
         grad_out, out = _readable(grads[0], self.copy[0]), _readable(outputs[0], self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = (
-            launcher.new_empty_strided(q, shape, strides, q.dtype)
-            for shape, strides in zip(self.shapes, self.strides, strict=True)
-        )
+        dq, dk, dv = self._allocate(params, given, into is not None)
         space = self.workspace
         memory = launcher.new_empty_strided(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(memory, *space.lse_log2)
@@ -218,7 +235,7 @@ class BackwardLauncher:
         if self.needed[4] and (self.varlen or params.seqused_q is not None):
             # Rows between sequences, which the preprocess leaves unwritten.
             memory[: space.dq[2]].zero_()
-        dbias = self.bias.allocate(q) if self.bias is not None else None
+        dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
         if self.views:
             viewed: list[Any] = list(params)
             for index, shape, strides in self.views:
@@ -257,15 +274,37 @@ class BackwardLauncher:
         if self.convert is not None:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
         if dbias is not None and self.bias is not None:
-            dbias = self.bias.finish(dbias)
+            dbias = self.bias.finish(dbias, given[3])
         needed, nheads_kv = self.needed, params.k.shape[-2]
         return (
             dq if needed[0] else None,
-            _sum_splits(dk, nheads_kv) if needed[1] else None,
-            _sum_splits(dv, nheads_kv) if needed[2] else None,
+            _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
+            _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
             dbias,
             _sinks_gradient(params.sinks, lse_log2, minus_d, keep) if needed[4] else None,
         )
+
+    def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
+        """What the kernels write dq, dk and dv into."""
+        parts, shapes, found = self.parts, self.shapes, []
+        together: Tensor | None = None
+        if (
+            may_pack
+            and parts
+            and not any(x is not None for x in given[:3])
+            and packed.are_adjacent((params.q, params.k, params.v)[3 - parts :])
+        ):
+            shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
+            together = launcher.new_empty_strided(params.q, shape, contiguous_strides(shape), params.q.dtype)
+        for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
+            own = given[i]
+            if together is not None and i >= 3 - parts:
+                first = (i + parts - 3) * shape[-1] * shape[-2]
+                own = as_strided(together, shape, packed.packed_strides(shape, parts), first)
+            elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
+                own = launcher.new_empty_strided(params.q, shape, strides, params.q.dtype)
+            found.append(own)
+        return found
 
     def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
         if self.score_args is not None:
@@ -274,12 +313,14 @@ class BackwardLauncher:
             dbias = as_strided(dbias, *self.bias.seen)
         return self.kernel.score_args(params.score_inputs(dbias))
 
-    def _without_keys(self, params: AttentionParams, grad_lse: Tensor | None, lse: Tensor) -> Gradients:
+    def _without_keys(
+        self, params: AttentionParams, grad_lse: Tensor | None, lse: Tensor, given: Gradients
+    ) -> Gradients:
         """Zeros, but for the sinks of existing rows: their LSE is the sink."""
         tensors = (params.q, params.k, params.v, params.bias, params.sinks)
         *zeros, dsinks = (
-            x.new_zeros(x.shape) if needed and x is not None else None
-            for x, needed in zip(tensors, self.needed, strict=True)
+            None if not needed or x is None else x.new_zeros(x.shape) if own is None else own.zero_()
+            for x, needed, own in zip(tensors, self.needed, given, strict=True)
         )
         if dsinks is not None and grad_lse is not None:
             rows = torch.where(lse == -math.inf, 0.0, grad_lse)
@@ -311,11 +352,35 @@ def _sinks_gradient(sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, kee
     return (found / keep).to(sinks.dtype)
 
 
-def _sum_splits(gradient: Tensor, nheads_kv: int) -> Tensor:
-    """dK or dV of each kv head, from (..., nheads_kv * splits, dim)."""
+def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tensor:
+    """dK or dV of each kv head, from (..., nheads_kv * splits, dim), in ``given`` if there is one."""
     if gradient.shape[-2] == nheads_kv:
         return gradient
-    return gradient.unflatten(-2, (nheads_kv, -1)).sum(-2)
+    divided = gradient.unflatten(-2, (nheads_kv, -1))
+    return divided.sum(-2) if given is None else torch.sum(divided, -2, out=given)
+
+
+def check_given(params: AttentionParams, given: Gradients, needed: tuple[bool, ...]) -> None:
+    """Raise where a tensor to write a gradient into does not fit."""
+    for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
+        if own is None:
+            continue
+        x = getattr(params, name)
+        if not wanted or x is None:
+            raise ValueError(f"d{name} is given, but no gradient of {name} is wanted; accepted: None")
+        for what in ("device", "dtype", "shape"):
+            if getattr(own, what) != getattr(x, what):
+                have, accepted = (str(getattr(y, what)) for y in (own, x))
+                raise ValueError(f"d{name} has {what} {have}; accepted: {accepted}, {name}'s")
+        broadcast = any(n > 1 and step == 0 for n, step in zip(own.shape, own.stride(), strict=True))
+        if own.requires_grad or broadcast:
+            what = "requires a gradient" if own.requires_grad else f"has strides {own.stride()}"
+            raise ValueError(f"d{name} {what}; accepted: a tensor to write, without broadcast dimensions")
+        if name in ("q", "k", "v") and own.is_cuda and not (rows_are_regular(own) and is_aligned(own)):
+            raise ValueError(
+                f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
+                "16; accepted: rows of contiguous elements that start at multiples of 16 bytes"
+            )
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
@@ -339,6 +404,7 @@ def gradients(
     lse: Tensor,
     needed: tuple[bool, ...],
     forward: launcher.Launcher | None = None,
+    into: Gradients | None = None,
 ) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
@@ -347,6 +413,7 @@ def gradients(
     Args:
         grad_out, grad_lse: None for one that is zero.
         forward: the forward's launcher, if there is one: a shorter key.
+        into: see :meth:`BackwardLauncher.launch`.
 
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
@@ -355,7 +422,9 @@ def gradients(
         shape, _, _ = params.output_shapes()
         grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
     found = launcher_for(params, grad_out, grad_lse, out, lse, needed, forward)
-    return found.launch(params, (grad_out, grad_lse), (out, lse))
+    if into is not None and any(x is not None for x in into):
+        check_given(params, into, needed)
+    return found.launch(params, (grad_out, grad_lse), (out, lse), into)
 
 
 def launcher_for(
@@ -410,6 +479,7 @@ def _make_launcher(
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
+        parts=0,
         varlen=params.varlen,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
@@ -451,6 +521,7 @@ def _make_launcher(
         backward_launcher,
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
+        parts=packed.parts_packed(params[:3]) if all(needed[:3]) and heads_dkv == params.k.shape[-2] else 0,
         main=functions[0],
         preprocess=functions[1],
         convert=functions[2] if needed[0] else None,

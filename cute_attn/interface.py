@@ -277,6 +277,7 @@ def attention_backward(
     tile: Any = None,
     deterministic: bool = False,
     precision: str | None = None,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of :func:`attention` from its outputs, or from PyTorch's.
 
@@ -301,6 +302,9 @@ def attention_backward(
         The forward's seed and offset, on any device.
     tile : Tile or str, optional
         The backward's.
+    into : sequence of Tensor, optional
+        Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
+        of 16 bytes. They must not overlap. Default: new ones, which are parts of one tensor where q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, epilogues, \
 kernel, deterministic, precision
         As the forward's.
@@ -339,7 +343,7 @@ kernel, deterministic, precision
     params = _params_of(tensors, options)
     if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
         lse = lse[:, :, : params.max_seqlen_q]
-    return _backward(params, grad_out, grad_lse, out, lse, wanted)
+    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
 
 
 def attention_varlen_backward(
@@ -373,6 +377,7 @@ def attention_varlen_backward(
     tile: Any = None,
     deterministic: bool = False,
     precision: str | None = None,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """:func:`attention_backward` for packed sequences: gradients of :func:`attention_varlen`.
 
@@ -418,7 +423,7 @@ def attention_varlen_backward(
     params = _params_of(tensors, options)
     if lse.dim() == 3:
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
-    return _backward(params, grad_out, grad_lse, out, lse, wanted)
+    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
 
 
 def _backward(
@@ -428,6 +433,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     wanted: Sequence[str],
+    into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     accepted = [name for name in ops.DIFFERENTIABLE if getattr(params, name) is not None]
     if isinstance(wanted, str) or not all(name in accepted for name in wanted):
@@ -435,9 +441,20 @@ def _backward(
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
     needed = tuple(name in wanted for name in ops.DIFFERENTIABLE)
-    grads = dict(
-        zip(ops.DIFFERENTIABLE, ops.backward(params, grad_out, grad_lse, out, lse, needed), strict=True)
-    )
+    own: dict[str, Tensor] = {}
+    if into is not None:
+        kinds = [type(into)] if isinstance(into, Tensor) else [type(x) for x in into]
+        if (
+            len(kinds) != len(wanted)
+            or isinstance(into, Tensor)
+            or not all(issubclass(x, Tensor) for x in kinds)
+        ):
+            names = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"into is of {names}; accepted: a sequence of one tensor for each of {wanted!r}")
+        own = dict(zip(wanted, into, strict=True))
+    given = tuple(own.get(name) for name in ops.DIFFERENTIABLE)
+    found = ops.backward(params, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
+    grads = dict(zip(ops.DIFFERENTIABLE, found, strict=True))
     return tuple(grads[name] for name in wanted)  # type: ignore[misc]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.backward import Gradients, gradients
+from cute_attn.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.launcher import Launcher, Outputs, Tensors, launcher_for
 from cute_attn.params import NUM_TENSORS, AttentionParams, check, check_gradients
 
@@ -27,6 +27,11 @@ _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softm
 _library.define(
     f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
     "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)",
+    tags=_TAGS,
+)
+_INTO = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dsinks"
+_library.define(
+    f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
     tags=_TAGS,
 )
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
@@ -70,17 +75,22 @@ def backward(
     lse: Tensor,
     needed: tuple[bool, ...],
     launcher: Launcher | None = None,
+    into: Gradients = NOTHING,
 ) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
     launcher: the forward's, if there is one.
+    into: tensors to write gradients into, of all that are needed or of none.
     """
     if (
         params.q.is_cuda
         and no_dispatch_mode()
-        and all_plain((*params[:NUM_TENSORS], grad_out, grad_lse, out, lse))
+        and all_plain((*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *into))
     ):
-        return gradients(params, grad_out, grad_lse, out, lse, needed, launcher)
+        return gradients(params, grad_out, grad_lse, out, lse, needed, launcher, into)
+    if any(x is not None for x in into):
+        torch.ops.cute_attn.backward_into.default(grad_out, grad_lse, out, lse, *into, *params)
+        return into
     grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *params)
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
@@ -228,6 +238,35 @@ def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:
     """One tensor for each, as an operator returns; those not needed are empty."""
     return tuple(params.q.new_empty(0) if x is None else x for x in grads)
 
+
+def _into(arguments: tuple) -> tuple[Gradients, tuple]:
+    """The tensors to write into, and the rest."""
+    return arguments[: len(DIFFERENTIABLE)], arguments[len(DIFFERENTIABLE) :]
+
+
+def _backward_into_cuda(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> None:
+    into, rest = _into(arguments)
+    needed = tuple(x is not None for x in into)
+    gradients(_params_of(rest), grad_out, grad_lse, out, lse, needed, None, into)
+
+
+def _backward_into_cpu(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> None:
+    into, rest = _into(arguments)
+    needed = tuple(x is not None for x in into)
+    check_given(_params_of(rest), into, needed)
+    found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
+    for own, gradient in zip(into, found, strict=True):
+        if own is not None:
+            own.copy_(gradient)
+
+
+_library.impl("backward_into", _backward_into_cuda, "CUDA")
+_library.impl("backward_into", _backward_into_cpu, "CPU")
+torch.library.register_fake("cute_attn::backward_into", lambda *_: None, lib=_library)
 
 _library.impl("backward", _backward_cuda, "CUDA")
 _library.impl("backward", _backward_cpu, "CPU")

@@ -32,6 +32,7 @@ from torch import Tensor
 from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import attention, attention_varlen
 from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.packed import unbind
 
 __all__ = [
     "flash_attn_func",
@@ -323,7 +324,7 @@ class _Options(NamedTuple):
 
 
 def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """The parts of qkv or kv. Their gradients become one tensor by one copy."""
+    """The parts of qkv or kv."""
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} is a {type(packed).__name__}; accepted: a torch.Tensor")
     if packed.dim() != dims or packed.shape[-3] != parts:
@@ -331,7 +332,7 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
         raise ValueError(
             f"{name} has shape {tuple(packed.shape)}; accepted: ({rows}, {parts}, nheads, head_dim)"
         )
-    return packed.unbind(-3)
+    return unbind(packed)
 
 
 def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:

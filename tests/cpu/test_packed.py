@@ -1,0 +1,90 @@
+"""Parts of one tensor, their gradients as one tensor, and gradients into given tensors, on the CPU."""
+
+import pytest
+import torch
+
+from cute_attn import attention, attention_backward, packed
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_unbind_returns_the_tensor_that_gradients_are_parts_of(parts):
+    x = torch.randn(2, 5, parts, 3, 8, requires_grad=True)
+    together = torch.randn(2, 5, parts, 3, 8)
+    views = packed.unbind(x)
+    grads = [
+        together.as_strided((2, 5, 3, 8), packed.packed_strides((2, 5, 3, 8), parts), i * 24)
+        for i in range(parts)
+    ]
+    (found,) = torch.autograd.grad(views, x, grads)
+    assert found.data_ptr() == together.data_ptr()
+    torch.testing.assert_close(found, together, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["copied", "swapped", "padded"])
+def test_other_gradients_are_stacked(change):
+    x = torch.randn(5, 3, 2, 8, requires_grad=True)
+    together = torch.randn(5, 3, 2, 9 if change == "padded" else 8)[..., :8]
+    grads = list(together.unbind(-3))
+    if change == "copied":
+        grads = [grad.clone() for grad in grads]
+    if change == "swapped":
+        grads = [grads[1], grads[0], grads[2]]
+    (found,) = torch.autograd.grad(packed.unbind(x), x, grads)
+    torch.testing.assert_close(found, torch.stack(grads, -3), rtol=0, atol=0)
+
+
+def test_unbind_differentiates_as_torchs():
+    x = torch.randn(2, 6, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(attention(*part(x)).square().sum(), x)[0] for part in (packed.unbind, _unbind)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def _unbind(x):
+    return x.unbind(-3)
+
+
+def test_parts_are_found_by_strides_and_addresses():
+    qkv = torch.randn(2, 5, 3, 4, 8)
+    q, k, v = qkv.unbind(-3)
+    assert packed.parts_packed((q, k, v)) == 3 and packed.are_adjacent((q, k, v))
+    assert not packed.are_adjacent((q, v, k))
+    kv = torch.randn(2, 5, 2, 4, 8)
+    assert packed.parts_packed((q, *kv.unbind(-3))) == 2
+    assert packed.parts_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
+    assert packed.parts_packed((q, k, v[..., :6])) == 0
+
+
+def call(**options):
+    q, k, v = (torch.randn(2, 7, 3, 8) for _ in range(3))
+    out, lse = attention(q, k, v, return_lse=True)
+    return attention_backward(torch.randn_like(out), q, k, v, out, lse, **options)
+
+
+def test_gradients_go_into_given_tensors():
+    torch.manual_seed(0)
+    expected = call()
+    together = torch.full((2, 7, 3, 3, 8), float("nan"))
+    torch.manual_seed(0)
+    found = call(into=together.unbind(-3))
+    for i, (own, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert own.data_ptr() == together[:, :, i].data_ptr()
+        torch.testing.assert_close(own, wanted)
+
+
+@pytest.mark.parametrize(
+    "into, message",
+    [
+        (torch.empty(2, 7, 3, 8), "into is of Tensor"),
+        ([torch.empty(2, 7, 3, 8)] * 2, "into is of Tensor"),
+        ([torch.empty(2, 7, 3, 8)] * 2 + [torch.empty(2, 7, 3, 9)], "dv has shape"),
+        ([torch.empty(2, 7, 3, 8, dtype=torch.float64)] * 3, "dq has dtype"),
+        ([torch.empty(2, 7, 1, 8).expand(2, 7, 3, 8)] * 3, "dq has strides"),
+        ([torch.empty(2, 7, 3, 8, requires_grad=True)] * 3, "dq requires a gradient"),
+        (["x"] * 3, "into is of str, str, str"),
+    ],
+)
+def test_a_wrong_tensor_is_refused(into, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(into=into)
