@@ -200,6 +200,7 @@ _CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "parts"}),
     (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "shares"}),
     (128, {"mask": "causal", "seqused_k": True, "paged": True}),
+    (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "shares"}),
 ]
 _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (128, {"seqused_k": True}),

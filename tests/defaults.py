@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cute_attn import registry
+from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import PARTS, Traits
 
 
@@ -27,6 +28,7 @@ class Default:
 
     Attributes:
         lengths: (seqlen_q, seqlen_k, query heads of a key head) that the tile is chosen for; () for long sequences.
+            Of a kvcache kernel the fields of ``CacheCall``.
     """
 
     traits: Traits
@@ -37,6 +39,8 @@ class Default:
     def kernel(self) -> Any:
         """The kernel and its tile."""
         kernel = registry.lookup(self.traits, None, self.target)
+        if self.lengths and self.traits.op == "kvcache":
+            return kernel.for_cache(CacheCall(*self.lengths))
         return kernel.for_lengths(*self.lengths) if self.lengths else kernel
 
     def __str__(self) -> str:
@@ -85,9 +89,23 @@ BY_LENGTHS = {
 }
 
 
+# Kvcache kernels of Hopper: decoding and chunked prefill, with pages of 1.
+BY_CACHE = {
+    (1, 65536, 4, 0): ("d128-seqused_k-split_shares",),
+    (1, 65536, 8, 1): ("d128-causal-seqused_k-paged-leftpad-split_shares", "d64-seqused_k-paged-split_parts"),
+    (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_shares" for dim in (64, 128, 256)),
+    (512, 65536, 4, 1): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_shares",),
+}
+
+
 def every() -> list[Default]:
     """``registry.defaults()``, FURTHER ones, and those chosen by lengths."""
     return [
+        *(
+            Default(Traits.parse(f"kvcache-sm90-bf16-{rest}"), "sm90", call)
+            for call, names in BY_CACHE.items()
+            for rest in names
+        ),
         *(Default(*pair) for pair in registry.defaults()),
         *(Default(Traits.parse(name), "sm90") for name in FURTHER),
         *(

@@ -1,10 +1,10 @@
-"""Keys or values of a cache that TMA loads block by block: of contiguous entries, or of pages in boxes of rows."""
+"""Keys or values of a cache, block by block: contiguous entries, and pages in boxes of rows or row by row."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 import layouts
@@ -121,3 +121,81 @@ class EntryTiles:
         """Start loading a key block of one head into its stage of ``target`` (tile_n, cols, stage)."""
         tiles = self.tiles.sequence(Int32(0), head, found.page)
         self.tiles.load(tiles, found.within, target, pipeline, use)
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """A paged cache, (pages, page_size, nheads_kv, dim) of any page size, copied row by row by cp.async.
+
+    Several warps divide a key block's rows. A row's lanes copy 16 bytes each; rows that the sequence does not have
+    become zeros. Each warp keeps the pages of all rows of a block: lane i those of rows i, 32 + i, ...
+    """
+
+    cache: cute.Tensor
+    tile_n: Constexpr
+    cols: Constexpr  # padded dim
+    dim: Constexpr
+    warps: Constexpr
+
+    @staticmethod
+    def find(rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo, tile_n: int) -> cute.Tensor:
+        """By a whole warp: the pages of one key block's rows, -1 for rows that the sequence does not have."""
+        pages = cute.make_rmem_tensor(cute.make_layout(-(-tile_n // WARP)), Int32)
+        RowCopies._find(pages, rows, batch, block * tile_n, info)
+        return pages
+
+    @staticmethod
+    @cute.jit
+    def _find(pages: cute.Tensor, rows: KeyRows, batch: Int32, row0: Int32, info: SeqlenInfo) -> None:
+        end = cutlass.min(info.seqlen_k, rows.capacity)
+        for k in cutlass.range_constexpr(cute.size(pages)):
+            row = row0 + k * WARP + cute.arch.lane_idx()
+            exists = (row >= 0) & (row < end)
+            if cutlass.const_expr(info.first_key is not None):
+                exists = exists & (row >= info.first_key)
+            pages[k] = Int32(-1)
+            if exists:
+                pages[k] = rows.place(batch, row)[0]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a row: a power of two, those beyond its vectors idle."""
+        return next(n for n in (4, 8, 16, 32) if 8 * n >= self.cols)
+
+    @cute.jit
+    def load(
+        self, pages: cute.Tensor, rows: KeyRows, row0: Int32, head: Int32, stage: cute.Tensor, warp: Int32
+    ) -> None:
+        """Start copying the key block from ``row0`` on of one head into ``stage`` (tile_n, cols); ``warp``: of them."""
+        per_row, lane = self.lanes, cute.arch.lane_idx()
+        together, col = WARP // per_row, lane % per_row
+        for k in cutlass.range_constexpr(cute.size(pages)):
+            groups: Constexpr = min(WARP, self.tile_n - k * WARP) // together
+            for group in cutlass.range(warp, groups, self.warps, unroll=1):
+                own = group * together + lane // per_row
+                page = cute.arch.shuffle_sync(pages[k], own)
+                row = k * WARP + own
+                within = (row0 + row) % rows.page_size
+                place = (cutlass.max(page, 0), within)
+                if col * 8 < self.cols:
+                    exists = (page >= 0) & (col * 8 < self.dim)
+                    source = rows.row(self.cache, place, head).iterator
+                    self.copy(source + cute.assume(Int64(col) * 8, divby=8), stage, row, col, exists)
+
+    @cute.jit
+    def copy(self, source: cute.Pointer, stage: cute.Tensor, row: Int32, col: Int32, exists: Boolean) -> None:
+        """Start copying 16 bytes, or zeros."""
+        dtype = self.cache.element_type
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
+        )
+        target = cute.local_tile(stage, (1, 8), (row, col))[0, None]
+        predicate = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
+        predicate[0, 0] = exists
+        vector = cute.make_layout(((8, 1), 1))
+        cute.copy(
+            atom,
+            cute.make_tensor(source, vector),
+            cute.make_tensor(target.iterator, vector),
+            pred=predicate,
+        )

@@ -301,7 +301,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     Attributes:
         page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
-            multiple of it.
+            multiple of it. 0: pages of any size, whose rows warps copy by cp.async.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
@@ -312,13 +312,13 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     def compute_registers(self) -> int:
         """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
         if self.blocks_per_sm > 1:
-            return {2: 208, 3: 112}[self.blocks_per_sm]
-        return {1: 255, 2: 232, 3: 152}[self.warpgroups]
+            return {2: 200, 3: 104}[self.blocks_per_sm]
+        return {1: 255, 2: 224, 3: 152}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
         """Registers of a producer thread, which finds shares and pages."""
-        return 48 if self.blocks_per_sm > 1 else {1: 56, 2: 40, 3: 56}[self.warpgroups]
+        return 56
 
     def smem_bytes(self, traits: Traits) -> int:
         return super().smem_bytes(traits) - 2 * self.tile_m * padded(traits.head_dim_v)
@@ -331,10 +331,10 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         if self.bias_stages:
             return f"bias_stages is {self.bias_stages}; accepted: 0, for {traits}"
         if traits.paged:
-            if self.page_rows < 8 or self.page_rows % 8 or self.tile_n % self.page_rows:
+            if self.page_rows and (self.page_rows < 8 or self.page_rows % 8 or self.tile_n % self.page_rows):
                 return (
-                    f"page_rows is {self.page_rows}; accepted: multiples of 8 that divide tile_n, {self.tile_n}, "
-                    f"for {traits}"
+                    f"page_rows is {self.page_rows}; accepted: 0, and multiples of 8 that divide tile_n, "
+                    f"{self.tile_n}, for {traits}"
                 )
         elif self.page_rows:
             return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"

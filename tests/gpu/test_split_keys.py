@@ -213,17 +213,18 @@ def test_few_and_many_sequences(arch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("page", [8, 16, 48, 64, 128, 256])
+@pytest.mark.parametrize("page", [1, 3, 8, 16, 19, 48, 64, 128, 256])
 def test_pages_equal_entries_bit_for_bit(page, split, arch):
     call = Call((1, 0, 63, 700, 1030), (2,) * 5)
-    expected = call.run(kernel=arch, **split)
+    options = {"kernel": arch, **split}
+    expected = call.run(**options)
     for heads_first in (False, True):
-        assert same(call.run_paged(page, heads_first, kernel=arch, **split), expected)
+        assert same(call.run_paged(page, heads_first, **options), expected)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [0, 1, 16])
 def test_leftpad(page, split, arch):
     """As the rest of the cache alone; rows and pages before it are NaN, and their table entries absurd."""
     call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))

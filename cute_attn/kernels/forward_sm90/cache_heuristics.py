@@ -38,10 +38,16 @@ def _chosen(tiles: list[KvcacheSm90Tile], traits: Traits, call: CacheCall) -> Kv
     """The first one that fits, with boxes for pages of the call's size."""
     tiles = [tile for tile in tiles if call.part_keys % tile.tile_n == 0]
     if traits.paged:
-        tiles = [
-            dataclasses.replace(tile, page_rows=page_rows(call.page_size, tile.tile_n)) for tile in tiles
-        ]
+        tiles = [_for_pages(tile, call.page_size) for tile in tiles]
     return first_that_fits(tiles, traits, "sm90")
+
+
+def _for_pages(tile: KvcacheSm90Tile, page_size: int) -> KvcacheSm90Tile:
+    """With boxes for such pages; or without any, when the warps that copy rows keep the pages of up to 64 keys."""
+    rows = page_rows(page_size, tile.tile_n)
+    if rows or tile.tile_n <= 64:
+        return dataclasses.replace(tile, page_rows=rows)
+    return dataclasses.replace(tile, tile_n=64, num_stages=tile.num_stages * tile.tile_n // 64)
 
 
 def page_rows(page_size: int, tile_n: int) -> int:

@@ -15,16 +15,18 @@ from cute_attn.device.score_tile import ScoreMap
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.main_loop import MainLoop
-from cute_attn.kernels.forward_sm90.params import ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardParams, PipelineState
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.outputs.partial import RowTarget, store_rows
+from cute_attn.rows.cached import RowCopies
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.key_parts import KeyPart, Partials
 from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
 from cute_attn.work.query_tiles import QueryTile
+from cute_attn.work.replay import WorkItemId
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,20 @@ class CacheProducer(CacheRole, Producer):
         self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
     ) -> Int32:
         """As :meth:`Producer.load_blocks`; where a block's rows are is looked up one block ahead."""
+        claimed = Int32(0)
+        if cutlass.const_expr(self.kernel.copy_warps > 0):
+            self.storage.q.load(self.inputs.q, tile, pipeline_state.queries)
+            if cutlass.const_expr(claims is not None):
+                claimed = claims.claim()
+        else:
+            claimed = self.load_by_tma(tile, blocks, pipeline_state, claims)
+        return claimed
+
+    @cute.jit
+    def load_by_tma(
+        self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
+    ) -> Int32:
+        """Q and all key blocks."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
@@ -158,6 +174,38 @@ class CacheProducer(CacheRole, Producer):
         pipeline_v.producer_acquire(end)
         inputs.v.load(found, head, storage.s_v, pipeline_v, end)
         return claimed
+
+
+@dataclass(frozen=True)
+class KeyCopier(CacheRole):
+    """One of the warps that copy K and V row by row, where pages do not consist of boxes for TMA."""
+
+    inputs: ForwardInputs  # k and v: ``RowCopies``
+    warp: Int32  # of them
+
+    @cute.jit
+    def run_tile(
+        self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
+    ) -> PipelineState:
+        """Copy this warp's rows of all key blocks, in the order in which they are visited."""
+        _, state = self.begin(tile)
+        blocks, keys, rows = self.key_blocks(tile, state), pipeline_state.keys, self.params.rows
+        inputs, storage, tile_n = self.inputs, self.storage, self.kernel.tile.tile_n
+        count, last = blocks.end - blocks.begin, blocks.end - 1
+        pages = RowCopies.find(rows, tile.batch, last, tile.info, tile_n)
+        for i in cutlass.range(count, unroll=1):
+            ahead = RowCopies.find(rows, tile.batch, last - i - 1, tile.info, tile_n)
+            row0, n = (last - i) * tile_n, keys + i
+            for source, target, pipeline in (
+                (inputs.k, storage.s_k, storage.pipeline_k),
+                (inputs.v, storage.s_v, storage.pipeline_v),
+            ):
+                pipeline.producer_wait(n)
+                stage = target[None, None, pipeline.stage(n)]
+                source.load(pages, rows, row0, tile.head_kv, stage, self.warp)
+                pipeline.producer_commit_copies(n)
+            pages.store(ahead.load())
+        return PipelineState(pipeline_state.queries, keys + count)
 
 
 @dataclass(frozen=True)
