@@ -383,9 +383,11 @@ def _attend_pages(
         raise ValueError(
             f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
         )
+    q, k, v = (x.detach() for x in tensors)
     found = attention_with_kvcache(
-        _contiguous(tensors[0]),
-        *tensors[1:],
+        _contiguous(q),
+        k,
+        v,
         cache_seqlens=starts_k.diff(),
         page_table=block_table,
         cu_seqlens_q=starts_q,
@@ -397,19 +399,34 @@ def _attend_pages(
         alibi_slopes=options.alibi_slopes,
         return_lse=options.return_attn_probs,
     )
-    if isinstance(found, Tensor):
-        return found
-    return found[0], _infinite(found[1]), found[0].new_empty(0)
+    out = found if isinstance(found, Tensor) else found[0]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out = _WithoutBackward.apply(out, *tensors)
+    return out if isinstance(found, Tensor) else (out, _infinite(found[1]), out.new_empty(0))
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Raises where a gradient is asked for that no kernel computes."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
+        """The same."""
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raise."""
+        raise NotImplementedError("a gradient of attention with a block_table is asked for; accepted: none")
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """As :func:`cute_attn.attention` takes it."""
-    bounds = window_size if isinstance(window_size, tuple | list) else ()
-    if len(bounds) != 2 or not all(isinstance(x, int | torch.SymInt) for x in bounds):
+    """As :func:`cute_attn.attention` takes it; bounds may be numbers of numpy's or a tensor's."""
+    try:
+        left, right = (None if x < 0 else x for x in map(_whole_number, window_size))
+    except (TypeError, ValueError):
         raise ValueError(
             f"window_size is {window_size!r}; accepted: (left, right), two ints, -1 for no bound"
-        )
-    left, right = (None if x < 0 else x for x in bounds)
+        ) from None
     return left, 0 if causal else right
 
 

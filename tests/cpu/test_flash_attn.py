@@ -386,6 +386,13 @@ def test_with_kvcache(name, place, new):
             torch.testing.assert_close(caches["k"][b, length : length + 3], own_k)
 
 
+def test_window_bounds_may_be_a_tensors():
+    q, k, v = (randn(1, n, 2, 8, seed=n) for n in (5, 7, 7))
+    wanted = package.flash_attn_func(q, k, v, window_size=(2, 1))
+    for window in (torch.tensor([2, 1]), np.array([2, 1]), [np.int64(2), 1]):
+        assert torch.equal(package.flash_attn_func(q, k, v, window_size=window), wanted)
+
+
 def test_a_cache_without_keys():
     q, cache = randn(1, 2, 2, 8), randn(1, 4, 2, 8)
     out, lse = package.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=0, return_softmax_lse=True)
@@ -413,6 +420,12 @@ def test_varlen_with_pages(options):
     for a, b in zip(found, wanted, strict=False):
         torch.testing.assert_close(a, b.to(a.dtype))
     assert found[2].numel() == 0
+    recorded = package.flash_attn_varlen_func(
+        q.clone().requires_grad_(), *pages, CU_Q, CU_K, 7, 7, **options, block_table=table
+    )
+    assert torch.equal(recorded, found[0])
+    with pytest.raises(NotImplementedError, match="a gradient of attention with a block_table is asked for"):
+        recorded.sum().backward()
     alone = package.flash_attn_varlen_func(q, *pages, CU_Q, CU_K, 7, 7, **options, block_table=table)
     assert torch.equal(alone, found[0])
 

@@ -1,0 +1,140 @@
+"""The driver of others' suites, on a suite of its own."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.outside import run
+from tests.outside.suites import SUITES, Suite
+
+TESTS = """if True:
+    import os
+    import pytest
+    import torch
+
+    @pytest.mark.parametrize("a", range(50))
+    @pytest.mark.parametrize("b, c", [(i, -i) for i in range(40)])
+    def test_many(a, b, c):
+        assert b == -c
+
+    @pytest.mark.parametrize("a", [1, 2, 3])
+    def test_some(a):
+        assert a != 2, "two is wrong"
+
+    def test_skips():
+        pytest.skip("for a reason")
+
+    def test_dies():
+        os._exit(9)
+
+    def test_loud():
+        raise AssertionError("left out")
+
+    def test_falls_through():
+        from cute_attn import sdpa
+        q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+        activation = sdpa.Activation(sdpa.Options(), "CPU")
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5)
+        except ValueError:
+            pass
+        activation.remove()
+
+    def test_served():
+        from cute_attn import sdpa
+        q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+        activation = sdpa.Activation(sdpa.Options(), "CPU")
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
+        activation.remove()
+
+    def test_other():
+        raise AssertionError("never asked for")
+"""
+SUITE = Suite(
+    source="here",
+    folder="own",
+    paths=("test_them.py",),
+    adapter="stock",
+    tests={"test_many": 12, "test_some": 9, "test_skips": 1, "test_dies": 1, "test_loud": 1}
+    | {"test_falls": 1, "test_served": 1},
+    deselected={"test_loud": "it is loud"},
+)
+
+
+def options(**changes):
+    given = {"workers": 2, "seed": 0, "scale": 1.0, "limit": 120, "stock": False}
+    return argparse.Namespace(**given | changes)
+
+
+@pytest.fixture
+def suites(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "test_them.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_a_sample_runs_and_is_reported(suites, capsys):
+    outcome = run.run_suite(SUITE, suites, options())
+    counts = outcome.counts()
+    assert counts == {"passed": 12 + 2 + 1, "failed": 2, "skipped": 1, "fell through": 1, "not reached": 0}, (
+        outcome
+    )
+    assert outcome.sampled == 12 + 3 + 1 + 1 + 1 + 1
+    failed = outcome.reasons("failed")
+    assert {reason for reason, _, _ in failed} == {
+        "AssertionError: two is wrong assert 2 != 2",
+        "the process ended with status 9",
+    }
+    assert outcome.left_out == {"test_loud: it is loud": 1}
+    run.report("own", outcome)
+    printed = capsys.readouterr().out
+    assert "own: 15 passed, 2 failed, 1 fell through, 1 skipped; 19 of " in printed
+    assert "skipped 1: Skipped: for a reason" in printed and "accepted under cuDNN" in printed
+
+
+def test_samples_depend_on_the_seed_alone(suites):
+    names = {"test_many": 12}
+    suite = Suite(**{**vars(SUITE), "tests": names, "deselected": {}})
+    found = [
+        run.run_suite(suite, suites, options(seed=seed, workers=workers)).share
+        for seed, workers in ((0, 1), (1, 2))
+    ]
+    again = run.run_suite(suite, suites, options(seed=1, workers=1)).share
+    assert again == found[1] != found[0] and {len(x) for x in found} == {12}
+
+
+def test_what_cannot_run_is_said(suites, capsys):
+    assert run.run_suite(SUITE, suites / "elsewhere", options()).skipped.endswith("test_them.py is missing")
+    lacking = Suite(**{**vars(SUITE), "needs": ("no_such_module",)})
+    assert run.run_suite(lacking, suites, options()).skipped == "not installed: no_such_module"
+    assert run.main([str(suites), "nothing"]) == 2
+    assert "NAME is 'nothing'; accepted: pytorch-sdpa, " in capsys.readouterr().err
+    (suites / "own" / "test_them.py").write_text("import no_such_module")
+    assert "No module named 'no_such_module'" in run.run_suite(SUITE, suites, options(workers=1)).tail
+
+
+def test_the_time_limit_ends_a_suite(tmp_path):
+    worker = run.Worker({"results": str(tmp_path / "none")}, tmp_path / "log")
+    worker.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert run._watch([worker], SUITE, tmp_path, end=0.0) == {}
+    assert worker.process.poll() is not None and worker.lines() == []
+    outcome = run.gather([{"share": ["a", "b"]}, {"test": "a", "outcome": "passed", "reason": ""}], {})
+    assert outcome.counts() == {"passed": 1, "not reached": 1}
+
+
+def test_help_names_every_suites_files():
+    text = run.parser().format_help()
+    for name, suite in SUITES.items():
+        assert name in text and suite.source in text
+
+
+def test_main_writes_json(suites, monkeypatch, tmp_path):
+    small = Suite(**{**vars(SUITE), "tests": {"test_some": 3}, "deselected": {}})
+    monkeypatch.setattr(run, "SUITES", {"own": small})
+    assert run.main([str(suites), "--workers", "1", "--json", str(tmp_path / "out.json")]) == 1
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["own"]["counts"]["passed"] == 2 and found["own"]["counts"]["failed"] == 1

@@ -1,0 +1,59 @@
+"""What a suite's tests run on: each adapter is called once, before pytest imports the tests."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def sdpa(folder: Path) -> None:
+    """PyTorch's attention operators on the kernels."""
+    import cute_attn.sdpa
+
+    cute_attn.sdpa.activate()
+
+
+def flash_attn(folder: Path) -> None:
+    """``flash_attn`` is :mod:`cute_attn.flash_attn`; its rotary embedding, which tests compare with, is the suite's."""
+    import cute_attn.flash_attn as ours
+
+    for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+    ours.find_spec = lambda name: None  # a part of FlashAttention, such as flash_attn.cute, may be installed
+    ours.install()
+    package = sys.modules["flash_attn"]
+    package.__path__ = [str(folder / "flash_attn")]
+    interface = sys.modules["flash_attn.flash_attn_interface"]
+    # Only normalize_flash_attn_S asks for a block's keys, and it is replaced below.
+    vars(interface).update(_get_block_size_n=lambda *args: 64, USE_TRITON_ROCM=False)
+
+
+def hub(folder: Path) -> None:
+    """transformers' flash_attention_2 is a local kernel that :mod:`cute_attn.hub_command` writes."""
+    from cute_attn import hub_command
+
+    kernel = Path(tempfile.mkdtemp())
+    hub_command.write(kernel)
+    os.environ["LOCAL_KERNELS"] = f"{hub_command.REPOSITORY}={kernel}"
+
+
+def stock(folder: Path) -> None:
+    """What the tests were written for."""
+
+
+def mend(module: ModuleType) -> None:
+    """Change what in a module of tests depends on FlashAttention-2's way of returning the softmax.
+
+    Its kernels return it without the last normalisation, which the tests undo; ours is normalised.
+    """
+    if hasattr(module, "normalize_flash_attn_S"):
+
+        def identity(attn_unnorm: Any, *args: Any, **kwargs: Any) -> Any:
+            return attn_unnorm
+
+        vars(module)["normalize_flash_attn_S"] = identity
+
+
+ADAPTERS = {"sdpa": sdpa, "flash_attn": flash_attn, "hub": hub, "stock": stock}

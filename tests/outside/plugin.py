@@ -1,0 +1,164 @@
+"""A pytest plugin: runs one worker's share of a suite's seeded sample and writes what happened, a line each.
+
+The environment's OUTSIDE has its :class:`Order` as JSON.
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import adapters
+from .suites import Suite
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker does.
+
+    Attributes:
+        suite: fields of :class:`outside.suites.Suite`.
+        adapter: of ``adapters.ADAPTERS``.
+        folder: the suite's.
+        seed: of the sample.
+        scale: factor of the suite's counts.
+        worker, workers: its share.
+        results: the file to write.
+        done: tests that are not to be run again.
+    """
+
+    suite: dict[str, Any]
+    adapter: str
+    folder: str
+    seed: int
+    scale: float
+    worker: int
+    workers: int
+    results: str
+    done: tuple[str, ...] = ()
+
+
+ORDER = Order(**json.loads(os.environ["OUTSIDE"]))
+SUITE = Suite(**ORDER.suite)
+
+
+def prefix_of(name: str) -> str | None:
+    """The longest of the suite's beginnings of names, or None; PyTorch appends parameters to a function's name."""
+    fitting = [begin for begin in SUITE.tests if name.startswith(begin)]
+    return max(fitting, key=len) if fitting else None
+
+
+def reason_of(name: str) -> str | None:
+    """Why a test is left out."""
+    return next((why for begin, why in SUITE.deselected.items() if name.startswith(begin)), None)
+
+
+def write(**line: Any) -> None:
+    """A line of results."""
+    with open(ORDER.results, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    adapters.ADAPTERS[ORDER.adapter](Path(ORDER.folder))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A sample of the parameters where there are too many to list: the tests stay as they are."""
+    marks = list(metafunc.definition.iter_markers("parametrize"))
+    axes = [
+        (mark.args[0], list(mark.args[1]))
+        for mark in reversed(marks)
+        if not mark.kwargs and len(mark.args) == 2
+    ]
+    count = _count(metafunc.definition.name)
+    total = math.prod(len(values) for _, values in axes)
+    if len(axes) < len(marks) or total <= 4 * count or not axes:
+        return
+    metafunc.definition.own_markers = [m for m in metafunc.definition.own_markers if m.name != "parametrize"]
+    draw = random.Random(f"{ORDER.seed} {metafunc.definition.name}")
+    names = [[n.strip() for n in a.split(",")] if isinstance(a, str) else list(a) for a, _ in axes]
+    chosen = []
+    for index in sorted(draw.sample(range(total), count)):
+        values = []
+        for (_, choices), own in zip(axes, names, strict=True):
+            index, at = divmod(index, len(choices))
+            values += [choices[at]] if len(own) == 1 else list(choices[at])
+        chosen.append(tuple(values))
+    metafunc.parametrize(list(itertools.chain(*names)), chosen, ids=["-".join(map(str, c)) for c in chosen])
+
+
+def _count(name: str) -> int:
+    prefix = prefix_of(name)
+    return 0 if prefix is None else math.ceil(SUITE.tests[prefix] * ORDER.scale)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this worker's share of the sample."""
+    for module in {item.module for item in items if hasattr(item, "module")}:
+        adapters.mend(module)
+    groups: dict[str, list[pytest.Item]] = {}
+    left_out: Counter[str] = Counter()
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        prefix, reason = prefix_of(name), reason_of(name)
+        if reason is not None:
+            left_out[f"{name.partition('_cuda')[0]}: {reason}"] += 1
+        elif prefix is not None:
+            groups.setdefault(prefix, []).append(item)
+    kept: list[pytest.Item] = []
+    for prefix, group in groups.items():
+        group.sort(key=lambda item: item.nodeid)
+        count = min(len(group), math.ceil(SUITE.tests[prefix] * ORDER.scale))
+        kept += random.Random(f"{ORDER.seed} {prefix}").sample(group, count)
+    random.Random(ORDER.seed).shuffle(kept)
+    own = [item for item in kept[ORDER.worker :: ORDER.workers] if item.nodeid not in ORDER.done]
+    if ORDER.worker == 0:
+        write(collected=len(items), sampled=len(kept), left_out=left_out)
+    items[:] = own
+    write(share=[item.nodeid for item in own])
+
+
+# ---- what happened ----
+
+
+def _served() -> Counter:
+    from cute_attn import sdpa
+
+    return Counter(sdpa.served)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: Any) -> Any:
+    """Note the start, so that a crash has a name, and which operators were served."""
+    write(started=item.nodeid)
+    before = _served()
+    outcome = yield
+    calls = _served() - before
+    fell = {reason: n for (_, reason), n in calls.items() if reason}
+    write(
+        calls=item.nodeid, served=sum(n for (_, reason), n in calls.items() if not reason), fell_through=fell
+    )
+    return outcome
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """One line a test, and one for each phase that fails."""
+    if report.when == "call" or report.outcome != "passed":
+        reason = ""
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        elif report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message if crash is not None else str(report.longrepr)
+        write(
+            test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), reason=reason[:600]
+        )

@@ -1,0 +1,147 @@
+"""The suites that others wrote: where each lies in the folder of suites, which of its tests run, and on what."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One file, or folder, of somebody's tests.
+
+    Attributes:
+        source: repository, version and files, as --help prints them.
+        folder: of the repository's files in the folder of suites; tests run there.
+        paths: what pytest collects, in ``folder``.
+        adapter: of :mod:`outside.adapters`, what the tests run on.
+        tests: how many of each test to sample, by the beginning of its function's name; "" for every other one.
+        deselected: reasons by the beginning of names of tests that are left out.
+        needs: modules without which the suite is skipped.
+        arguments: for pytest.
+        environment: variables.
+    """
+
+    source: str
+    folder: str
+    paths: tuple[str, ...]
+    adapter: str
+    tests: dict[str, int]
+    deselected: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+_CUDA = {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "cuda"}
+_PYTORCH = "pytorch/pytorch, the tag of the torch that is installed"
+_WORDING = "expects what PyTorch's own kernel warns or raises"
+_EXTENSION = "calls FlashAttention's extension itself"
+_MODELS = ("llama", "mistral", "gemma2", "qwen3")
+
+SUITES = {
+    "pytorch-sdpa": Suite(
+        source=f"{_PYTORCH}: test/test_transformers.py (an older tag's will do where names exist)",
+        folder="pytorch/test",
+        paths=("test_transformers.py",),
+        adapter="sdpa",
+        tests={
+            "test_flash_attention_vs_math_ref_grads": 150,
+            "test_mem_efficient_attention_vs_math_ref_grads": 100,
+            "test_mem_efficient_attention_attn_mask_vs_math_ref_grads": 150,
+            "test_fused_attention_vs_math_ref_grads_cudagraph": 60,
+            "test_scaled_dot_product_attention_fused_kernels": 20,
+            "test_cudnn_attention": 20,
+            "test_mem_eff": 30,
+            "test_fused_kernels": 40,
+            "test_fused_attention_different_dk_dv": 2,
+            "test_sdp": 20,
+            "test_causal_variants": 40,
+            "test_is_causal": 8,
+            "test_singelton_head_dim_stride_ne_1": 1,
+        },
+        deselected={
+            "test_fused_backwards_throws_determinism_warning": _WORDING,
+            "test_sdp_choice_with_determinism": "asks which backend PyTorch chooses, not what it computes",
+            "test_mem_eff_backwards_determinism": "expects PyTorch's own kernel to vary from run to run",
+            "test_cudnn_attention_fail_d128": _WORDING,
+            "test_fused_sdp_priority_order": "times PyTorch's choice",
+        },
+        needs=("expecttest",),
+        environment=_CUDA,
+    ),
+    "pytorch-varlen": Suite(
+        source=f"{_PYTORCH}: test/test_varlen_attention.py",
+        folder="pytorch/test",
+        paths=("test_varlen_attention.py",),
+        adapter="sdpa",
+        tests={"": 200},
+        needs=("expecttest",),
+        environment=_CUDA,
+    ),
+    "pytorch-nested": Suite(
+        source=f"{_PYTORCH}: test/test_nestedtensor.py",
+        folder="pytorch/test",
+        paths=("test_nestedtensor.py",),
+        adapter="sdpa",
+        tests={"test_sdpa": 60, "test_dropout": 0},
+        needs=("expecttest",),
+        environment=_CUDA,
+    ),
+    "flash-attention": Suite(
+        source="Dao-AILab/flash-attention, 2.8: tests/test_flash_attn.py, flash_attn/layers/{__init__,rotary}.py, "
+        "flash_attn/ops/__init__.py, flash_attn/ops/triton/{__init__,rotary}.py",
+        folder="flash-attention",
+        paths=("tests/test_flash_attn.py",),
+        adapter="flash_attn",
+        tests={
+            "test_flash_attn_qkvpacked": 40,
+            "test_flash_attn_varlen_qkvpacked": 40,
+            "test_flash_attn_output": 100,
+            "test_flash_attn_varlen_output": 100,
+            "test_flash_attn_causal": 40,
+            "test_flash_attn_varlen_causal": 40,
+            "test_flash_attn_splitkv": 30,
+            "test_flash_attn_kvcache": 100,
+            "test_flash_attn_race_condition": 4,
+            "test_flash_attn_bwd_overflow": 10,
+            "test_flash_attn_bwd_transpose": 10,
+            "test_flash_attn_bwd_varlen_overflow": 6,
+            "test_flash_attn_deterministic": 10,
+            "test_flash_attn_varlen_deterministic": 10,
+        },
+        deselected={
+            "test_flash_attn_kvcache_paged_block_table_bounds": _WORDING,
+            "test_flash_attn_generator_arg_must_be_none": _EXTENSION,
+            "test_flash_attn_varlen_paged_kv_num_splits": _EXTENSION,
+        },
+        needs=("einops",),
+    ),
+    "transformers-flash": Suite(
+        source="huggingface/transformers, the tag of the transformers that is installed: tests/, of which "
+        "*.py, generation/, models/{auto,gemma2,llama,mistral,qwen3}/ and utils/ are read",
+        folder="transformers",
+        paths=tuple(f"tests/models/{name}" for name in _MODELS),
+        adapter="hub",
+        tests={"": 200},
+        needs=("transformers", "kernels", "parameterized"),
+        arguments=("-m", "flash_attn_test"),
+        environment={"RUN_SLOW": "1"},
+    ),
+    "transformers-sdpa": Suite(
+        source="as transformers-flash",
+        folder="transformers",
+        paths=tuple(f"tests/models/{name}" for name in _MODELS),
+        adapter="sdpa",
+        tests={"test_eager_matches_sdpa": 120, "test_sdpa_can": 20, "test_custom_4d_attention_mask": 8},
+        needs=("transformers", "parameterized"),
+        environment={"RUN_SLOW": "1"},
+    ),
+    "diffusers": Suite(
+        source="huggingface/diffusers, the tag of the diffusers that is installed: tests/, of which *.py, "
+        "models/*.py, models/testing_utils/ and models/transformers/ are read",
+        folder="diffusers",
+        paths=("tests/models/transformers/test_models_transformer_flux.py",),
+        adapter="sdpa",
+        tests={"": 100},
+        needs=("diffusers", "transformers"),
+        arguments=("-k", "Attention"),
+    ),
+}
