@@ -311,7 +311,7 @@ def _kernel_and_split(
     def kernel_of(split: str) -> Any:
         kernel = registry.lookup(traits_of(params, arch, split, variant), params.tile or None, target)
         if not params.tile:
-            kernel = kernel.for_cache(cache_call(params))
+            kernel = kernel.for_cache(cache_call(params), target)
             if reason := kernel.tile.reject(kernel.traits, target):
                 raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
         elif params.split_keys % kernel.tile.tile_n:

@@ -22,6 +22,7 @@ from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
 from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
@@ -40,6 +41,7 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("backward_preprocess", "sm90", ""): BackwardPreprocess,
     ("append", "sm80", ""): AppendKv,
     ("append", "sm90", ""): AppendKv,
+    ("kvcache", "sm80", ""): KvcacheSm80,
     ("kvcache", "sm90", ""): KvcacheSm90,
     ("combine", "sm80", ""): Combine,
     ("combine", "sm90", ""): Combine,

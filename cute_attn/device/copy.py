@@ -23,8 +23,15 @@ class RowCopy:
     heads_left: Int32 | None = None
 
     @cute.jit
-    def copy(self, source: cute.Tensor, target: cute.Tensor, rows: Int32, whole: Constexpr) -> None:
-        """Copy a tile; ``whole``: all its rows are in bounds, otherwise the first ``rows`` are.
+    def copy(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        rows: Int32,
+        whole: Constexpr,
+        first_row: Int32 | None = None,
+    ) -> None:
+        """Copy a tile; ``whole``: all its rows are in bounds, otherwise the rows [``first_row`` or 0, ``rows``) are.
 
         Out of bounds cp.async writes zeros, and a store to global memory writes nothing. Addresses are rematerialized
         at each call, so that they occupy no registers through a mainloop.
@@ -41,6 +48,8 @@ class RowCopy:
                     exists[0, 0, k] = first[1] + k * col_step < self.valid_cols
                 if cutlass.const_expr(not whole):
                     exists[0, 0, k] = exists[0, 0, k] & (first[0] + m * row_step < rows)
+                if cutlass.const_expr(first_row is not None):
+                    exists[0, 0, k] = exists[0, 0, k] & (first[0] + m * row_step >= first_row)
                 if cutlass.const_expr(self.heads > 1):
                     head = (first[0] + m * row_step) % self.heads
                     exists[0, 0, k] = exists[0, 0, k] & (head < self.heads_left)

@@ -1,7 +1,7 @@
 """Where the rows of sequences are in a cache of keys or values: contiguous or paged, in any order of heads and rows."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -44,15 +44,30 @@ class KeyRows:
     @cute.jit
     def place(self, batch: Int32, row: Int32) -> tuple[Int32, Int32]:
         """(entry or page, row in it) of a row in [0, capacity). Reads the table where it has that row alone."""
-        page, within = batch, row
-        if cutlass.const_expr(self.tables.batch_idx is not None):
-            page = self.tables.batch_idx[batch]  # type: ignore[index]
+        page, within = self.entry(batch), row
         if cutlass.const_expr(self.tables.page_table is not None):
-            index, within = divmod(row, self.page_size)
-            page_table = self.tables.page_table
-            start = Int64(page) * page_table.stride[0] + index  # type: ignore[union-attr]
-            page = cute.make_tensor(page_table.iterator + start, cute.make_layout(1))[0]  # type: ignore[union-attr]
+            page, within = self.page(page, row), self.row_in_page(row)
         return page, within
+
+    @cute.jit
+    def entry(self, batch: Int32) -> Int32:
+        """The entry of a sequence."""
+        entry = batch
+        if cutlass.const_expr(self.tables.batch_idx is not None):
+            entry = self.tables.batch_idx[batch]  # type: ignore[index]
+        return entry
+
+    @cute.jit
+    def page(self, entry: Int32, row: Int32) -> Int32:
+        """The page that has a row of an entry, read from the table."""
+        page_table: Any = self.tables.page_table
+        start = Int64(entry) * page_table.stride[0] + row // self.page_size
+        return cute.make_tensor(page_table.iterator + start, cute.make_layout(1))[0]
+
+    @cute.jit
+    def row_in_page(self, row: Int32) -> Int32:
+        """Where a row is in its page."""
+        return row % self.page_size
 
     @cute.jit
     def row(self, cache: cute.Tensor, place: tuple[Int32, Int32], head: Int32) -> cute.Tensor:

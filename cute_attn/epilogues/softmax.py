@@ -158,22 +158,21 @@ class OnlineSoftmax:
         self.rescale(acc_o, factors)
 
     @cute.jit
-    def merge(
-        self, row_max: cute.Tensor, row_sum: cute.Tensor, acc_o: cute.Tensor, other_o: cute.Tensor
-    ) -> None:
-        """Add the statistics and the output of other keys, ``other_o`` (rows, head_dim_v), to these and ``acc_o``.
+    def merge(self, row_max: cute.Tensor, row_sum: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """Add the statistics of other keys, whose sums are not reduced over the lanes of a row either.
 
-        The sums are not reduced over the lanes of a row yet.
+        Returns the factors (rows) of the output so far and of the other keys' output, whose sum is the new output.
         """
-        for r in cutlass.range_constexpr(cute.size(row_max)):
+        rows: Constexpr = cute.size(row_max)
+        own, other = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(rows):
             new_max = fmax(self.row_max[r], row_max[r])
             finite_max = Float32(0.0) if new_max == -Float32.inf else new_max
-            own = exp2((self.row_max[r] - finite_max) * self.scale_log2)
-            other = exp2((row_max[r] - finite_max) * self.scale_log2)
-            self.row_sum[r] = self.row_sum[r] * own + row_sum[r] * other
+            own[r] = exp2((self.row_max[r] - finite_max) * self.scale_log2)
+            other[r] = exp2((row_max[r] - finite_max) * self.scale_log2)
+            self.row_sum[r] = self.row_sum[r] * own[r] + row_sum[r] * other[r]
             self.row_max[r] = new_max
-            for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                acc_o[r, c] = acc_o[r, c] * own + other_o[r, c] * other
+        return own, other
 
     @cute.jit
     def finish(self, r: Constexpr, row_sum: Float32, rescale: Float32):

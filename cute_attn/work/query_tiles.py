@@ -94,7 +94,11 @@ class QueryGrid:
 
         Rematerialized at each call: otherwise the compiler keeps it in registers through the mainloop, and spills.
         """
-        block = optimization_barrier(cute.arch.block_idx()[0])
+        return self.at(optimization_barrier(cute.arch.block_idx()[0]), seqlens, tile_m)
+
+    @cute.jit
+    def at(self, block: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
+        """The work tile ``block``; ``tile_m``: queries of a tile."""
         plane, from_last = divmod(block, self.m_blocks)
         planes = self.nheads if self.packs is None else self.packs.per_sequence
         batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, planes))

@@ -222,6 +222,16 @@ def test_pages_equal_entries_bit_for_bit(page, split, arch):
         assert same(call.run_paged(page, heads_first, **options), expected)
 
 
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("page", [1, 3, 19])
+@pytest.mark.parametrize("queries", [1, 17, 70])
+def test_pages_of_any_size(queries, page, split):
+    """Ampere's kernel loads row by row; tiles of 16, 64 and 128 rows."""
+    call = Call((1, 0, 63, 300, 700), (queries,) * 5)
+    options = {"causal": True, "kernel": "sm80", **split}
+    assert same(call.run_paged(page, **options), call.run(**options))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 1, 16])

@@ -3,6 +3,7 @@
 import dataclasses
 
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)
@@ -15,15 +16,16 @@ SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_
 
 
 def tile_for_lengths(
-    traits: Traits, seqlen_q: int, group: int, target: str, few: list[ForwardSm80Tile]
-) -> ForwardSm80Tile | None:
-    """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head; None: the default one.
+    traits: Traits, seqlen_q: int, group: int, few: list[ForwardSm80Tile], plain: ForwardSm80Tile
+) -> ForwardSm80Tile:
+    """The tile for sequences of at most ``seqlen_q`` queries, ``group`` heads per key head.
 
-    few: tiles for few rows.
+    Args:
+        few: tiles for few rows.
+        plain: the tile for many.
     """
     if not may_pack_heads(traits):
-        return None
-    plain = first_that_fits(preferred_tiles(traits), traits, target)
+        return plain
     candidates = [
         dataclasses.replace(tile, pack_heads=n)
         for tile in (*few, plain)
@@ -39,7 +41,25 @@ def tile_for_lengths(
 
     best = min(candidates, key=lambda tile: (tiles(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
     gain = tiles(plain) * plain.tile_m / max(tiles(best) * best.tile_m, 1)
-    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else None
+    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else plain
+
+
+def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:
+    """The tile for attention with a cache."""
+    plain = first_that_fits(_tiles_for_cached_prefill(traits), traits, target)
+    few = tiles_for_few_rows(traits, target)
+    tile = tile_for_lengths(traits, call.seqlen_q, call.group, few, plain)
+    return dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target))
+
+
+def _tiles_for_cached_prefill(traits: Traits) -> list[ForwardSm80Tile]:
+    """For many rows, best first: with fewer keys than the forward's, as pages and shares take registers too."""
+    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
+    if d <= 128:
+        return [_tile(128, 64 if d <= 64 else 32, 4, 2, qk_unroll=1)]
+    if d <= 192:
+        return [_tile(128, 64, 8, 1), _tile(64, 32, 4, 2, qk_unroll=4)]
+    return [_tile(64, 32, 4, 2, qk_unroll=4)]
 
 
 def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:

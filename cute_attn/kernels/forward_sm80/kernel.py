@@ -42,19 +42,14 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.forward_sm80.groups import GroupResults, KeyGroup
 from cute_attn.kernels.forward_sm80.heuristics import (
     preferred_tiles,
     tile_for_lengths,
     tiles_for_few_rows,
 )
-from cute_attn.kernels.forward_sm80.params import (
-    BlockLoad,
-    GroupResults,
-    KeyGroup,
-    MainloopContext,
-    Operands,
-    SharedMemory,
-)
+from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.forward_sm80.params import MainloopContext, Operands, SharedMemory
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -93,8 +88,8 @@ class ForwardSm80:
         if self.single:
             return self
         few = tiles_for_few_rows(self.traits, target)
-        tile = tile_for_lengths(self.traits, seqlen_q, group, target, few)
-        return dataclasses.replace(self, tile=tile) if tile else self
+        tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
+        return dataclasses.replace(self, tile=tile)
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
@@ -374,7 +369,7 @@ class ForwardSm80:
             self.read_queries(ctx, max(self.tile.num_stages - 1, 1))
         block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
         block = self.steps(ctx, block, blocks.full_begin, False)
-        if cutlass.const_expr(self.traits.windowed):
+        if cutlass.const_expr(self.traits.windowed or self.traits.leftpad):
             self.steps(ctx, block, blocks.begin, True)
         # O reuses the shared memory of loads in flight.
         cute.arch.cp_async_wait_group(0)
@@ -385,15 +380,27 @@ class ForwardSm80:
         last = ctx.blocks.end - 1
         if cutlass.const_expr(self.tile.num_stages == 1):
             if ctx.blocks.begin < ctx.blocks.end:
+                self.find_pages(ctx, last)
                 ctx.load_k.start(last, 0, False)
             cute.arch.cp_async_commit_group()
         else:
             for ahead in cutlass.range_constexpr(self.tile.num_stages - 1):
                 if last - ahead >= ctx.blocks.begin:
                     stage = self.stage(last - ahead)
+                    self.find_pages(ctx, last - ahead)
                     ctx.load_k.start(last - ahead, stage, False)
                     ctx.load_v.start(last - ahead, stage, False)
                 cute.arch.cp_async_commit_group()
+            if cutlass.const_expr(self.traits.paged):
+                if last - (self.tile.num_stages - 1) >= ctx.blocks.begin:
+                    self.find_pages(ctx, last - (self.tile.num_stages - 1))
+
+    def find_pages(self, ctx: MainloopContext, block: Int32) -> None:
+        """In a paged cache read the page numbers of the block that is loaded next."""
+        if self.traits.paged:
+            ctx.load_k.find(block)
+            if ctx.load_v.pages is not ctx.load_k.pages:
+                ctx.load_v.find(block)
 
     @cute.jit
     def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
@@ -417,6 +424,7 @@ class ForwardSm80:
         cute.arch.cp_async_wait_group(0)
         ctx.group.barrier()
         if block > ctx.blocks.begin:
+            self.find_pages(ctx, block - 1)
             ctx.load_k.start(block - 1, 0, True)
         cute.arch.cp_async_commit_group()
         self.accumulate(ctx, block, acc_s, loaded, Int32(0), masked)
@@ -432,6 +440,7 @@ class ForwardSm80:
         if ahead >= ctx.blocks.begin:
             ctx.load_k.start(ahead, self.stage(ahead), True)
             ctx.load_v.start(ahead, self.stage(ahead), True)
+            self.find_pages(ctx, ahead - 1)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, stage)
         # Recomputed, or the stage would stay in a register through the softmax.

@@ -71,7 +71,7 @@ class KvcacheSm90(ForwardSm90):
         """The tile of a kernel for one query a sequence; calls have one that follows their lengths."""
         return default_cache_tile(traits)
 
-    def for_cache(self, call: CacheCall) -> "KvcacheSm90":
+    def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm90":
         """This kernel, which has its default tile, with the tile for a call."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
 

@@ -1,0 +1,318 @@
+"""The Ampere forward for attention with a cache of keys and values. Runs on every target.
+
+The main loop of :mod:`cute_attn.kernels.forward_sm80.kernel` with three differences:
+
+- Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
+  device. Key indices are rows of an entry; leftpad is the first key that a query may see.
+- Keys of a query block may be divided among CTAs. With split "parts" each query block has as many parts, or parts of as
+  many keys, and a CTA for each. With "shares" the grid is fixed, a *slot* each CTA, and all key blocks are divided
+  equally among them (:mod:`cute_attn.work.key_shares`). The combine kernel merges them.
+- O is stored from registers: few rows exist in decoding.
+
+For few rows a CTA has warps that divide the keys (``key_groups``): each reads its own keys alone, so that shared memory
+is read once whatever the number of warps. Follows FlashDecoding (Dao et al. 2023,
+https://pytorch.org/blog/flash-decoding/) and stream-K.
+
+Limits: as the forward's; the cache in its layouts of rows before heads or heads before rows, by strides.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from cute_attn.device.copy import RowCopy
+from cute_attn.device.key_rows import CacheTables, KeyRows
+from cute_attn.device.math import LOG2_E
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence
+from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.kernels.arguments import kvcache_fake_args
+from cute_attn.kernels.forward_sm80.groups import KeyGroup
+from cute_attn.kernels.forward_sm80.heuristics import tile_for_cache
+from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
+from cute_attn.kernels.forward_sm80.loads import BlockLoad, PagedLoad
+from cute_attn.kernels.forward_sm80.params import MainloopContext, SharedMemory
+from cute_attn.kernels.limits import beyond
+from cute_attn.outputs.partial import RowTarget, store_rows
+from cute_attn.tiles import ForwardSm80Tile, padded
+from cute_attn.tiles.inference import CacheCall
+from cute_attn.traits import Traits
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_parts import KeyPart, Partials
+from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
+from cute_attn.work.query_tiles import ForwardSchedule, PackedHeads, QueryGrid, QueryTile
+
+
+@dataclass(frozen=True)
+class CacheParams:
+    """A launch: tensors, lengths, where rows of the cache are, and how work is divided."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    seqlens: Seqlens
+    key_rows: KeyRows
+    softmax_scale: Float32
+    scale_log2: Float32
+    score_args: tuple
+    nheads: Int32
+    batch: Int32
+    grid: QueryGrid
+    packs: PackedHeads
+    partials: Partials | None
+    parts: cute.FastDivmodDivisorV2 | None  # of a query block, with split "parts"
+
+
+@dataclass(frozen=True)
+class KvcacheSm80(ForwardSm80):
+    """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
+
+    # ---- support, tiles and arguments ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if (traits.op, traits.arch) != ("kvcache", "sm80"):
+            return f"it computes kvcache-sm80, not {traits.op}-{traits.arch}"
+        for name in ("bias", "dropout", "epilogues", "seqused_q"):
+            if getattr(traits, name):
+                return f"{name} is {getattr(traits, name)}; accepted: none"
+        if traits.split == "parts" and traits.sinks:
+            return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
+        if traits.top_left:
+            return f"mask is {traits.mask}; accepted: bottom right ones"
+        return beyond(traits)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
+        """The tile for one query a sequence; calls have one that follows their lengths."""
+        return tile_for_cache(traits, CacheCall(), target)
+
+    def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm80":
+        """This kernel, which has its default tile, with the tile for a call."""
+        return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
+
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return kvcache_fake_args(self.traits, self.epilogues.fake_args())
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        tables: CacheTables | None,
+        softmax_scale: Float32,
+        schedule: ForwardSchedule,
+        score_args: tuple,
+        partials: Partials | None,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        tile, split = self.tile, self.traits.split
+        batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, tile.pack_heads)
+        packs = PackedHeads.make(nheads // cutlass.max(nheads_kv, 1), nheads_kv, tile.pack_heads)
+        blocks, parts = m_blocks * grid.planes * batch, None
+        if cutlass.const_expr(split == "parts"):
+            blocks *= partials.parts  # type: ignore[union-attr]
+            parts = cute.FastDivmodDivisorV2(partials.parts)  # type: ignore[union-attr]
+        elif cutlass.const_expr(split == "shares"):
+            blocks = Int32(partials.out.shape[0]) // 2  # type: ignore[union-attr]
+        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
+        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
+        params = CacheParams(
+            *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
+            *(softmax_scale, scale_log2, score_args, nheads, batch),
+            *(grid, packs, partials, parts),
+        )
+        self.kernel(params).launch(
+            grid=[blocks, 1, 1],
+            block=[tile.num_threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=tile.blocks_per_sm,
+            preferred_smem_carveout=100,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: CacheParams) -> None:
+        group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
+        shared = self.shared_memory(group)
+        if cutlass.const_expr(self.traits.split == "shares"):
+            self.run_shares(params, shared, group)
+        else:
+            self.run_tile(params, shared, group)
+
+    @cute.jit
+    def run_tile(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
+        """The CTA's work tile, or part of one."""
+        index, part = cute.arch.block_idx()[0], Int32(0)
+        if cutlass.const_expr(self.traits.split == "parts"):
+            index, part = divmod(index, params.parts)
+        tile = params.grid.at(index, params.seqlens, self.tile.queries)
+        if tile.exists:
+            state, blocks = self.visible(params, tile)
+            if cutlass.const_expr(self.traits.split == "parts"):
+                own = KeyPart.of(blocks, part, params.partials, self.tile.tile_n)
+                blocks = blocks.clipped(own.begin, own.end)
+            ctx = self.attend(params, shared, group, tile, state, blocks)
+            if group.is_first:
+                self.finish_tile(params, ctx, tile, part)
+
+    @cute.jit
+    def finish_tile(self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, part: Int32) -> None:
+        """Store a work tile's result, or that of a part."""
+        varlen = self.traits.varlen
+        if cutlass.const_expr(self.traits.split == "parts"):
+            target = RowTarget.part(params.partials, part, tile, varlen)
+        else:
+            target = RowTarget.whole(params.mO, params.mLSE, tile, varlen)
+        self.store(ctx, tile, self.normalize(params, ctx, tile, None), target)
+
+    @cute.jit
+    def run_shares(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
+        """The slot's shares of all key blocks."""
+        slot = cute.arch.block_idx()[0]
+        mask, queries = self.epilogues.mask, self.tile.queries
+        visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
+        packs = params.packs.per_sequence.divisor
+        line = KeyShares.make(
+            visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
+        )
+        position, end = line.begin(slot), line.begin(slot + 1)
+        while position < end:
+            share = line.share(position, end)
+            batch, pack, m_block = (
+                cute.arch.make_warp_uniform(x) for x in (share.batch, share.head, share.m_block)
+            )
+            if share.whole | (share.begin < share.end):
+                info = SeqlenInfo.read(params.seqlens, batch)
+                tile = params.packs.tile(m_block * queries, pack, batch, info)
+                state, blocks = self.visible(params, tile)
+                blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
+                ctx = self.attend(params, shared, group, tile, state, blocks)
+                cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
+                if group.is_first:
+                    self.finish_share(params, ctx, tile, share, slot)
+            position = share.next
+
+    @cute.jit
+    def finish_share(
+        self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, share: Share, slot: Int32
+    ) -> None:
+        """Store a share's result: where it is whole, directly."""
+        lse = self.normalize(params, ctx, tile, share.whole)
+        if share.whole:
+            self.store(ctx, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
+        else:
+            target = RowTarget.share(params.partials, share.partial(slot), self.tile.pack_heads)
+            self.store(ctx, tile, lse, target)
+
+    def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
+        """The epilogues' state of a work tile, and the key blocks that its queries see."""
+        context = self.epilogues.context(
+            *(params.score_args, params.seqlens, tile.info, tile.batch, tile.head),
+            *(params.nheads, params.softmax_scale),
+        )
+        state = self.epilogues.begin(params.score_args, context)
+        end_row = cutlass.min(tile.row0 + self.tile.queries, tile.info.seqlen_q)
+        return state, BlockRange.of_queries(state.band, tile.row0, end_row, self.tile.tile_n)
+
+    def attend(
+        self,
+        params: CacheParams,
+        shared: SharedMemory,
+        group: KeyGroup,
+        tile: QueryTile,
+        state: Any,
+        blocks: BlockRange,
+    ) -> MainloopContext:
+        """Attention of a work tile with some key blocks: O and row statistics, those of the first group at the end."""
+        q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+        load_k, load_v = self.cache_loads(params, shared, tile, group)
+        operands = self.operands(shared, group.thread)
+        ctx = self.mainloop_context(
+            operands, load_k, load_v, blocks, state, tile.row0, params.scale_log2, shared, group
+        )
+        self.load_queries(q, params.mQ, tile, ctx)
+        self.main_loop(ctx)
+        if self.tile.key_groups > 1:
+            self.merge_groups(ctx)
+        return ctx
+
+    def cache_loads(
+        self, params: CacheParams, shared: SharedMemory, tile: QueryTile, group: KeyGroup
+    ) -> tuple[Any, Any]:
+        """The loads of K and V of a work tile's kv head."""
+        traits, key_rows, info = self.traits, params.key_rows, tile.info
+        entry = key_rows.entry(tile.batch)
+        copy_k, copy_v = (
+            RowCopy(self.gmem_load(dim), group.thread, padded(dim), dim)
+            for dim in (traits.head_dim, traits.head_dim_v)
+        )
+        if not traits.paged:
+            g_k, g_v = (sequence(m, entry, tile.head_kv, Int32(0), False) for m in (params.mK, params.mV))
+            bounds = (info.seqlen_k, group, info.first_key)
+            return BlockLoad(copy_k, g_k, shared.k, *bounds), BlockLoad(copy_v, g_v, shared.v, *bounds)
+        first = Int32(0) if info.first_key is None else info.first_key
+        pages_k = self.page_numbers(copy_k)
+        pages_v = self.page_numbers(copy_v)
+        if cute.size(pages_v) == cute.size(pages_k):
+            pages_v = pages_k  # the same rows
+        head, bounds = (tile.head_kv, key_rows, entry), (first, info.seqlen_k, group)
+        return (
+            PagedLoad(copy_k, params.mK, *head, shared.k, *bounds, pages_k),
+            PagedLoad(copy_v, params.mV, *head, shared.v, *bounds, pages_v),
+        )
+
+    def page_numbers(self, copy: RowCopy) -> cute.Tensor:
+        """Registers for the page numbers of a thread's rows of a key block."""
+        rows = self.tile.group_keys // cute.size(copy.tiled_copy.tiler_mn[0])
+        return cute.make_rmem_tensor(cute.make_layout(rows), Int32)
+
+    def normalize(
+        self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, whole: Boolean | None
+    ) -> cute.Tensor:
+        """Normalise O; returns LSE. Results that are not ``whole`` get their sinks when they are merged."""
+        chain, sinks = self.epilogues, None
+        if chain.sinks is not None:
+            score_map = self.output_map(ctx)
+            sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, score_map)
+            if whole is not None:
+                sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
+        lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
+        softmax = self.stored_softmax(ctx, ctx.thread).load_stats()
+        softmax.normalize(ctx.acc_o_rows, lse, chain.rescale(ctx.state), sinks)
+        return lse
+
+    def store(self, ctx: MainloopContext, tile: QueryTile, lse: cute.Tensor, target: RowTarget) -> None:
+        """O and LSE to a target."""
+        store_rows(target, ctx.acc_o_rows, lse, self.output_map(ctx), tile, self.traits.head_dim_v)
+
+    def output_map(self, ctx: MainloopContext) -> ScoreMap:
+        """Rows and columns of O that a thread holds."""
+        columns = padded(self.traits.head_dim_v)
+        return ScoreMap.make(
+            ctx.operands.tiled_mma, self.tile.tile_m, columns, ctx.thread, heads=self.tile.pack_heads
+        )
