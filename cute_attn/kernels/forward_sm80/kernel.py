@@ -336,10 +336,11 @@ class ForwardSm80:
 
     @cute.jit
     def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
-        """Q from shared memory to registers, where ``later`` loads have been committed after its own."""
+        """Wait for Q, after whose load ``later`` ones have been committed, and read it if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
         cute.arch.barrier()
-        ctx.operands.q.load_all()
+        if cutlass.const_expr(self.tile.keeps_q):
+            ctx.operands.q.load_all()
 
     def row_copy(self, copy: cute.TiledCopy, dim: int, tile: QueryTile, thread: Int32) -> RowCopy:
         """A copy of a work tile's rows."""
@@ -365,7 +366,9 @@ class ForwardSm80:
         """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
         blocks = ctx.blocks
         self.start_loads(ctx)
-        if cutlass.const_expr(self.tile.keeps_q and not self.tile.share_qk_smem):
+        # A step's barrier is one of its group, and the first group has loaded Q for all.
+        waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1
+        if cutlass.const_expr(waits_for_q and not self.tile.share_qk_smem):
             self.read_queries(ctx, max(self.tile.num_stages - 1, 1))
         block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
         block = self.steps(ctx, block, blocks.full_begin, False)
