@@ -40,8 +40,10 @@ def divide(
     count = Int32(0)
     for slot in cutlass.range(numbers[1], unroll=1):
         position, end = line.begin(slot), line.begin(slot + 1)
-        while position < end:
+        share = line.share_of_unit(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
+        if position < end:
             share = line.share(position, end)
+        while position < end:
             if lane == 0:
                 row = shares[count, None]
                 row[0], row[1], row[2], row[3] = slot, share.batch, share.head, share.m_block
@@ -50,9 +52,12 @@ def divide(
                 row[7] = share.partial(slot)
             position = share.next
             count += 1
+            if position < end:
+                share = line.following(share, end)
     for i in cutlass.range(units.shape[0], unroll=1):
         unit = units[i, None]
-        first, last = line.slots_of(unit[0], unit[1], unit[2])
+        _, start = KeyShares.measure(blocks, batch, numbers[0], numbers[1], lane, overhead, unit[0])
+        first, last = line.slots_of(start, unit[0], unit[1], unit[2])
         if lane == 0:
             unit[3], unit[4] = first, last
     if lane == 0:

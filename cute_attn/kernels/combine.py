@@ -27,7 +27,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args, combine_shares_fake_args
 from cute_attn.kernels.limits import beyond
@@ -145,6 +145,7 @@ class Combine:
             grid=[cute.ceil_div(rows, self.tile.rows), 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
+            min_blocks_per_mp=1,  # otherwise registers are saved, and few loads are in flight
             use_pdl=self.traits.arch == "sm90",
         )
 
@@ -456,6 +457,7 @@ class CombineShares(Combine):
             grid=[units.total, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
+            min_blocks_per_mp=1,  # otherwise registers are saved, and few loads are in flight
             use_pdl=self.traits.arch == "sm90",
         )
 
@@ -475,16 +477,16 @@ class CombineShares(Combine):
         plane, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
         plane, m_block = divmod(plane, units.m_blocks)
         batch, pack = divmod(plane, units.packs)
+        warm_lengths(seqlens, seqlens.batch(mO), cute.arch.lane_idx())
         info = SeqlenInfo.read(seqlens, batch)
         row0 = m_block * (tile.tile_m // tile.pack_heads)
         first, last = Int32(0), Int32(0)
         if row0 < info.seqlen_q:
             blocks = VisibleBlocks(seqlens, mask_args, self.mask, tile.tile_m // tile.pack_heads, tile.tile_n)
             number = seqlens.batch(mO)
-            shares = KeyShares.make(
-                blocks, number, units.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
-            )
-            first, last = shares.slots_of(batch, pack, m_block)
+            heads, lane = units.packs.divisor, cute.arch.lane_idx()
+            shares, start = KeyShares.measure(blocks, number, heads, slots, lane, OVERHEAD, batch)
+            first, last = shares.slots_of(start, batch, pack, m_block)
         if cutlass.const_expr(self.traits.arch == "sm90"):
             # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
             cute.arch.griddepcontrol_wait()

@@ -110,9 +110,8 @@ class CombineSharesTile(CombineTile):
     def after(tile: Any, traits: Traits, partials: int) -> "CombineSharesTile":
         """The tile for about so many partial results of a row, after a kernel with ``tile``."""
         groups = next((n for n in (16, 8, 4, 2) if partials >= 4 * n), 1)
-        chosen = CombineSharesTile(
-            1, groups, 8 if groups == 16 else 4, tile.tile_m, tile.tile_n, tile.pack_heads
-        )
+        rows, unroll = (1, 8) if groups > 1 else (4, 4)
+        chosen = CombineSharesTile(rows, groups, unroll, tile.tile_m, tile.tile_n, tile.pack_heads)
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen

@@ -115,11 +115,24 @@ class KeyShares:
         blocks: Any, batch: Int32, heads: Int32, slots: Int32, lane: Int32, overhead: Constexpr
     ) -> "KeyShares":
         """Measure the line. slots: as many as there are CTAs, at least 1."""
+        shares, _ = KeyShares.measure(blocks, batch, heads, slots, lane, overhead, Int32(0))
+        return shares
+
+    @staticmethod
+    @cute.jit
+    def measure(
+        blocks: Any,
+        batch: Int32,
+        heads: Int32,
+        slots: Int32,
+        lane: Int32,
+        overhead: Constexpr,
+        sequence: Int32,
+    ) -> tuple["KeyShares", Int32]:
+        """As :meth:`make`, and where ``sequence`` starts on the line."""
         line = KeyShares(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
-        total = Int32(0)
-        for first in cutlass.range(0, batch, WARP, unroll=1):
-            total += warp_sum(line.sequence_size, first, batch, lane)
-        return KeyShares(blocks, batch, heads, lane, total, cutlass.min(slots, total), overhead)
+        total, start = warp_sums(line.sequence_size, batch, sequence, lane)
+        return KeyShares(blocks, batch, heads, lane, total, cutlass.min(slots, total), overhead), start
 
     # ---- slots ----
 
@@ -172,11 +185,32 @@ class KeyShares:
             start += size
             m_block += 1
             size = self.unit_size(batch, m_block)
-        first = start + self.overhead  # the first key block's position
-        stop = start + size
+        return self.share_of_unit(batch, head, m_block, start, position, end)
+
+    @cute.jit
+    def following(self, share: Share, end: Int32) -> Share:
+        """What the slot has of the unit after ``share``'s, with :attr:`Share.next` < ``end``: so there is one."""
+        batch, head, m_block = share.batch, share.head, share.m_block + 1
+        if m_block >= self.blocks.m_blocks(batch):
+            m_block = Int32(0)
+            head += 1
+            if head >= self.heads:
+                head = Int32(0)
+                batch += 1
+                while self.blocks.m_blocks(batch) == 0:
+                    batch += 1
+        return self.share_of_unit(batch, head, m_block, share.next, share.next, end)
+
+    @cute.jit
+    def share_of_unit(
+        self, batch: Int32, head: Int32, m_block: Int32, start: Int32, position: Int32, end: Int32
+    ) -> Share:
+        """What a slot has from ``position`` to ``end`` of a unit that starts at ``start``."""
         seen = self.blocks.key_blocks(batch, m_block)
-        until = cutlass.min(end, stop)
         blocks = seen.end - seen.begin
+        first = start + self.overhead  # the first key block's position
+        stop = first + cutlass.max(blocks, 1)
+        until = cutlass.min(end, stop)
         return Share(
             batch=batch,
             head=head,
@@ -201,15 +235,13 @@ class KeyShares:
         return batch, start
 
     @cute.jit
-    def slots_of(self, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
+    def slots_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
         """The first and the last slot of a unit; where they are the same, that one wrote the result directly.
 
-        Otherwise each slot between them, and these two, wrote a partial result: :meth:`partial`.
+        Otherwise each slot between them, and these two, wrote a partial result: :meth:`partial`. ``start``: where the
+        sequence starts, see :meth:`measure`.
         """
-        position = Int32(0)
-        for first in cutlass.range(0, batch, WARP, unroll=1):
-            position += warp_sum(self.sequence_size, first, batch, self.lane)
-        position += head * self.head_size(batch)
+        position = start + head * self.head_size(batch)
         for before in cutlass.range(m_block, unroll=1):
             position += self.unit_size(batch, before)
         last = position + self.unit_size(batch, m_block) - 1
@@ -224,14 +256,24 @@ class KeyShares:
 Terms = Callable[[Int32], Int32]
 
 
-def warp_sum(compute: Terms, first: Int32, end: Int32, lane: Int32) -> Int32:
-    """compute(first) + ... + compute(min(first + 32, end) - 1), a term in each lane; all lanes get the sum.
+def warp_sums(compute: Terms, end: Int32, some: Int32, lane: Int32) -> tuple[Int32, Int32]:
+    """compute(0) + ... + compute(end - 1), and the sum of the first ``some`` of these terms; all lanes get both.
 
-    On the host a thread has all terms.
+    A lane has every 32nd term; on the host a thread has all of them.
     """
     if not on_device():
-        return _search(compute, first, end, Int32(0), everything=True)[1]
-    return _sum_of_lanes(_term(compute, first + lane, end))
+        return _sums(compute, Int32(0), end, some, 1)
+    return tuple(map(_sum_of_lanes, _sums(compute, lane, end, some, WARP)))
+
+
+@cute.jit
+def _sums(compute: Constexpr, first: Int32, end: Int32, some: Int32, step: Constexpr) -> tuple[Int32, Int32]:
+    total, before = Int32(0), Int32(0)
+    for i in cutlass.range(first, end, step, unroll=4):  # loads of several terms overlap
+        term = compute(i)
+        total += term
+        before += cutlass.select_(i < some, term, Int32(0))
+    return total, before
 
 
 def warp_search(
@@ -239,10 +281,10 @@ def warp_search(
 ) -> tuple[Int32, Int32]:
     """How many of compute(first), ..., compute(first + 31) end at or before ``position`` of their line, and their sum.
 
-    Terms from ``end`` on are 0. As :func:`warp_sum`.
+    Terms from ``end`` on are 0. As :func:`warp_sums`, a term in each lane.
     """
     if not on_device():
-        return _search(compute, first, end, position, everything=False)
+        return _search(compute, first, end, position)
     own = _term(compute, first + lane, end)
     until = own
     for step in range(5):
@@ -270,14 +312,12 @@ def _term(compute: Constexpr, i: Int32, end: Int32) -> Int32:
 
 
 @cute.jit
-def _search(
-    compute: Constexpr, first: Int32, end: Int32, position: Int32, everything: Constexpr
-) -> tuple[Int32, Int32]:
+def _search(compute: Constexpr, first: Int32, end: Int32, position: Int32) -> tuple[Int32, Int32]:
     before, size, until = Int32(0), Int32(0), Int32(0)
     for i in cutlass.range(WARP, unroll=1):
         term = _term(compute, first + i, end)
         until += term
-        if everything or until <= position:
+        if until <= position:
             before += 1
             size += term
     return before, size

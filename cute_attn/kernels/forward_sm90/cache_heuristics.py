@@ -69,7 +69,8 @@ def few_rows(traits: Traits) -> list[KvcacheSm90Tile]:
 def many_rows(traits: Traits) -> list[KvcacheSm90Tile]:
     """For more rows, bound by the tensor cores; best first."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    tile = KvcacheSm90Tile(128, 128, q_in_regs=d <= 128, rescale_threshold=8)
+    speculative = traits.split == "" and d <= 128
+    tile = KvcacheSm90Tile(128, 128, q_in_regs=d <= 128, rescale_threshold=8, speculative=speculative)
     if d <= 64:
         return [dataclasses.replace(tile, num_stages=3)]
     return [tile] if d <= 128 else [dataclasses.replace(tile, tile_n=n) for n in (96, 80, 64)]

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import warm_lengths
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.main_loop import MainLoop
@@ -103,19 +104,24 @@ class CacheProducer(CacheRole, Producer):
             kernel.tile.queries,
             kernel.tile.tile_n,
         )
+        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
         shares = KeyShares.make(
             blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
         )
         position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
         pipeline_state = PipelineState(Int32(0), Int32(0))
-        while position < end:
+        if position < end:
             share = shares.share(position, end)
-            if (share.begin < share.end) | share.whole:
-                tile = self.tile_of_share(share, slot)
-                work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
-                n += 1
-                pipeline_state, _ = self.load(tile, pipeline_state, None)
-            position = share.next
+            more = Boolean(True)
+            while more:
+                if (share.begin < share.end) | share.whole:
+                    tile = self.tile_of_share(share, slot)
+                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.part))
+                    n += 1
+                    pipeline_state, _ = self.load(tile, pipeline_state, None)
+                more = share.next < end
+                if more:
+                    share = shares.following(share, end)
         work.publish_end(n, Boolean(False))
 
     def tile_of_share(self, share: Share, slot: Int32) -> QueryTile:
