@@ -101,6 +101,7 @@ def _count(name: str) -> int:
     return 0 if prefix is None else math.ceil(SUITE.tests[prefix] * ORDER.scale)
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep this worker's share of the sample."""
     for module in {item.module for item in items if hasattr(item, "module")}:

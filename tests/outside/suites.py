@@ -141,7 +141,7 @@ SUITES = {
         paths=("tests/models/transformers/test_models_transformer_flux.py",),
         adapter="sdpa",
         tests={"": 100},
-        needs=("diffusers", "transformers"),
-        arguments=("-k", "Attention"),
+        needs=("diffusers", "transformers", "accelerate"),
+        arguments=("-k", "Attention and not Parallel"),
     ),
 }
