@@ -1,5 +1,6 @@
 """The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -225,13 +226,33 @@ def _backward_cpu(
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
         outputs = forward_cpu(params._replace(**inputs, return_softmax=False))[:2]
-    pairs = [(x, g) for x, g in zip(outputs, (grad_out, grad_lse), strict=True) if g is not None]
+        loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     if inputs:
-        starts, weights = zip(*pairs, strict=True)
-        found = torch.autograd.grad(starts, tuple(inputs.values()), weights, materialize_grads=True)
+        found = torch.autograd.grad(loss, tuple(inputs.values()), materialize_grads=True)
         grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
     return _filled(params, tuple(grads.values()))  # type: ignore[arg-type]
+
+
+def _loss(
+    outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
+    """A number whose gradients are those of attention with the ``given`` out and lse, as kernels compute them.
+
+    These may be of more keys than the call has, as where parts of a sequence are merged: probabilities are relative to
+    the given lse.
+    """
+    out, lse = outputs
+    grad_out, grad_lse = grads
+    seen = lse != -math.inf
+    share = torch.where(seen, (torch.where(seen, lse, 0.0) - torch.where(seen, given[1], 0.0)).exp(), 0.0)
+    total = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+    if grad_out is not None:
+        # lse is (..., heads, rows), out (..., rows, heads, dim)
+        total = total + ((grad_out * out).to(lse.dtype).sum(-1).transpose(-1, -2) * share).sum()
+        delta = delta + (grad_out * given[0]).to(lse.dtype).sum(-1).transpose(-1, -2)
+    return total - (delta * share).sum()
 
 
 def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:

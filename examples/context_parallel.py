@@ -72,9 +72,7 @@ def on_the_kernels() -> Iterator[None]:
         activation.remove()
 
 
-def in_parallel(
-    mesh: DeviceMesh, tensors: list[Tensor], repeats: int
-) -> tuple[list[Tensor], list[float]]:
+def in_parallel(mesh: DeviceMesh, tensors: list[Tensor], repeats: int) -> tuple[list[Tensor], list[float]]:
     """Output and gradients on the whole sequence, and milliseconds of forward and backward."""
     parts = [x.clone() for x in tensors]
     times = []

@@ -121,6 +121,21 @@ def _regular(x: Tensor) -> Tensor:
     return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, tuple(x.shape)))
 
 
+def _tensors(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_k: Any,
+    alibi_slopes: Any,
+    bias: Any,
+    rng_state: Any,
+) -> tuple:
+    """The first of AttentionParams, which PyTorch's operators have but seqused_q and sinks."""
+    return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes, bias, None, rng_state
+
+
 # ---- layouts of outputs ----
 
 

@@ -3,6 +3,7 @@
 The launchers here compute by the reference and write their outputs where a kernel would.
 """
 
+import inspect
 import itertools
 import math
 
@@ -12,6 +13,7 @@ import torch
 from cute_attn import backward, launcher, reference
 from cute_attn.backward import BackwardLauncher, BiasGradient, Workspace
 from cute_attn.launcher import Launcher, ScoreArgs, contiguous_strides
+from cute_attn.params import NUM_TENSORS, AttentionParams
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
 
@@ -132,6 +134,7 @@ class Machine:
             needed=needed,
             shapes=shapes,
             strides=tuple(map(contiguous_strides, shapes)),
+            parts=0,
             varlen=params.varlen,
             copy=(False, False),
             views=tuple(launcher.views(params)),
@@ -262,6 +265,12 @@ def test_what_kernels_cannot_read_or_write_is_copied(machine):
         outputs = check("_scaled_dot_product_flash_attention", (x, x, x), operators.flash_forward)
         same(outputs, with_reference(operators.flash_forward, x, x, x))
     assert machine.launches == 2
+
+
+def test_tensors_are_in_the_order_of_the_parameters():
+    names = list(inspect.signature(plans._tensors).parameters)
+    found = dict(zip(AttentionParams._fields, plans._tensors(*names), strict=False))
+    assert {name: name if name in names else None for name in AttentionParams._fields[:NUM_TENSORS]} == found
 
 
 # ---- plans by metadata ----

@@ -1,0 +1,23 @@
+"""The examples of drop-ins, on CPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_context_parallel_over_two_processes(tmp_path):
+    """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/context_parallel.py", "--seqlen", "128", "--heads", "2", "--head-dim", "16"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "rows.json")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["rotation"] for row in rows] == ["allgather", "alltoall"]
+    for row in rows:
+        assert row["served"] == 4  # two parts of keys, forward and backward
+        assert max(row["errors"].values()) < 0.01
