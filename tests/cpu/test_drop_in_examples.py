@@ -21,3 +21,14 @@ def test_context_parallel_over_two_processes(tmp_path):
     for row in rows:
         assert row["served"] == 4  # two parts of keys, forward and backward
         assert max(row["errors"].values()) < 0.01
+
+
+def test_models_before_and_after(tmp_path):
+    command = [sys.executable, "examples/drop_in.py", "--small", "--repeats", "1"]
+    command += ["--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "dit" in rows
+    for row in rows.values():
+        assert 0 < row["before_error"] < 0.05 and 0 < row["after_error"] < 0.05
