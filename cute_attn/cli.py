@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn import hub_command, run_command
+from cute_attn import hub_command, run_command, table_command
 from cute_attn.lab import card_commands, commands
 from cute_attn.options import AsJson, Name, Target, TileText, make_console
 from cute_attn.traits import Traits
@@ -399,6 +399,8 @@ def _cache() -> Any:
 
 
 commands.add_to(app)
+table_command.add_to(app)
 card_commands.add_to(app)
+table_command.add_to(app)
 run_command.add_to(app)
 hub_command.add_to(app)
