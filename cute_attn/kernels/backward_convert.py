@@ -72,23 +72,14 @@ class BackwardConvert:
         return self.traits.arch == "sm90"
 
     def smem_layout(self) -> cute.ComposedLayout:
-        """(tile_m, padded head_dim) of dQ in shared memory.
+        """(tile_m, padded head_dim of a pass) of dQ in shared memory.
 
         On sm90 each warpgroup along head_dim has its own part, since its columns may end within a swizzle atom.
         """
         parts = self.tile.dq_warps_n if self.traits.arch == "sm90" else 1
-        cols = padded(self.traits.head_dim) // parts
+        cols = padded(self.traits.head_dim) // (parts * dq.passes(self.tile))
         layout = layouts.smem_layout(self.tile.tile_m, cols, self.dtype, stages=parts)
         return cute.make_composed_layout(layout.inner, layout.offset, cute.group_modes(layout.outer, 1, 3))
-
-    def columns(self, s_dq: cute.Tensor, index: int) -> cute.Tensor:
-        """The columns of pass ``index``."""
-        passes = dq.passes(self.tile)
-        if passes == 1:
-            return s_dq
-        rows, cols = self.tile.tile_m, padded(self.traits.head_dim) // passes
-        layout = layouts.smem_layout(rows, cols, self.dtype)
-        return cute.make_tensor(s_dq.iterator + index * rows * cols, layout)
 
     def tiled_mma(self) -> cute.TiledMma:
         """The main kernel's."""
@@ -140,20 +131,23 @@ class BackwardConvert:
         query_tile = grid.tile(seqlens, tile.tile_m)
         exist = existing_rows(seqlens.cu_seqlens_q, mDQ, query_tile.batch) - query_tile.row0
         if exist > 0:
-            rows = traits.element_bytes * tile.tile_m * padded(traits.head_dim)
+            rows = traits.element_bytes * tile.tile_m * (padded(traits.head_dim) // dq.passes(tile))
             base = memory.SmemAllocator().allocate(rows, byte_alignment=1024)
             s_dq = cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), self.smem_layout())
             used = query_tile.info.seqlen_q - query_tile.row0
-            if used > 0:
-                row0 = padded_row0(seqlens, query_tile.info, query_tile.batch, tile.tile_m) + query_tile.row0
-                for index in cutlass.range_constexpr(dq.passes(tile)):
+            for index in cutlass.range_constexpr(dq.passes(tile)):
+                if cutlass.const_expr(index > 0):
+                    cute.arch.barrier()  # the last pass has been read
+                if used > 0:
+                    info, batch = query_tile.info, query_tile.batch
+                    row0 = padded_row0(seqlens, info, batch, tile.tile_m) + query_tile.row0
                     acc = self.load(mDQaccum, query_tile, row0, index, thread)
-                    self.to_shared(acc, self.columns(s_dq, index), scale, thread)
-            cute.arch.barrier()
-            rows_dq = sequence(
-                mDQ, query_tile.batch, query_tile.head, query_tile.info.offset_q, traits.varlen
-            )
-            self.store_rows(s_dq, rows_dq, query_tile.row0, used, exist, thread)
+                    self.to_shared(acc, s_dq, scale, thread)
+                cute.arch.barrier()
+                rows_dq = sequence(
+                    mDQ, query_tile.batch, query_tile.head, query_tile.info.offset_q, traits.varlen
+                )
+                self.store_rows(s_dq, rows_dq, index, query_tile.row0, used, exist, thread)
 
     @cute.jit
     def load(
@@ -189,31 +183,44 @@ class BackwardConvert:
         self,
         s_dq: cute.Tensor,
         rows_dq: cute.Tensor,
+        index: Constexpr,
         row0: Int32,
         used: Int32,
         exist: Int32,
         thread: Int32,
     ) -> None:
-        """Store ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m in all.
+        """Store pass ``index`` of ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m.
 
-        Adjacent threads store adjacent vectors of 16 bytes.
+        Adjacent threads store adjacent vectors of 16 bytes, or of unaligned rows elements.
         """
         tile: Constexpr = self.tile
         length: Constexpr = 16 // self.traits.element_bytes if self.traits.aligned else 1
-        per_row: Constexpr = self.traits.head_dim // length
+        cols: Constexpr = padded(self.traits.head_dim) // dq.passes(tile)
+        per_row: Constexpr = min(cols, self.traits.head_dim - index * cols) // length
         total: Constexpr = tile.tile_m * per_row
         vector = cute.make_rmem_tensor(cute.make_layout(length), self.dtype)
         target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=length)
-        for first in cutlass.range_constexpr(0, total, tile.mma_threads):
-            row, col = (first + thread) // per_row, (first + thread) % per_row * length
-            if row < cutlass.min(exist, tile.tile_m):
-                offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=length)
-                cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(length)), vector)
-                if cutlass.const_expr(self.traits.seqused_q):
-                    if row >= used:
-                        vector.fill(0.0)
-                if cutlass.const_expr(self.traits.aligned):
+        if cutlass.const_expr(index > 0):
+            target_row0 += index * cols * rows_dq.stride[1]
+        if cutlass.const_expr(self.traits.aligned):
+            for first in cutlass.range_constexpr(0, total, tile.mma_threads):
+                row, col = (first + thread) // per_row, (first + thread) % per_row * length
+                if row < cutlass.min(exist, tile.tile_m):
+                    offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=length)
+                    cute.autovec_copy(
+                        cute.make_tensor(s_dq.iterator + offset, cute.make_layout(length)), vector
+                    )
+                    if cutlass.const_expr(self.traits.seqused_q):
+                        if row >= used:
+                            vector.fill(0.0)
                     target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=length)
-                else:
+                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
+        else:
+            for i in cutlass.range(thread, total, tile.mma_threads, unroll=1):
+                row, col = i // per_row, i % per_row
+                if row < exist:
+                    vector[0] = s_dq[row, col]
+                    if row >= used:
+                        vector[0] = self.dtype(0.0)
                     target = target_row0 + (row * rows_dq.stride[0] + col * rows_dq.stride[1])
-                cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
+                    cute.make_tensor(target, cute.make_layout(1))[0] = vector[0]

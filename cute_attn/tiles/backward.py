@@ -32,6 +32,8 @@ class BackwardSm80Tile(WarpTile):
         dq_vector: floats of dQ that one reduction adds: 1, and with target sm90 also 2 and 4.
         dq_passes: parts of head_dim, whole 128 bytes each, whose dQ is computed one after the other: of large head dims
             there are too few registers for all of it.
+        columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
+            memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -50,6 +52,7 @@ class BackwardSm80Tile(WarpTile):
     dq_unroll: int = choice(0, 0, 1, 2, 4)
     dq_vector: int = choice(1, 1, 2, 4)
     dq_passes: int = choice(1, 1, 2, 4)
+    columns: int = choice(0, 0, 64, 128, 256)
 
     @property
     def mma_threads(self) -> int:
@@ -80,12 +83,32 @@ class BackwardSm80Tile(WarpTile):
         """Parts of ``queries`` queries in a step."""
         return self.tile_m // self.queries
 
+    @staticmethod
+    def chunk(traits: Traits) -> int:
+        """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that."""
+        size = traits.element_bytes
+        whole = 128 if all(row % 128 == 0 for row in row_bytes(traits)) else 64
+        return whole // size
+
+    def parts(self, traits: Traits) -> int:
+        """CTAs that divide the columns of a key block."""
+        return (
+            -(-max(padded(traits.head_dim), padded(traits.head_dim_v)) // self.columns) if self.columns else 1
+        )
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory; dK and dV reuse the operands' memory."""
         row, row_v = row_bytes(traits)
         m, n = self.tile_m, self.tile_n
         k, v, scores = n * row, n * row_v, traits.element_bytes * m * n
         areas, end = {}, 0
+        if self.columns:
+            chunk = 2 * self.chunk(traits) * traits.element_bytes  # two stages
+            named = {"queries": m * chunk, "keys": n * chunk, "p": scores, "ds": scores, "lse": 4 * m}
+            for name, size in (named | {"minus_d": 4 * m}).items():
+                areas[name] = (end, end + size)
+                end += size
+            return areas
         between = [("p", 0 if self.p_in_regs else scores), ("ds", scores)]
         rest = [
             ("q", m * row * self.stages_q),
@@ -112,7 +135,7 @@ class BackwardSm80Tile(WarpTile):
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
-        gradients = self.tile_n * (d + dv) // threads
+        gradients = self.tile_n * (2 * self.columns or d + dv) // threads
         scores = self.queries * self.tile_n // threads
         v = self.tile_n * dv // (2 * 32 * (self.num_warps // self.sdp_warps_m)) if self.v_in_regs else 0
         dq = self.tile_m * d // (threads * self.dq_passes)
@@ -149,7 +172,19 @@ class BackwardSm80Tile(WarpTile):
         for name in ("stages_q", "stages_do"):
             if getattr(self, name) not in (1, 2):
                 return f"{name} is {getattr(self, name)}; accepted: 1 or 2"
-        whole = 128 // traits.element_bytes
+        if self.columns and (
+            self.columns % self.chunk(traits)
+            or self.columns < 0
+            or self.p_in_regs
+            or self.v_in_regs
+            or self.dq_passes * self.chunk(traits) != padded(traits.head_dim)
+        ):
+            return (
+                f"columns is {self.columns} with dq_passes {self.dq_passes}; accepted: 0, or multiples of "
+                f"{self.chunk(traits)} with dq_passes {padded(traits.head_dim) // self.chunk(traits)} and P, dS and V "
+                "in shared memory"
+            )
+        whole = self.chunk(traits) if self.columns else 128 // traits.element_bytes
         if self.dq_passes < 1 or (self.dq_passes > 1 and padded(traits.head_dim) % (whole * self.dq_passes)):
             return (
                 f"dq_passes is {self.dq_passes}; accepted: 1, or a divisor of padded head_dim "
@@ -187,8 +222,8 @@ class BackwardSm80Tile(WarpTile):
             ("tile_m", self.tile_m, 16 * self.dq_warps_m),
             ("queries", self.queries, 16 * self.sdp_warps_m),
             ("tile_n", self.tile_n, keys_step),
-            ("padded head_dim", d, 16 * dkv_n),
-            ("padded head_dim_v", dv, 16 * dkv_n),
+            ("padded head_dim", self.chunk(traits) if self.columns else d, 16 * dkv_n),
+            ("padded head_dim_v", self.chunk(traits) if self.columns else dv, 16 * dkv_n),
             ("padded head_dim of a pass", d // self.dq_passes, 16 * dq_n),
         ):
             if extent <= 0 or extent % step:

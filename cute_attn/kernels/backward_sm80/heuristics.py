@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile
+from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 
@@ -119,7 +119,7 @@ _FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
         _fp32_in_regs(4, 64, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
         _fp32(32, 32, 4, 2, 2, 2),
     ],
-    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2), _fp32(32, 16, 2, 2, 1, 2)],
+    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2)],
 }
 """The larger head dim -> tiles of fp32 elements, the largest first."""
 _LARGE_UNROLLS = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, **_ONE_STAGE}
@@ -127,26 +127,38 @@ _LARGE_TILES = {
     2: [
         _tile(64, 32, 8, 4, 2, 2, **_LARGE_UNROLLS),
         _tile(64, 16, 4, 4, 1, 2, **_LARGE_UNROLLS),
-        _tile(32, 16, 2, 2, 1, 1, **_LARGE_UNROLLS),
     ],
-    4: [_fp32(32, 32, 4, 2, 2, 2), _fp32(32, 16, 2, 2, 1, 1)],
+    4: [_fp32(32, 32, 4, 2, 2, 2)],
 }
 """Bytes of an element -> tiles for head dims beyond 256, the largest first."""
+
+
+def streamed_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
+    """The tile of any head dim: it fits every target."""
+    tile = _tile(
+        64, 64, 8, 4, 4, 4, columns=256, dq_vector=dq_vector, sdp_unroll=2, dkv_unroll=1, dq_unroll=1
+    )
+    return dataclasses.replace(tile, dq_passes=padded(traits.head_dim) // tile.chunk(traits))
 
 
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
     vector = 4 if target == "sm90" else 1
     if max(traits.head_dim, traits.head_dim_v) > 256:
-        return [
-            dataclasses.replace(tile, dq_vector=vector, dq_passes=passes)
+        passes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
+        resident = [
+            dataclasses.replace(tile, dq_vector=vector, dq_passes=n)
             for tile in _LARGE_TILES[traits.element_bytes]
-            for passes in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
+            for n in passes
         ]
+        return [*resident, streamed_tile(traits, vector)]
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
         of_fp32 = next((tiles for dim, tiles in _FP32_TILES.items() if largest <= dim), _FP32_TILES[256])
-        return [dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32]
+        return [
+            *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),
+            streamed_tile(traits, vector),
+        ]
     tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])

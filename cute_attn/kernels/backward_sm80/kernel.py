@@ -48,6 +48,7 @@ from cute_attn.kernels.backward_sm80.loads import BlockLoad
 from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
 from cute_attn.kernels.backward_sm80.step import step_content
 from cute_attn.kernels.backward_sm80.storage import BAND, BLOCKS, SPILLED, BackwardSm80Storage
+from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
@@ -207,7 +208,7 @@ class BackwardSm80:
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
             self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped).launch(
-                grid=[order.blocks, 1, 1],
+                grid=[order.blocks, self.tile.parts(self.traits), 1],
                 block=[self.tile.num_threads, 1, 1],
                 stream=stream,
                 min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
@@ -230,14 +231,19 @@ class BackwardSm80:
         key_tile = key_tile_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
         key0 = (key_tile.first + skipped) * self.tile.tile_n
         if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch):
-            smem = self.shared_memory()
-            smem.spill(
-                block=cute.arch.block_idx()[0], stride_q=inputs[0].stride[-3], stride_do=inputs[3].stride[-3]
-            )
-            gradients = self.key_block(inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
-            key_tile = key_tile_of(order, seqlens, smem.reload_int("block"))
-            key0 = (key_tile.first + skipped) * self.tile.tile_n
-            self.store(gradients, inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
+            if cutlass.const_expr(self.tile.columns):
+                streamed = Streamed(self)
+                streamed.run(inputs, outputs, seqlens, scalars, score_args, key_tile, key0)
+            else:
+                smem = self.shared_memory()
+                strides = {"stride_q": inputs[0].stride[-3], "stride_do": inputs[3].stride[-3]}
+                smem.spill(block=cute.arch.block_idx()[0], **strides)
+                gradients = self.key_block(
+                    inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem
+                )
+                key_tile = key_tile_of(order, seqlens, smem.reload_int("block"))
+                key0 = (key_tile.first + skipped) * self.tile.tile_n
+                self.store(gradients, inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
 
     @cute.jit
     def key_block(

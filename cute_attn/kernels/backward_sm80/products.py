@@ -116,35 +116,24 @@ class Products:
         mmas: of S and dP, of dK and dV, of dQ. layout_of: (rows, cols[, stages]) -> a layout in shared memory.
         """
         tile, (mma_sdp, mma_dkv, mma_dq) = self.tile, mmas
-        warps = tile.num_warps
-        sdp_m = warps if tile.p_in_regs else tile.sdp_warps_m
-
-        def operand(mma: Any, warps_m: int, is_a: bool, s: cute.Tensor, transpose: bool, **how: Any) -> Any:
-            view = layouts.transposed(s) if transpose else s
-            if self.of_fp32:
-                along = warps_m if is_a else warps // warps_m
-                return Fp32Operand(
-                    view, thread, warps_m, along, is_a, transpose, how.get("paired", transpose)
-                )
-            make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
-            make = SmemOperand.a if is_a else SmemOperand.b
-            return make(mma, make_copy(mma, self.dtype, transpose), view, thread)
+        sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
 
         def scores(s: cute.Tensor, of_queries: bool) -> Any:
-            return operand(mma_sdp, sdp_m, of_queries != tile.p_in_regs, s, False)
+            return self.operand(mma_sdp, sdp_m, of_queries != tile.p_in_regs, s, False, False, thread)
 
         def dkv(s: cute.Tensor, is_a: bool) -> Any:
-            return operand(mma_dkv, tile.dkv_warps_m, is_a, s, True)
+            return self.operand(mma_dkv, tile.dkv_warps_m, is_a, s, True, True, thread)
+
+        def of_dq(s: cute.Tensor, is_a: bool) -> Any:
+            paired = tile.p_in_regs  # both operands take the keys in the same order
+            return self.operand(mma_dq, tile.dq_warps_m, is_a, s, paired or not is_a, paired, thread)
 
         def result(s: cute.Tensor) -> Any:
-            kind = Fp32Result if self.of_fp32 else SmemResult
             plane = cute.make_tensor(s.iterator, layout_of(*self.scores_plane, None))
-            return kind(mma_sdp, self.scores_shape, plane, thread)
+            return self.scores_result(mma_sdp, plane, thread)
 
         def k_t(index: int) -> Any:
-            s = columns_of(smem.k, layout_of, index, tile.dq_passes)
-            # Both operands take the keys in the same order.
-            return operand(mma_dq, tile.dq_warps_m, False, s, True, paired=tile.p_in_regs)
+            return of_dq(columns_of(smem.k, layout_of, index, tile.dq_passes), False)
 
         through_smem = not tile.p_in_regs
         return Operands(
@@ -159,11 +148,35 @@ class Products:
             do_t=dkv(smem.do, False),
             ds_t=dkv(smem.ds, True) if through_smem else None,
             q_t=dkv(smem.q, False),
-            ds=operand(mma_dq, tile.dq_warps_m, True, smem.ds, tile.p_in_regs),
+            ds=of_dq(smem.ds, True),
             k_ts=tuple(k_t(index) for index in range(tile.dq_passes)),
             p_out=result(smem.p) if through_smem else None,
             ds_out=result(smem.ds),
         )
+
+    def operand(
+        self,
+        mma: cute.TiledMma,
+        warps_m: int,
+        is_a: bool,
+        s: cute.Tensor,
+        transpose: bool,
+        paired: bool,
+        thread: Int32,
+    ) -> Any:
+        """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``."""
+        view = layouts.transposed(s) if transpose else s
+        if self.of_fp32:
+            along = warps_m if is_a else self.tile.num_warps // warps_m
+            return Fp32Operand(view, thread, warps_m, along, is_a, transpose, paired)
+        make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
+        make = SmemOperand.a if is_a else SmemOperand.b
+        return make(mma, make_copy(mma, self.dtype, transpose), view, thread)
+
+    def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> Any:
+        """Where a thread stores its part of P or dS."""
+        kind = Fp32Result if self.of_fp32 else SmemResult
+        return kind(mma, self.scores_shape, plane, thread)
 
     def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Any:
         """Where a thread stores its part of a product as large as ``s``."""

@@ -21,7 +21,8 @@ def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> S
         return product_loop(mma, extent * size // 32, tile.steps_at_once(extent, unroll, size))
 
     mma_s, mma_dp = (count(tile.queries, n, dim) for dim in (d, dv))
-    mma_dk, mma_dv = (count(m, n, dim) for dim in (d, dv))  # dQ takes as many as dK
+    own = (tile.columns, tile.columns) if tile.columns else (d, dv)
+    mma_dk, mma_dv = (count(m, n, dim) for dim in own)  # dQ takes as many as dK
     piece = loop(mma_s, d, tile.sdp_unroll)
     if not tile.v_in_regs:
         piece += loop(mma_dp, dv, tile.sdp_unroll)

@@ -1,0 +1,431 @@
+"""The Ampere backward of large head dims: operands pass through shared memory by chunks of columns.
+
+Of its keys, a CTA computes some ``columns`` of dK and dV, and those columns of dQ; the CTAs of the other columns are
+along the grid's second dimension. All compute S and dP over all columns. For each query block:
+
+    S  = Q K^T          chunk by chunk, Q and K through two stages of shared memory
+    dP = dO V^T         likewise; P and dS to shared memory
+    dV += P^T dO;  dK += dS^T Q;  dQ += dS K          chunk by chunk of the CTA's own columns
+
+A chunk is 128 bytes of a row, or 64 where head dims are odd multiples of that. So shared memory does not depend on the
+head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim fit every target.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cute_attn.device.element_copy import load_elements, store_elements
+from cute_attn.device.math import rematerialize
+from cute_attn.device.probabilities import probabilities, score_gradient
+from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.epilogues.bias import Bias
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
+from cute_attn.outputs import dq_order as dq
+from cute_attn.outputs.accumulate import add_fragment
+from cute_attn.tiles import padded
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import KeyTiles
+
+
+@dataclass(frozen=True)
+class StreamedStorage:
+    """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block."""
+
+    queries: cute.Tensor  # (tile_m, chunk, stage)
+    keys: cute.Tensor  # (tile_n, chunk, stage)
+    p: cute.Tensor  # (tile_m, tile_n, 1)
+    ds: cute.Tensor  # (tile_m, tile_n, 1)
+    lse: cute.Tensor  # (tile_m, 1)
+    minus_d: cute.Tensor  # (tile_m, 1)
+    gradient: cute.Tensor  # (tile_n, chunk): a chunk of dK or dV, in the keys' memory
+
+
+@dataclass(frozen=True)
+class StreamedOperands:
+    """Operands of the products of one chunk, and the MMAs."""
+
+    mma_sdp: cute.TiledMma
+    mma_dkv: cute.TiledMma
+    mma_dq: cute.TiledMma
+    queries: Operand
+    keys: Operand
+    p_t: Operand
+    ds_t: Operand
+    queries_t: Operand
+    ds: Operand
+    keys_t: Operand
+    p_out: Result
+    ds_out: Result
+
+
+@dataclass(frozen=True)
+class StreamedContext:
+    """One query head of a CTA's key block."""
+
+    smem: StreamedStorage
+    operands: StreamedOperands
+    q: cute.Tensor  # (seqlen_q, head_dim) in global memory, as are the next ones
+    do: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    lse: cute.Tensor  # of the padded rows
+    minus_d: cute.Tensor
+    dq: cute.Pointer
+    state: ScoreState
+    blocks: BlockRange
+    seqlen_q: Int32
+    seqlen_k: Int32
+    key0: Int32
+    part: Int32
+    scale_log2: Float32
+    thread: Int32
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The device code of a ``BackwardSm80`` whose tile has ``columns``."""
+
+    kernel: Any
+
+    @property
+    def tile(self) -> Any:
+        """The kernel's."""
+        return self.kernel.tile
+
+    @property
+    def products(self) -> Products:
+        """The kernel's."""
+        return self.kernel.products
+
+    @property
+    def chunk(self) -> int:
+        """Columns of a chunk."""
+        return self.tile.chunk(self.kernel.traits)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a CTA's columns."""
+        return self.tile.columns // self.chunk
+
+    def counts(self) -> tuple[int, int]:
+        """Chunks of all columns of Q and K, and of V."""
+        traits = self.kernel.traits
+        return padded(traits.head_dim) // self.chunk, padded(traits.head_dim_v) // self.chunk
+
+    # ---- shared memory and operands ----
+
+    def shared_memory(self) -> StreamedStorage:
+        """The areas of shared memory as tensors."""
+        tile, kernel = self.tile, self.kernel
+        areas = tile.smem_areas(kernel.traits)
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
+
+        def area(name: str, layout: Any, dtype: Any = kernel.dtype) -> cute.Tensor:
+            return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
+
+        return StreamedStorage(
+            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2)),
+            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2)),
+            p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n)),
+            ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n)),
+            lse=area("lse", cute.make_layout((tile.tile_m, 1)), Float32),
+            minus_d=area("minus_d", cute.make_layout((tile.tile_m, 1)), Float32),
+            gradient=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, None)),
+        )
+
+    def operands(self, smem: StreamedStorage, thread: Int32) -> StreamedOperands:
+        """All products' operands."""
+        kernel, tile, products = self.kernel, self.tile, self.products
+        sdp, dkv, of_dq = kernel.mma_sdp(), kernel.mma_dkv(), kernel.mma_dq()
+        plane = kernel.smem_layout(tile.tile_m, tile.tile_n, None)
+
+        def result(s: cute.Tensor) -> Result:
+            return products.scores_result(sdp, cute.make_tensor(s.iterator, plane), thread)
+
+        def make(
+            mma: Any, warps_m: int, is_a: bool, s: cute.Tensor, transpose: bool, paired: bool
+        ) -> Operand:
+            return products.operand(mma, warps_m, is_a, s, transpose, paired, thread)
+
+        return StreamedOperands(
+            sdp,
+            dkv,
+            of_dq,
+            queries=make(sdp, tile.sdp_warps_m, True, smem.queries, False, False),
+            keys=make(sdp, tile.sdp_warps_m, False, smem.keys, False, False),
+            p_t=make(dkv, tile.dkv_warps_m, True, smem.p, True, True),
+            ds_t=make(dkv, tile.dkv_warps_m, True, smem.ds, True, True),
+            queries_t=make(dkv, tile.dkv_warps_m, False, smem.queries, True, True),
+            ds=make(of_dq, tile.dq_warps_m, True, smem.ds, False, False),
+            keys_t=make(of_dq, tile.dq_warps_m, False, smem.keys, True, False),
+            p_out=result(smem.p),
+            ds_out=result(smem.ds),
+        )
+
+    # ---- a CTA ----
+
+    @cute.jit
+    def run(
+        self,
+        inputs: tuple,
+        outputs: tuple,
+        seqlens: Seqlens,
+        scalars: tuple,
+        score_args: tuple,
+        key_tile: KeyTiles,
+        key0: Int32,
+    ) -> None:
+        """dK and dV of the CTA's keys and columns; adds its part of dQ to the accumulator."""
+        traits, tile, chain = self.kernel.traits, self.tile, self.kernel.epilogues
+        mQ, mK, mV, mDO, mLSElog2, mMinusD = inputs
+        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits = scalars
+        thread, _, _ = cute.arch.thread_idx()
+        part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
+        smem = self.shared_memory()
+        operands = self.operands(smem, thread)
+        dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
+        batch, info, varlen = key_tile.batch, key_tile.info, traits.varlen
+        head_kv, head0 = key_tile.head_dkv // head_splits, key_tile.head_dkv * heads
+        for head in cutlass.range(head0, head0 + heads, unroll=1):
+            context = chain.context(score_args, seqlens, info, batch, head, nheads, softmax_scale)
+            state = chain.begin(score_args, context)
+            key = rematerialize(key0)
+            blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
+            row0 = padded_row0(seqlens, info, batch, tile.tile_m)
+            accumulator = outputs[0][0, None, None] if varlen else outputs[0][0, None, None, None]
+            head_dq = workspace_rows(accumulator, batch, head, row0, padded(traits.head_dim), varlen)
+            ctx = StreamedContext(
+                smem,
+                operands,
+                sequence(mQ, batch, head, info.offset_q, varlen),
+                sequence(mDO, batch, head, info.offset_q, varlen),
+                sequence(mK, batch, head_kv, info.offset_k, varlen),
+                sequence(mV, batch, head_kv, info.offset_k, varlen),
+                workspace_rows(mLSElog2, batch, head, row0, 1, varlen),
+                workspace_rows(mMinusD, batch, head, row0, 1, varlen),
+                head_dq.iterator + Int64(key_tile.first) * split_stride,
+                state,
+                blocks,
+                info.seqlen_q,
+                info.seqlen_k,
+                key0,
+                part,
+                scale_log2,
+                thread,
+            )
+            for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                self.query_block(ctx, block, dk, dv)
+        cute.arch.cp_async_wait_group(0)
+        rescale = chain.context(
+            score_args, seqlens, info, batch, key_tile.head_dkv, nheads, softmax_scale
+        ).gradient_scale
+        keys = existing_rows(seqlens.cu_seqlens_k, mK, batch) - key0
+        _, mDK, mDV = outputs
+        for gradient, m, factor in ((dk, mDK, softmax_scale * rescale), (dv, mDV, rescale)):
+            g = sequence(m, batch, key_tile.head_dkv, info.offset_k, varlen)
+            self.store(gradient, factor, g, smem, key0, keys, part, thread)
+
+    def gradients(self, mma_dkv: cute.TiledMma) -> list[cute.Tensor]:
+        """An accumulator for each chunk of the CTA's columns, all zero."""
+        shape = mma_dkv.get_slice(0).partition_shape_C((self.tile.tile_n, self.chunk))
+        found = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.chunks)]
+        for acc in found:
+            acc.fill(0.0)
+        return found
+
+    # ---- a query block ----
+
+    @cute.jit
+    def query_block(self, ctx: StreamedContext, block: Int32, dk: Constexpr, dv: Constexpr) -> None:
+        """S, dP and their products with the CTA's columns."""
+        tile, op, products = self.tile, ctx.operands, self.products
+        of_qk, of_v = self.counts()
+        cute.arch.barrier()  # other warps may still read the last block's chunks, P and dS
+        self.load_statistics(ctx, block)
+        self.start(ctx, block, Int32(0))
+        shape = op.mma_sdp.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n))
+        acc_s, acc_dp = cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor(shape, Float32)
+        acc_s.fill(0.0)
+        acc_dp.fill(0.0)
+        unroll = products.steps_at_once(self.chunk, tile.sdp_unroll)
+        for t in cutlass.range(0, of_qk, unroll=1):
+            self.wait_and_start(ctx, block, t)
+            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2)
+        for t in cutlass.range(of_qk, of_qk + of_v, unroll=1):
+            self.wait_and_start(ctx, block, t)
+            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2)
+        self.scores(ctx, block, acc_s, acc_dp)
+        for j in cutlass.range_constexpr(self.chunks):
+            first = of_qk + of_v + 2 * j
+            self.wait_and_start(ctx, block, Int32(first))
+            along = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
+            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, Int32(first % 2), along)
+            self.wait_and_start(ctx, block, Int32(first + 1))
+            stage = Int32((first + 1) % 2)
+            products.multiply(op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along)
+            column = ctx.part * self.chunks + j
+            if column < of_qk:
+                self.add_dq(ctx, block, column, stage)
+
+    @cute.jit
+    def wait_and_start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
+        """Wait for load ``t`` of a query block and start the next one, in the stage that was read before."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        of_qk, of_v = self.counts()
+        if t + 1 < of_qk + of_v + 2 * self.chunks:
+            self.start(ctx, block, t + 1)
+
+    @cute.jit
+    def start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
+        """Start load ``t`` of a query block: Q and K; dO and V; for each own chunk dO, then Q and K."""
+        of_qk, of_v = self.counts()
+        own = t - (of_qk + of_v)
+        column = t
+        if t >= of_qk:
+            column = t - of_qk
+        if own >= 0:
+            column = ctx.part * self.chunks + own // 2
+        of_do = (t >= of_qk) & ((own < 0) | (own % 2 == 0))
+        col0, row0 = column * self.chunk, block * self.tile.tile_m
+        queries, keys = (s[None, None, t % 2] for s in (ctx.smem.queries, ctx.smem.keys))
+        if of_do:
+            self.load(ctx.do, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+            if own < 0:
+                self.load(ctx.v, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+        else:
+            self.load(ctx.q, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+            self.load(ctx.k, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def load(
+        self, g: cute.Tensor, row0: Int32, rows: Int32, col0: Int32, s: cute.Tensor, thread: Int32
+    ) -> None:
+        """Start loading a chunk; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
+        if cutlass.const_expr(not self.kernel.traits.aligned):
+            shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))
+            own = cute.make_tensor(
+                g.iterator + Int64(col0) * g.stride[1], cute.make_layout(shape, stride=g.stride)
+            )
+            load_elements(own, row0, rows, s, thread, self.tile.num_threads)
+        else:
+            length = 16 // self.kernel.traits.element_bytes
+            per_row = self.chunk // length
+            step = self.tile.num_threads // per_row
+            atom = cute.make_copy_atom(
+                cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), s.element_type, num_bits_per_copy=128
+            )
+            row, col = thread // per_row, thread % per_row * length
+            in_columns = col0 + col < g.shape[1]
+            exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
+            for m in cutlass.range_constexpr(0, cute.size(s, mode=[0]), step):
+                exists[0, 0] = in_columns & (row + m < rows)
+                source = Int64(row0 + row + m) * g.stride[0] + Int64(col0 + col)
+                target = cute.crd2idx((row + m, col), s.layout)
+                vector = cute.make_layout(((length, 1), 1))
+                cute.copy(
+                    atom,
+                    cute.make_tensor(g.iterator + cute.assume(source, divby=length), vector),
+                    cute.make_tensor((s.iterator + target).align(16), vector),
+                    pred=exists,
+                )
+
+    @cute.jit
+    def load_statistics(self, ctx: StreamedContext, block: Int32) -> None:
+        """LSE and -D of a query block."""
+        if ctx.thread < self.tile.tile_m:
+            row = block * self.tile.tile_m + ctx.thread
+            ctx.smem.lse[ctx.thread, 0] = ctx.lse[row]
+            ctx.smem.minus_d[ctx.thread, 0] = ctx.minus_d[row]
+
+    @cute.jit
+    def scores(self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor) -> None:
+        """P and dS of the products S and dP, to shared memory."""
+        kernel, chain, traits, op = self.kernel, self.kernel.epilogues, self.kernel.traits, ctx.operands
+        scores = kernel.score_tile(ctx, block, 0, acc_s)
+        mask, loaded = (), ()
+        if cutlass.const_expr(bool(traits.dropout)):
+            mask = chain.dropout_mask(ctx.state, scores)
+        if cutlass.const_expr(chain.modifiers):
+            loaded = chain.load(ctx.state, scores)
+        saved = chain.forward(ctx.state, scores, loaded, False)
+        if (block < ctx.blocks.full_begin) | (block >= ctx.blocks.full_end):
+            chain.mask.forward(ctx.state.band, scores)
+        probabilities(scores, kernel.row_numbers(ctx, block, 0, ctx.smem.lse), ctx.scale_log2)
+        p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
+        p.store(acc_s.load().to(kernel.dtype))
+        dp = kernel.score_tile(ctx, block, 0, acc_dp)
+        chain.zero_dropped(mask, kernel.by_rows(op, p))
+        op.p_out.store(p)
+        chain.zero_dropped(mask, dp.acc)
+        score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
+        for i in cutlass.range_constexpr(len(chain.modifiers) - 1, -1, -1):
+            modifier = chain.modifiers[i]
+            if cutlass.const_expr(isinstance(modifier, Bias) and modifier.gradient):
+                if ctx.part == 0:  # all parts have the same scores
+                    modifier.backward(ctx.state.modifiers[i], dp, saved[i])
+            else:
+                modifier.backward(ctx.state.modifiers[i], dp, saved[i])
+        ds = cute.make_rmem_tensor_like(acc_dp, kernel.dtype)
+        ds.store(acc_dp.load().to(kernel.dtype))
+        op.ds_out.store(ds)
+
+    @cute.jit
+    def add_dq(self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32) -> None:
+        """Add dS K of a chunk of columns to the query block's dQ in global memory."""
+        kernel, tile, op = self.kernel, self.tile, ctx.operands
+        acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
+        acc.fill(0.0)
+        unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
+        self.products.multiply(op.mma_dq, acc, op.ds, op.keys_t, stage, unroll)
+        floats = dq.block_floats(kernel.traits, tile)
+        first = Int64(block) * floats + Int64(column) * (tile.tile_m * self.chunk)
+        add_fragment(acc, ctx.dq + cute.assume(first, divby=4), ctx.thread, tile.dq_vector)
+
+    @cute.jit
+    def store(
+        self,
+        gradient: Constexpr,
+        factor: Float32,
+        g: cute.Tensor,
+        smem: StreamedStorage,
+        key0: Int32,
+        keys: Int32,
+        part: Int32,
+        thread: Int32,
+    ) -> None:
+        """Store the CTA's columns of dK or dV, chunk by chunk through shared memory."""
+        kernel, tile = self.kernel, self.tile
+        length: Constexpr = 16 // kernel.traits.element_bytes
+        per_row: Constexpr = self.chunk // length
+        s = smem.gradient
+        for j in cutlass.range_constexpr(self.chunks):
+            cute.arch.barrier()  # the last chunk has been read
+            kernel.stage_gradient(gradient[j], factor, kernel.mma_dkv(), s, thread)
+            cute.arch.barrier()
+            col0 = (part * self.chunks + j) * self.chunk
+            left = g.shape[1] - col0
+            if cutlass.const_expr(not kernel.traits.aligned):
+                if left > 0:
+                    shape = (g.shape[0], cutlass.min(left, self.chunk))
+                    layout = cute.make_layout(shape, stride=g.stride)
+                    own = cute.make_tensor(g.iterator + Int64(col0) * g.stride[1], layout)
+                    store_elements(s, own, key0, keys, thread, tile.num_threads)
+            else:
+                vector = cute.make_rmem_tensor(cute.make_layout(length), kernel.dtype)
+                for i in cutlass.range(thread, tile.tile_n * per_row, tile.num_threads, unroll=1):
+                    row, col = i // per_row, i % per_row * length
+                    if (row < keys) & (col < left):
+                        offset = cute.assume(cute.crd2idx((row, col), s.layout), divby=length)
+                        cute.autovec_copy(
+                            cute.make_tensor(s.iterator + offset, cute.make_layout(length)), vector
+                        )
+                        first = Int64(key0 + row) * g.stride[0] + Int64(col0 + col)
+                        target = g.iterator + cute.assume(first, divby=length)
+                        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))

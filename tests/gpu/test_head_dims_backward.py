@@ -1,0 +1,127 @@
+"""The backward of head dims beyond 256 on the GPU, resident and streamed: against float64 and PyTorch's kernel."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_attn import attention_backward, registry
+from cute_attn.backward import kernels_of
+from cute_attn.traits import Traits
+from tests.checks import GRADIENT, Errors, check
+from tests.gpu.test_fp32_backward import run
+from tests.problem import Case
+
+ODD = {"seqlen_q": 130, "seqlen_k": 200}
+CASES = [
+    Case("bf16-d512-causal", head_dim=512, causal=True, **ODD),
+    Case("fp16-d320", head_dim=320, dtype="fp16", seqlen_q=70, seqlen_k=100),
+    Case("bf16-d576x512-causal", head_dim=576, head_dim_v=512, causal=True, nheads_kv=1, **ODD),
+    Case("bf16-d128x448", head_dim=128, head_dim_v=448, causal="top_left", **ODD),
+    Case("bf16-d352-bias", head_dim=352, bias="bf16", **ODD),
+    Case(
+        "bf16-d512-varlen", head_dim=512, lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3, causal=True
+    ),
+    Case("fp32-d384", head_dim=384, dtype="fp32", seqlen_q=70, seqlen_k=100),
+    Case("fp32-d512-causal", head_dim=512, dtype="fp32", causal=True, **ODD),
+    Case("fp32-d576x512", head_dim=576, head_dim_v=512, dtype="fp32", **ODD),
+    Case(
+        "fp32-d512-bias-dropout",
+        head_dim=512,
+        dtype="fp32",
+        bias="fp32",
+        bias_broadcast="b",
+        dropout_p=0.2,
+        dropout_mask="mem_efficient",
+        **ODD,
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}
+STREAMED = (
+    "tile_m=64,tile_n=64,num_warps=8,sdp_warps_m=4,dkv_warps_m=4,dq_warps_m=4,p_in_regs=false,queries_at_once=0,"
+    "columns="
+)
+TILES = [
+    ("bf16-d512-causal", STREAMED + "256,dq_passes=8"),
+    ("bf16-d512-causal", STREAMED + "128,dq_passes=8,dq_vector=1"),
+    ("bf16-d512-causal", "dq_passes=4,stages_q=1"),
+    ("bf16-d352-bias", STREAMED + "64,dq_passes=11"),
+    ("fp32-d384", STREAMED + "128,dq_passes=12,dkv_unroll=0"),
+]
+
+
+def compare(name: str, **options: Any) -> None:
+    case = BY_NAME[name]
+    problem = case.build("cuda")
+    start = problem.start()
+    exact = problem.expected_gradients(start, torch.float64)
+    plain = problem.expected_gradients(start, problem.tensors[0].dtype)
+    for what, value in run(problem, start, kernel="sm80", **options).items():
+        factor, floor = (GRADIENT, 0.0) if case.dtype != "fp32" else (2 * GRADIENT, 1e-6)
+        check(what, value, exact[what], plain[what], factor=factor, floor=floor)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_case(name: str) -> None:
+    compare(name)
+
+
+@pytest.mark.parametrize(("name", "tile"), TILES)
+def test_any_tile_equals_any_tile(name: str, tile: str) -> None:
+    compare(name, tile=tile)
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+def test_the_bias_gradient_is_added_once(columns: int) -> None:
+    """A bias that is broadcast adds its gradient up; each of the CTAs of a key block has the same scores."""
+    q, k, v, grad = (torch.randn(2, 96, 2, 512, device="cuda") for _ in range(4))
+    bias = torch.randn(1, 2, 1, 96, device="cuda")
+    heads_first = [x.double().transpose(1, 2) for x in (q, k, v)]
+    own = bias.double().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(*heads_first, attn_mask=own.expand(2, 2, 96, 96))
+    (expected,) = torch.autograd.grad(out.transpose(1, 2), own, grad.double())
+    scores = heads_first[0] @ heads_first[1].transpose(-1, -2) * 512**-0.5 + own.detach()
+    tile = f"{STREAMED}{columns},dq_passes=16"
+    given = (grad, q, k, v, out.detach().transpose(1, 2).float(), scores.logsumexp(-1).float())
+    (found,) = attention_backward(*given, bias=bias, wanted=("bias",), tile=tile)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (2, 256, 2, head_dim)
+    q, k, v, grad = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4))
+
+    def results(of: torch.dtype, backend: SDPBackend) -> tuple:
+        own = [x.to(of).detach().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in own), is_causal=True).transpose(
+                1, 2
+            )
+        return out.detach(), torch.autograd.grad(out, own, grad.to(of))
+
+    _, exact = results(torch.float64, SDPBackend.MATH)
+    out, theirs = results(dtype, SDPBackend.EFFICIENT_ATTENTION)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * head_dim**-0.5
+    hidden = torch.ones(256, 256, device="cuda", dtype=torch.bool).triu(1)
+    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).float()
+    ours = attention_backward(grad, q, k, v, out, lse, causal=True)
+    for name, own, other, wanted in zip("qkv", ours, theirs, exact, strict=True):
+        errors = Errors.of(own, wanted), Errors.of(other, wanted)
+        print(f"d{name}: error {errors[0]}, PyTorch's {errors[1]}")
+        assert errors[0].rms <= 1.5 * errors[1].rms, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
+        assert errors[0].largest <= 1.5 * errors[1].largest, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
+    """The backward's kernels; no forward."""
+    if "name" in params:
+        traits = BY_NAME[params["name"]].traits("sm80", "backward")
+        main = registry.lookup(traits, params.get("tile"), target)
+        yield from ((traits, own, target) for traits, own in kernels_of(main))
