@@ -60,6 +60,13 @@ FURTHER = [
         for arch in ("sm80", "sm90")
         for rest in ("d160-causal", "d224")
     ),
+    "backward-sm80-fp32-d64-causal",
+    "backward-sm80-fp32-d64-tf32-causal-softcap-alibi-bias_fp32-dropout-bias_grad",
+    "backward-sm80-fp32-d128-causal",
+    "backward-sm80-fp32-d256-causal",
+    "backward-sm80-fp32-d512-causal",
+    "backward-sm80-bf16-d512-causal",
+    "backward-sm80-bf16-d59-unaligned",
     "forward-sm80-bf16-d96-causal-softcap",
     "forward-sm90-fp16-d64-causal-dropout",
     "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",

@@ -113,7 +113,11 @@ FIT_ALWAYS = [
 
 
 _FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_fp32_in_regs(4, dq_unroll=4, sdp_unroll=2), _fp32_in_regs(4, 64, dq_unroll=2, **_ONE_STAGE)],
+    64: [
+        _fp32_in_regs(4, dq_unroll=4, sdp_unroll=2),
+        _fp32_in_regs(4, queries_at_once=16, dq_unroll=2, sdp_unroll=2),
+        _fp32_in_regs(4, 64, dq_unroll=2, **_ONE_STAGE),
+    ],
     128: [
         _fp32_in_regs(8, sdp_unroll=4, dq_unroll=4, **_ONE_STAGE),
         _fp32_in_regs(4, 64, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
@@ -155,6 +159,8 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
         of_fp32 = next((tiles for dim, tiles in _FP32_TILES.items() if largest <= dim), _FP32_TILES[256])
+        if largest <= 64 and (_pressure(traits) or not traits.aligned):
+            of_fp32 = of_fp32[1:]
         return [
             *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),
             streamed_tile(traits, vector),
