@@ -5,6 +5,8 @@
     out = cute_attn.attention(q, k, v, causal=True)                                 the operator
     kernel = cute_attn.compile("forward-sm80-bf16-d128-causal", "tile_n=128")       what it runs, and what that costs
     kernel.resources, kernel.instructions, kernel.ptx, kernel.sass
+    cute_attn.sdpa.activate()                                                       PyTorch's attention on the kernels
+    cute_attn.flash_attn, cute_attn.transformers                                    FlashAttention's, Hugging Face's
 
 Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
 """
@@ -34,10 +36,13 @@ _HOME = {
     "attention_varlen_backward": "interface",
     "draw_rng_state": "interface",
 }
+_DROP_INS = ("flash_attn", "sdpa", "transformers")
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _DROP_INS:
+        return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'cute_attn' has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

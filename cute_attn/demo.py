@@ -44,7 +44,7 @@ def main() -> None:
     console.print(cli.cost_table(*built))
     heading("What bounds a steady step of the Hopper one, from its machine code")
     console.print(verdict(HOPPER, target="sm90"))
-    wrong = epilogues_on_the_cpu() + attention_on_the_cpu()
+    wrong = epilogues_on_the_cpu() + attention_on_the_cpu() + drop_in_on_the_cpu()
     heading("The layouts of both")
     for name in (FLAGSHIP, HOPPER):
         for path in pictures.pictures(registry.lookup(Traits.parse(name)), PICTURES):
@@ -100,6 +100,35 @@ def attention_on_the_cpu() -> str:
     )
     assert isinstance(ours, Tensor)
     return _compare("causal, 8 heads on 2", ours, expected.transpose(1, 2))
+
+
+def drop_in_on_the_cpu() -> str:
+    """Which of PyTorch's calls activate() serves on a GPU; and one of PyTorch's operators overridden, here."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cute_attn import sdpa
+
+    heading("PyTorch's scaled_dot_product_attention after cute_attn.sdpa.activate(), on a GPU")
+    with FakeTensorMode():
+        for what, shape, dtype, masked in (
+            ("Llama-3-8B", (2, 32, 4096, 128), torch.bfloat16, False),
+            ("the same, padded", (2, 32, 4096, 128), torch.bfloat16, True),
+            ("DiT-XL", (16, 16, 1024, 72), torch.float16, False),
+            ("in double precision", (2, 32, 4096, 128), torch.float64, False),
+        ):
+            q = torch.empty(shape, dtype=dtype, device="cuda")
+            mask = torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="cuda") if masked else None
+            console.print(f"  {what:24} {sdpa.reason(q, q, q, mask) or 'served'}", highlight=False)
+    q, k, v = (torch.randn(2, 8, 200, 64, dtype=torch.float16) for _ in range(3))
+    activation = sdpa.Activation(sdpa.Options(), "CPU")
+    try:
+        ours = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    finally:
+        activation.remove()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True
+    )
+    return _compare("its operator, overridden", ours, expected.half())
 
 
 def _compare(what: str, ours: Tensor, expected: Tensor) -> str:

@@ -590,6 +590,17 @@ def test_an_activation_is_quiet():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_drop_ins_are_imported_on_first_use():
+    script = """if True:
+        import sys, cute_attn
+        assert "torch" not in sys.modules
+        cute_attn.sdpa.served, cute_attn.flash_attn.flash_attn_func, cute_attn.transformers.register
+        assert "transformers" not in sys.modules and "cutlass" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_declined_may_raise(stock):
     q = randn(1, 2, 8, 16, dtype=BF16)
     activation = sdpa.Activation(Options(unsupported="error"), "CPU")
