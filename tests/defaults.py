@@ -51,6 +51,8 @@ class Default:
 
 # Other head dims and dtypes, and several epilogues together.
 FURTHER = [
+    "forward-sm80-bf16-d320",
+    "forward-sm80-bf16-d576x512-causal",
     "forward-sm80-fp32-d64-causal",
     "forward-sm80-fp32-d128-causal",
     "forward-sm80-fp32-d128-tf32-causal-softcap-alibi-bias_fp32-dropout",

@@ -15,8 +15,9 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 from cute_attn.device.gemm import SmemOperand, below_1024
-from cute_attn.device.gemm_fp32 import Split, multiply, split
+from cute_attn.device.gemm_fp32 import Fp32Result, Split, multiply, split
 from cute_attn.device.math import rematerialize
+from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 K_STEP = 8
 """Elements of a step along K."""
@@ -43,7 +44,7 @@ def gemm_qk(
         parts = []
         for step in cutlass.range_constexpr(unroll):
             q.load_step(q_here, step)
-            parts.append(split(_as_fp32(q.fragment[None, None, step]), products))
+            parts.append(split(as_fp32(q.fragment[None, None, step]), products))
         for piece in cutlass.range_constexpr(k.pieces):
             target = pieces[None, None, (None, piece)]
             total = target
@@ -52,13 +53,13 @@ def gemm_qk(
                 total.fill(0.0)
             for step in cutlass.range_constexpr(unroll):
                 k.load(k_here, piece, step)
-                b = split(_as_fp32(k_pieces[None, (None, piece), step]), products)
+                b = split(as_fp32(k_pieces[None, (None, piece), step]), products)
                 multiply(tiled_mma, total, parts[step], b)
             if cutlass.const_expr(products == 3):
                 _add(target, total)
 
 
-def _as_fp32(fragment: cute.Tensor) -> cute.Tensor:
+def as_fp32(fragment: cute.Tensor) -> cute.Tensor:
     """A fragment that ldmatrix has loaded, which the MMA's layout calls tf32."""
     return cute.recast_tensor(fragment, Float32)
 
@@ -78,10 +79,20 @@ class Fp32Rows:
     Lane (g, t) = (lane // 4, lane % 4) of a warp reads columns 32 c + 4 g to 32 c + 4 g + 3 of keys 8 s + 2 t and
     8 s + 2 t + 1: eight lanes that are served at once read all banks. Column 4 n + j of a group of 32 is column n of
     the group's MMA j; so a lane's elements of a row of the output are columns 32 c + 8 t to 32 c + 8 t + 7.
+
+    ``warps_n`` warps divide the columns: those of ``first_col`` on are the thread's.
     """
 
     tile: cute.Tensor
     thread: Int32
+    warps_m: Constexpr = 1
+    warps_n: Constexpr = 1
+
+    def first_col(self, thread: Int32) -> Int32:
+        """The first of a thread's columns."""
+        if self.warps_n == 1:
+            return Int32(0)
+        return thread // (32 * self.warps_m) * (cute.size(self.tile, mode=[1]) // self.warps_n)
 
     @property
     def steps(self) -> int:
@@ -90,8 +101,9 @@ class Fp32Rows:
 
     def starts(self, stage: Int32) -> tuple[Int32, Int32]:
         """The addresses of the thread's first vector of an even and of an odd key, rematerialized."""
-        lane = below_1024(rematerialize(self.thread)) % 32
-        row, col = lane % 4 * 2, lane // 4 * 4
+        thread = below_1024(rematerialize(self.thread))
+        lane = thread % 32
+        row, col = lane % 4 * 2, self.first_col(thread) + lane // 4 * 4
         first, second = (
             (self.tile.iterator + cute.crd2idx((row + i, col, stage), self.tile.layout)).toint()
             for i in range(2)
@@ -126,14 +138,16 @@ def as_operand_a(p: cute.Tensor) -> cute.Tensor:
 def gemm_pv(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
-    p: cute.Tensor,
+    a: Split,
     v: Fp32Rows,
     stage: Int32,
     factors: cute.Tensor,
     products: Constexpr,
 ) -> None:
-    """acc = factors * acc + P V, acc ((2, 2), M, columns / 8), factors (2 M): of the rows of each M, two by two."""
-    a = split(as_operand_a(p), products)
+    """acc = factors * acc + P V, acc ((2, 2), M, columns / 8), factors (2 M): of the rows of each M, two by two.
+
+    a: P, of :func:`as_operand_a` or read from where :class:`PermutedResult` stored it.
+    """
     starts = v.starts(stage)
     groups = cute.logical_divide(acc, (None, None, 4))
     for group in cutlass.range_constexpr(cute.size(acc, mode=[2]) // 4):
@@ -167,6 +181,28 @@ def _scale_and_add(target: cute.Tensor, total: cute.Tensor, factors: cute.Tensor
                 target[i, m, n] = target[i, m, n] * factors[i // 2 + 2 * m] + total[i, m, n]
 
 
+@dataclass(frozen=True)
+class PermutedResult(Fp32Result):
+    """Stores P so that it is read as :func:`as_operand_a` has it: keys 2t and 2t + 1 at places t and t + 4."""
+
+    def start(self) -> Int32:
+        """The address of the thread's first element, rematerialized so that it occupies no register."""
+        rows, cols = self.shape
+        row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
+        return (self.tile.iterator + cute.crd2idx((row, col - col % 8 // 2), self.tile.layout)).toint()
+
+    def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
+        """Store ``fragment``, with the accumulator's layout, at column ``col0``."""
+        modes = row_col_modes(self.tiled_mma, *self.shape)
+        view, start = row_col_view(fragment, modes), self.start()
+        for r, row in enumerate(modes.rows):
+            for c in range(0, len(modes.cols), 2):
+                for odd in range(2):
+                    at = self.address(start, row, modes.cols[c] + col0 + 4 * odd).toint()
+                    word = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
+                    cute.make_tensor(word, cute.make_layout(1))[0] = view[r, c + odd]
+
+
 @cute.jit
 def store_rows(
     o: cute.Tensor,
@@ -174,14 +210,13 @@ def store_rows(
     rows: tuple,
     row0: Int32,
     seqlen: Int32,
-    lane: Int32,
+    col0: Int32,
     head_dim: Constexpr,
 ) -> None:
     """Store the output of :func:`gemm_pv` to o, (seqlen, head_dim), by vectors of four columns.
 
-    rows: the offset of each of the thread's rows from its first one, ``row0``.
+    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column.
     """
-    col0 = lane % 4 * 8
     vector = cute.make_rmem_tensor(4, Float32)
     for r in cutlass.range_constexpr(len(rows)):
         row = row0 + rows[r]

@@ -21,8 +21,12 @@ HEAD_DIM_PAD = 32
 
 
 def padded(head_dim: int) -> int:
-    """head_dim rounded up to a multiple of ``HEAD_DIM_PAD``, as shared memory and registers hold it."""
-    return -(-head_dim // HEAD_DIM_PAD) * HEAD_DIM_PAD
+    """head_dim rounded up to a multiple of ``HEAD_DIM_PAD``, as shared memory and registers hold it.
+
+    Above 256 of twice that: several warps divide the columns.
+    """
+    pad = HEAD_DIM_PAD if head_dim <= 256 else 2 * HEAD_DIM_PAD
+    return -(-head_dim // pad) * pad
 
 
 def row_bytes(traits: Traits) -> tuple[int, int]:

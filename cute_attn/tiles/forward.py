@@ -51,6 +51,8 @@ class ForwardSm80Tile(WarpTile):
             flight.
         pack_heads: packed GQA, as in :class:`ForwardSm90Tile`.
         blocks_per_sm: CTAs that share a multiprocessor where a kvcache kernel divides all key blocks among them.
+        warps_n: warps that share rows, and divide a step's keys and the columns of V and O. For large head dims, whose
+            O one warp cannot hold. One stage.
     """
 
     tile_m: int = choice(128, 16, 32, 64, 128, 192, 256)
@@ -64,6 +66,12 @@ class ForwardSm80Tile(WarpTile):
     key_groups: int = choice(1, 1, 2, 4)
     pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
     blocks_per_sm: int = choice(1, 1, 2, 3, 4)
+    warps_n: int = choice(1, 1, 2, 4)
+
+    @property
+    def warps_m(self) -> int:
+        """Warps of a group along the queries."""
+        return self.num_warps // self.warps_n
 
     @property
     def queries(self) -> int:
@@ -96,7 +104,7 @@ class ForwardSm80Tile(WarpTile):
     @property
     def stats_bytes(self) -> int:
         """Shared memory for the row statistics, in bytes: two fp32 a row for each of the four lanes that share it."""
-        return 2 * 4 * 4 * self.tile_m if self.stats_in_smem else 0
+        return 2 * 4 * 4 * self.tile_m * self.warps_n if self.stats_in_smem else 0
 
     @property
     def keeps_q(self) -> bool:
@@ -120,7 +128,15 @@ class ForwardSm80Tile(WarpTile):
             "o": (0, o),
             "merge": (q, q + merge),
             "stats": (stats, stats + self.stats_bytes),
+            **self._exchange_areas(stats + self.stats_bytes, traits),
         }
+
+    def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
+        """P, and a number a row of each warp that shares it."""
+        if self.warps_n == 1:
+            return {}
+        end = start + self.tile_m * self.tile_n * traits.element_bytes
+        return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
 
     def merge_bytes(self, traits: Traits) -> int:
         """Shared memory for O and row statistics of all groups but the first one, in bytes."""
@@ -130,8 +146,8 @@ class ForwardSm80Tile(WarpTile):
 
     def registers(self, traits: Traits) -> int:
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        rows = self.tile_m // self.num_warps
-        acc_o, acc_s = rows * dv // 32, rows * self.group_keys // 32
+        rows = self.tile_m // self.warps_m
+        acc_o, acc_s = rows * dv // 32 // self.warps_n, rows * self.group_keys // 32 // self.warps_n
         if traits.dtype == "fp32":  # P as two tf32 numbers, and a group of columns of O summed from zero
             exact = not traits.precision
             return acc_o + acc_s * (1 + exact) + rows * exact + rows // 4 * (1 + exact) + 40
@@ -139,13 +155,29 @@ class ForwardSm80Tile(WarpTile):
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
+    def _warps_n_reason(self, traits: Traits) -> str | None:
+        if self.warps_n < 1 or self.num_warps % self.warps_n:
+            return f"warps_n is {self.warps_n}; accepted: a divisor of {self.num_warps} warps"
+        if self.warps_n == 1:
+            return None
+        plain = replace(self, num_stages=1, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1)
+        if self != plain:
+            return f"warps_n is {self.warps_n}; accepted: 1 with other fields than those of tile {plain}"
+        columns = (32 if traits.dtype == "fp32" else 16) * self.warps_n
+        if self.tile_n % (16 * self.warps_n) or padded(traits.head_dim_v) % columns:
+            return (
+                f"warps_n is {self.warps_n} with tile_n {self.tile_n} for {traits}; accepted: a tile_n of whole "
+                f"{16 * self.warps_n} keys, and a padded head_dim_v of whole {columns} columns"
+            )
+        return None
+
     def shape_reason(self, traits: Traits) -> str | None:
         if reason := self.num_warps_reason():
             return reason
-        if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
-            return (
-                f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
-            )
+        if reason := self._warps_n_reason(traits):
+            return reason
+        if self.tile_m <= 0 or self.tile_m % (16 * self.warps_m):
+            return f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.warps_m} warps"
         if self.key_groups < 1 or self.num_warps * self.key_groups > self.MAX_WARPS:
             return (
                 f"key_groups is {self.key_groups}; accepted: 1 or more, with up to {self.MAX_WARPS} warps in all, "

@@ -6,7 +6,7 @@ import pytest
 from cutlass import Float32, Int32, cute
 
 import layouts
-from cute_attn.device.forward_fp32 import Fp32Rows, as_operand_a
+from cute_attn.device.forward_fp32 import Fp32Rows, PermutedResult, as_operand_a
 from layouts.host import run_on_host
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
@@ -50,31 +50,64 @@ def test_places_of_an_mma_are_neighbouring_keys():
 
 
 @cute.jit
-def write_addresses(shape: cutlass.Constexpr, out: cute.Tensor):
+def write_addresses(shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor):
     """out[thread, stage, step, group, odd] = (the operand's address, the layout's)."""
     rows, cols, stages = shape
     pointer = cute.make_ptr(Float32, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
     tile = cute.make_tensor(pointer, layouts.smem_layout(rows, cols, Float32, stages=stages))
     for thread in cutlass.range(cute.size(out.shape[0])):
-        v, lane = Fp32Rows(tile, thread), thread % 32
+        v, lane = Fp32Rows(tile, thread, *warps), thread % 32
+        col0 = thread // 32 // warps[0] * (cols // warps[1]) + 4 * (lane // 4)
         for stage in cutlass.range(cute.size(out.shape[1])):
             starts = v.starts(stage)
             for step in cutlass.range_constexpr(v.steps):
-                for group in cutlass.range_constexpr(cols // 32):
+                for group in cutlass.range_constexpr(cols // 32 // warps[1]):
                     for odd in cutlass.range_constexpr(2):
-                        row, col = 8 * step + 2 * (lane % 4) + odd, 32 * group + 4 * (lane // 4)
+                        row, col = 8 * step + 2 * (lane % 4) + odd, 32 * group + col0
                         out[thread, stage, step, group, odd, 0] = v.address(starts[odd], step, group).toint()
                         out[thread, stage, step, group, odd, 1] = 4 * cute.crd2idx(
                             (row, col, stage), tile.layout
                         )
 
 
-@pytest.mark.parametrize("rows, cols, stages", [(32, 64, 2), (64, 128, 1), (16, 96, 3)])
-def test_addresses_of_v_are_the_layouts_and_reach_all_banks(rows, cols, stages):
+@pytest.mark.parametrize(
+    "rows, cols, stages, warps", [(32, 64, 2, (2, 1)), (64, 128, 1, (1, 2)), (16, 96, 3, (2, 1))]
+)
+def test_addresses_of_v_are_the_layouts_and_reach_all_banks(rows, cols, stages, warps):
+    groups = cols // 32 // warps[1]
     found = run_on_host(
-        lambda out: write_addresses((rows, cols, stages), out), 64, stages, rows // 8, cols // 32, 2, 2
+        lambda out: write_addresses((rows, cols, stages), warps, out), 64, stages, rows // 8, groups, 2, 2
     )
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
     # Eight lanes are served at once: each 16 of 128 bytes.
     units = np.sort(found[:, 0, 0, 0, :, 0].reshape(-1, 8, 2) // 16 % 8, axis=1)
     assert (units == np.arange(8)[None, :, None]).all()
+
+
+@cute.jit
+def write_places(shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor):
+    """out[thread, r, c, odd] = (the address that P's element goes to, that of its place in the layout)."""
+    pointer = cute.make_ptr(Float32, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
+    tile = cute.make_tensor(pointer, layouts.smem_layout(*shape, Float32))
+    tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
+    modes = layouts.row_col_modes(tiled_mma, *shape)
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        result = PermutedResult(tiled_mma, shape, tile, thread)
+        row0, col0 = layouts.thread_row_col(tiled_mma, *shape, thread)
+        start = result.start()
+        for r in cutlass.range_constexpr(len(modes.rows)):
+            for c in cutlass.range_constexpr(len(modes.cols)):
+                key = col0 + modes.cols[c]
+                place = key - key % 8 + key % 8 // 2 + key % 2 * 4
+                at = result.address(start, modes.rows[r], modes.cols[c - c % 2] + c % 2 * 4)
+                out[thread, r, c, 0] = at.toint()
+                out[thread, r, c, 1] = 4 * cute.crd2idx((row0 + modes.rows[r], place), tile.layout)
+
+
+@pytest.mark.parametrize("shape, warps", [((64, 32), (4, 2)), ((32, 32), (2, 2)), ((32, 64), (1, 2))])
+def test_places_of_p_in_shared_memory(shape, warps):
+    threads = 32 * warps[0] * warps[1]
+    rows, cols = shape[0] // (8 * warps[0]), shape[1] // (4 * warps[1])
+    found = run_on_host(lambda out: write_places(shape, warps, out), threads, rows, cols, 2)
+    np.testing.assert_array_equal(found[..., 0], found[..., 1])
+    assert len(np.unique(found[..., 0])) == shape[0] * shape[1]

@@ -144,7 +144,7 @@ _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
         "highest": [_tile(64, 32, 4, 1, qk_unroll=4)],
     },
 }
-_FITS_ALWAYS = _tile(64, 32, 4, 1)
+_FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
 # The same in fp32, by precision; "low" and above take "high" where it is listed. Not measured yet: those that do not
 # spill, with two CTAs or eight warps a multiprocessor.
@@ -157,7 +157,7 @@ _TILES_FP32: dict[str, dict[int, dict[str, list[ForwardSm80Tile]]]] = {
             "high": [_tile(128, 32, 8, 2, 2), _tile(128, 32, 8, 1, 2)],
         },
         192: {"none": [_tile(128, 32, 8, 1, 2)]},
-        256: {"none": [_tile(64, 16, 4, 1, 1)]},
+        224: {"none": [_tile(64, 16, 4, 1, 1)]},
     },
     "tf32": {
         32: {"none": [_tile(128, 64, 4, 2, 4)], "high": [_tile(64, 64, 4, 2, 2)]},
@@ -167,15 +167,40 @@ _TILES_FP32: dict[str, dict[int, dict[str, list[ForwardSm80Tile]]]] = {
         256: {"none": [_tile(64, 32, 4, 1, 2)]},
     },
 }
-_FIT_ALWAYS_FP32 = [_tile(64, 32, 4, 1, 1), _tile(64, 16, 4, 1, 1), _tile(32, 32, 2, 1, 1)]
+_FIT_ALWAYS_FP32 = [
+    _tile(64, 32, 4, 1, 1),
+    _tile(64, 16, 4, 1, 1),
+    _tile(32, 32, 2, 1, 1),
+    _tile(16, 16, 1, 1, 1),
+]
+
+
+# A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. Not measured yet. The second one of fp32
+# spills 20 bytes at head dim 512.
+_DIVIDED_LARGE = ForwardSm80Tile(128, 64, 8, qk_unroll=4, warps_n=2)
+_DIVIDED = [
+    ForwardSm80Tile(64, 64, 8, qk_unroll=4, warps_n=4),
+    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(32, 32, 4, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(16, 32, 2, qk_unroll=2, warps_n=2),
+]
+_DIVIDED_FP32 = [
+    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(32, 32, 4, qk_unroll=1, warps_n=2),
+    ForwardSm80Tile(16, 32, 2, qk_unroll=1, warps_n=2),
+]
 
 
 def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     """Tiles to try, best first."""
-    if traits.dtype == "fp32":
-        tables = _TILES_FP32[traits.precision]
-        found = next(table for dim, table in tables.items() if traits.head_dim_v <= dim)
-        plain = _register_need(traits) == "none"
-        return [*(found["none"] if plain else found.get("high", found["none"])), *_FIT_ALWAYS_FP32]
-    table = next(table for dim, table in _TILES.items() if traits.head_dim_v <= dim)
-    return [*table.get(_register_need(traits), table["none"]), *table["highest"], _FITS_ALWAYS]
+    single = traits.dtype == "fp32"
+    if traits.head_dim_v > (224 if single and not traits.precision else 256):
+        large = [] if _register_need(traits) != "none" else [_DIVIDED_LARGE]
+        return _DIVIDED_FP32 if single else [*large, *_DIVIDED]
+    tables = _TILES_FP32[traits.precision] if single else _TILES
+    table = next(table for dim, table in tables.items() if traits.head_dim_v <= dim)
+    need = _register_need(traits)
+    if single:
+        preferred = table["none"] if need == "none" else table.get("high", table["none"])
+        return [*preferred, *_FIT_ALWAYS_FP32]
+    return [*table.get(need, table["none"]), *table["highest"], *_FIT_ALWAYS]

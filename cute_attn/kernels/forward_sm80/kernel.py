@@ -18,12 +18,15 @@ Key blocks that the mask's edge crosses take loops with masks, those inside a lo
 
 In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``.
 
-Limits: head dims up to 256, rows of whole 16 bytes, padded to multiples of 32 in shared memory and registers;
+Above head dim 256 warps divide the columns of O, see ``divided_columns``.
+
+Limits: head dims up to 576, rows of whole 16 bytes, padded to multiples of 32 in shared memory and registers;
 rows 16-byte aligned with a contiguous last dimension.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +36,9 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.forward_fp32 import Fp32Rows, gemm_pv, gemm_qk, store_rows
+from cute_attn.device.forward_fp32 import Fp32Rows, as_operand_a, gemm_pv, gemm_qk, store_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
+from cute_attn.device.gemm_fp32 import split
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -42,6 +46,7 @@ from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.forward_sm80.divided_columns import add_row_sums, step_of_divided_columns
 from cute_attn.kernels.forward_sm80.groups import GroupResults, KeyGroup
 from cute_attn.kernels.forward_sm80.heuristics import (
     preferred_tiles,
@@ -54,7 +59,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
-from cute_attn.traits import DTYPES, Traits, head_dim_multiple
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
 
@@ -73,7 +78,7 @@ class ForwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm80"):
             return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
-        return beyond(traits, dtypes=DTYPES, multiple=head_dim_multiple(traits.dtype))
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=head_dim_multiple(traits.dtype))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -83,9 +88,9 @@ class ForwardSm80:
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. In fp32 the default tile does not depend on them.
+        ``group``: query heads per key head. In fp32 and for large head dims the default tile does not depend on them.
         """
-        if self.single:
+        if self.single or self.tile.warps_n > 1:
             return self
         few = tiles_for_few_rows(self.traits, target)
         tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
@@ -111,7 +116,7 @@ class ForwardSm80:
         products, depth = self.products, tile.mma_depth(self.traits)
         qk = products * mma_sync_count(tile.tile_m, tile.tile_n, d, warps, depth)
         pv = products * mma_sync_count(tile.tile_m, dv, tile.tile_n, warps, depth)
-        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.num_warps)
+        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
         loops = product_loop(qk, d // depth, tile.steps_at_once(d, tile.qk_unroll, self.traits.element_bytes))
         exp2 = elements * (1 + self.traits.softcap) + rows
         return StepContent(qk + pv, exp2, elements, warps, () if tile.keeps_q else loops)
@@ -157,8 +162,8 @@ class ForwardSm80:
         )
 
     def tiled_mma(self) -> cute.TiledMma:
-        """MMA of both products, of a group: warps along the queries."""
-        return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps)
+        """MMA of both products, of a group: warps along the queries, and ``warps_n`` along keys and columns of V."""
+        return layouts.tiled_mma_sm80(self.dtype, self.tile.num_warps, warps_n=self.tile.warps_n)
 
     # ---- host ----
 
@@ -260,6 +265,22 @@ class ForwardSm80:
             cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
             area("stats", Float32),
             area("merge", Float32),
+            *self.divided_columns(area),
+        )
+
+    def v_rows(self, shared: SharedMemory, thread: Int32) -> Fp32Rows:
+        """V in fp32 as an operand."""
+        return Fp32Rows(shared.v, thread, self.tile.warps_m, self.tile.warps_n)
+
+    def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
+        """P, and a number a row of each of the warps that share it, where warps divide columns."""
+        tile = self.tile
+        if tile.warps_n == 1:
+            return ()
+        layout = layouts.smem_layout(tile.tile_m, tile.tile_n, self.dtype, stages=1)
+        return (
+            cute.make_tensor(area("p", self.dtype), layout),
+            cute.make_tensor(area("exchange", Float32), cute.make_layout((tile.tile_m, tile.warps_n))),
         )
 
     def row_stats(self, stats: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
@@ -274,7 +295,7 @@ class ForwardSm80:
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
         if self.single:
-            v: SmemOperand | Fp32Rows = Fp32Rows(shared.v, thread)
+            v: SmemOperand | Fp32Rows = self.v_rows(shared, thread)
         else:
             copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
             v = SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
@@ -283,6 +304,7 @@ class ForwardSm80:
             SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
             SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
             v,
+            None if shared.p is None else SmemOperand.a(tiled_mma, copy_a, shared.p, thread),
         )
 
     def block_load(
@@ -409,7 +431,9 @@ class ForwardSm80:
     def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
         """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
-            if cutlass.const_expr(self.tile.num_stages == 1):
+            if cutlass.const_expr(self.tile.warps_n > 1):
+                step_of_divided_columns(self, ctx, block, masked)
+            elif cutlass.const_expr(self.tile.num_stages == 1):
                 self.step_one_stage(ctx, block, masked)
             else:
                 self.step_pipelined(ctx, block, masked)
@@ -526,7 +550,8 @@ class ForwardSm80:
             softmax.advance(scores.acc, factors, masked)
             stored.store_stats(softmax)
             chain.drop(ctx.state, scores, scores.acc)
-            gemm_pv(op.tiled_mma, ctx.acc_o, acc_s, op.v, stage, factors, self.products)
+            p = split(as_operand_a(acc_s), self.products)
+            gemm_pv(op.tiled_mma, ctx.acc_o, p, op.v, stage, factors, self.products)
         else:
             softmax.step(scores.acc, ctx.acc_o_rows, masked)
             stored.store_stats(softmax)
@@ -571,6 +596,8 @@ class ForwardSm80:
         thread = ctx.thread
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
         softmax = self.stored_softmax(ctx, thread).load_stats()
+        if cutlass.const_expr(self.tile.warps_n > 1):
+            add_row_sums(self, ctx, softmax, thread)
         chain, sinks = self.epilogues, None
         if cutlass.const_expr(chain.sinks is not None):
             sinks = chain.sinks_of_rows(score_args, tile.head, tile.heads_left, self.score_map(ctx, thread))
@@ -594,7 +621,8 @@ class ForwardSm80:
         tiled_mma, tile_m, dv = ctx.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
-        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, thread % 32, dv)
+        col = self.v_rows(ctx.shared, thread).first_col(thread) + thread % 4 * 8
+        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv)
 
     @cute.jit
     def store_half(

@@ -21,6 +21,7 @@ class Operands:
     q: SmemOperand
     k: SmemOperand
     v: SmemOperand | Fp32Rows
+    p: SmemOperand | None = None  # where warps divide columns
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class SharedMemory:
     o: cute.Tensor
     stats: cute.Pointer  # fp32: row statistics of all threads
     merge: cute.Pointer  # fp32: results of all groups but the first one
+    p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
+    exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
 
 
 @dataclass(frozen=True)
