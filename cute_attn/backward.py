@@ -32,11 +32,11 @@ from cute_attn.launcher import (
     user_classes,
 )
 from cute_attn.params import (
+    ALIGNMENT_BYTES,
     MAX_ROWS,
     NUM_TENSORS,
     AttentionParams,
     check,
-    check_alignment,
     check_count,
     check_for_kernels,
     check_gradients,
@@ -156,7 +156,8 @@ class BackwardLauncher:
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
         parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
         varlen: whether rows of those may belong to no sequence.
-        copy: which of grad_out and out have strides that no kernel reads.
+        aligned: whether the kernels read whole 16 bytes of rows.
+        copy: which of grad_out and out have strides that such kernels do not read.
         views: as of :class:`cute_attn.launcher.Launcher`.
         workspace: or None where there is nothing to compute.
         bias: or None without its gradient.
@@ -175,6 +176,7 @@ class BackwardLauncher:
     strides: tuple[tuple[int, ...], ...]
     parts: int
     varlen: bool
+    aligned: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     workspace: Workspace | None
@@ -220,8 +222,9 @@ class BackwardLauncher:
         given = into or NOTHING
         if self.main is None or self.workspace is None:
             return self._without_keys(params, grads[1], outputs[1], given)
-        check_alignment(*params[:3])
-        grad_out, out = _readable(grads[0], self.copy[0]), _readable(outputs[0], self.copy[1])
+        grad_out, out = grads[0], outputs[0]
+        if self.aligned:
+            grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
@@ -376,15 +379,21 @@ def check_given(params: AttentionParams, given: Gradients, needed: tuple[bool, .
         if own.requires_grad or broadcast:
             what = "requires a gradient" if own.requires_grad else f"has strides {own.stride()}"
             raise ValueError(f"d{name} {what}; accepted: a tensor to write, without broadcast dimensions")
-        if name in ("q", "k", "v") and own.is_cuda and not (rows_are_regular(own) and is_aligned(own)):
+        regular = not own.is_cuda or not params.aligned or (rows_are_regular(own) and is_aligned(own))
+        if name in ("q", "k", "v") and not regular:
             raise ValueError(
                 f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
                 "16; accepted: rows of contiguous elements that start at multiples of 16 bytes"
             )
 
 
+def _rows_start_aligned(params: AttentionParams) -> bool:
+    """Whether q, k and v start at multiples of 16 bytes, which metadata does not show."""
+    return not (params.q.data_ptr() | params.k.data_ptr() | params.v.data_ptr()) % ALIGNMENT_BYTES
+
+
 def _readable(x: Tensor, copy: bool) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
+    """``x``, or a copy where kernels of aligned rows cannot read its strides or its address."""
     if copy or not is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -446,14 +455,15 @@ def launcher_for(
         seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, *given)
         strides = [None if x is None else x.stride() for x in seen]
         aligned = params.bias is None or is_aligned(params.bias)
-        key = (forward, needed, deterministic, aligned, *strides)
+        key = (forward, needed, deterministic, aligned, _rows_start_aligned(params), *strides)
     else:
         tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
-        key = launcher_key(tensors, (params[NUM_TENSORS + 1 :], needed, deterministic, classes))
+        options = (params[NUM_TENSORS + 1 :], needed, deterministic, classes, _rows_start_aligned(params))
+        key = launcher_key(tensors, options)
     backward_launcher = _launchers.get(key)
     if backward_launcher is None:
         check(params)
-        check_for_kernels(params)
+        check_for_kernels(params, unaligned=True)
         check_gradients(params, grad_out, grad_lse, out, lse)
         backward_launcher = _make_launcher(params, grad_out, grad_lse, out, needed, deterministic)
         if len(_launchers) >= _MAX_LAUNCHERS:
@@ -481,6 +491,7 @@ def _make_launcher(
         strides=tuple(map(contiguous_strides, shapes)),
         parts=0,
         varlen=params.varlen,
+        aligned=params.aligned,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,
@@ -502,7 +513,9 @@ def _make_launcher(
     bias = BiasGradient.of(params, deterministic) if needed[3] else None
     with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(params, target, op="backward", bias_grad=bias is not None)
+        kernel = choose_kernel(
+            params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
+        )
         traits, tile = kernel.traits, kernel.tile
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
         blocks = -(-params.longest[1] // tile.tile_n)

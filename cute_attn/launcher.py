@@ -441,7 +441,12 @@ def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple
 
 
 def choose_kernel(
-    params: AttentionParams, target: str, *, op: str = "forward", bias_grad: bool = False
+    params: AttentionParams,
+    target: str,
+    *,
+    op: str = "forward",
+    bias_grad: bool = False,
+    aligned: bool = True,
 ) -> Any:
     """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
 
@@ -467,7 +472,9 @@ def choose_kernel(
             variant = ""
         try:
             kernel = registry.lookup(
-                params.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
+                params.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
+                tile or None,
+                target,
             )
             if op == "forward" and not tile:
                 kernel = kernel.for_lengths(*params.longest, params.group, target)

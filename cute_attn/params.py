@@ -167,7 +167,20 @@ class AttentionParams(NamedTuple):
         for i, value in enumerate(self.epilogue_tensors):
             yield f"epilogues' tensor {i}", value
 
-    def traits(self, arch: str, variant: str = "", *, op: str = "forward", bias_grad: bool = False) -> Traits:
+    @property
+    def aligned(self) -> bool:
+        """Whether rows of q, k and v are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+        return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
+
+    def traits(
+        self,
+        arch: str,
+        variant: str = "",
+        *,
+        op: str = "forward",
+        bias_grad: bool = False,
+        aligned: bool = True,
+    ) -> Traits:
         """Traits of a kernel of ``arch``; bias_grad: the backward computes the bias's gradient."""
         return Traits(
             op=op,
@@ -176,6 +189,7 @@ class AttentionParams(NamedTuple):
             head_dim=int(self.q.shape[-1]),
             head_dim_v=int(self.v.shape[-1]),
             precision=self.precision,
+            aligned=aligned,
             mask=self.mask,
             softcap=self.softcap > 0,
             alibi=self.alibi_slopes is not None,
@@ -411,21 +425,25 @@ def _list(items: Sequence[Any]) -> str:
 # ---- checks of what the kernels need ----
 
 
-def check_for_kernels(params: AttentionParams) -> None:
-    """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`."""
+def check_for_kernels(params: AttentionParams, *, unaligned: bool = False) -> None:
+    """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`.
+
+    unaligned: some kernel takes rows of any head dim and strides.
+    """
     if params.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q has dtype {params.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
             f"(on the CPU: {_list(FLOAT_DTYPES)})"
         )
-    multiple = head_dim_multiple(DTYPE_NAMES[params.q.dtype])
+    multiple = 1 if unaligned else head_dim_multiple(DTYPE_NAMES[params.q.dtype])
     for name, tensor in (("q", params.q), ("k", params.k), ("v", params.v)):
         dim = tensor.shape[-1]
         if dim % multiple or dim > MAX_HEAD_DIM:
             which = "head_dim_v" if name == "v" else "head_dim"
             accepted = head_dims_text(multiple, MAX_HEAD_DIM)
             raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
-        _check_strides(name, tensor)
+        if not unaligned:
+            _check_strides(name, tensor)
     _check_sizes(params)
     if params.alibi_slopes is not None:
         if params.alibi_slopes.dtype != torch.float32:
@@ -511,6 +529,14 @@ def check_gradients(
 def is_aligned(x: Tensor) -> bool:
     """Whether ``x`` starts at a multiple of 16 bytes."""
     return x.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether rows of the last dimension are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+    whole = ALIGNMENT_BYTES // x.element_size()
+    if x.shape[-1] % whole or x.stride(-1) != 1 or not is_aligned(x):
+        return False
+    return all(n == 1 or step % whole == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
 
 
 def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -636,7 +636,7 @@ def test_wrong_backward_calls():
 
 def test_a_backward_has_its_forwards_arguments():
     for forward, backward in ((attention, attention_backward), (attention_varlen, attention_varlen_backward)):
-        own = {"grad_out", "out", "lse", "grad_lse", "wanted"}
+        own = {"grad_out", "out", "lse", "grad_lse", "wanted", "into"}
         names = set(inspect.signature(backward).parameters) - own
         assert names == set(inspect.signature(forward).parameters) - {
             "return_lse",

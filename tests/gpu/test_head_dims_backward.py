@@ -1,10 +1,12 @@
 """The backward of head dims beyond 256 on the GPU, resident and streamed: against float64 and PyTorch's kernel."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,7 +15,7 @@ from cute_attn.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import GRADIENT, Errors, check
 from tests.gpu.test_fp32_backward import run
-from tests.problem import Case
+from tests.problem import Case, Start
 
 ODD = {"seqlen_q": 130, "seqlen_k": 200}
 CASES = [
@@ -54,7 +56,10 @@ TILES = [
 
 
 def compare(name: str, **options: Any) -> None:
-    case = BY_NAME[name]
+    compare_case(BY_NAME[name], **options)
+
+
+def compare_case(case: Case, **options: Any) -> None:
     problem = case.build("cuda")
     start = problem.start()
     exact = problem.expected_gradients(start, torch.float64)
@@ -117,6 +122,48 @@ def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, dtype: torch
         print(f"d{name}: error {errors[0]}, PyTorch's {errors[1]}")
         assert errors[0].rms <= 1.5 * errors[1].rms, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
         assert errors[0].largest <= 1.5 * errors[1].largest, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
+
+
+UNALIGNED = [
+    Case("bf16-d1", head_dim=1, seqlen_q=70, seqlen_k=100),
+    Case("fp16-d7-causal", head_dim=7, dtype="fp16", causal=True, **ODD),
+    Case("bf16-d59x36-bias", head_dim=59, head_dim_v=36, bias="bf16", causal=True, **ODD),
+    Case("bf16-d300", head_dim=300, seqlen_q=70, seqlen_k=100),
+    Case("fp32-d5x3", head_dim=5, head_dim_v=3, dtype="fp32", causal=True, **ODD),
+    Case(
+        "fp32-d59-varlen", head_dim=59, dtype="fp32", lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3
+    ),
+    Case("fp32-d515", head_dim=515, head_dim_v=2, dtype="fp32", seqlen_q=70, seqlen_k=100),
+]
+
+
+@pytest.mark.parametrize("of", UNALIGNED, ids=lambda case: case.name)
+def test_unaligned_rows(of: Case) -> None:
+    compare_case(of)
+
+
+@pytest.mark.parametrize("how", ["last-stride", "odd-rows", "odd-address"])
+def test_elements_may_lie_anywhere(how: str) -> None:
+    """Strides and addresses that no vector can read give what contiguous tensors give."""
+    case = Case("strided", head_dim=64, causal=True, nheads_kv=4, **ODD)
+    problem = case.build("cuda")
+    start = problem.start()
+    q, k, v = problem.tensors
+
+    def moved(x: Tensor) -> Tensor:
+        if how == "last-stride":
+            return torch.full((*x.shape, 3), float("nan"), device="cuda", dtype=x.dtype)[..., 1].copy_(x)
+        if how == "odd-rows":
+            wide = torch.full((*x.shape[:-1], 67), float("nan"), device="cuda", dtype=x.dtype)
+            return wide[..., :64].copy_(x)
+        return torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+    own = replace(problem, tensors=(moved(q), moved(k), moved(v)))
+    found = run(own, Start(moved(start.out), None), deterministic=True)  # type: ignore[arg-type]
+    wanted = run(problem, start, kernel="sm80", deterministic=True)
+    for name, value in found.items():
+        assert not value.isnan().any(), name
+        torch.testing.assert_close(value, wanted[name], rtol=2e-2, atol=2e-2)
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
