@@ -48,6 +48,7 @@ def attention_with_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     num_splits: int = 0,
     split_keys: int | None = None,
     out: Tensor | None = None,
@@ -82,6 +83,11 @@ check_lengths
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
+    tree_mask : Tensor (total_q, words), int32, optional
+        Draft tokens of a tree: bit j of row i, with bit j % 32 of word j // 32, is whether query i sees the j-th of its
+        sequence's last seqlen_q keys, which are the queries' own; it sees all keys before them. total_q: rows of q,
+        batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
+        window and no ALiBi with it, and rotary embedding before the call.
     num_splits : int
         How the keys of a query block are divided on CUDA: 0, all key blocks into equal shares for the GPU's CTAs, where
         whole query blocks would not fill it; 1, not at all; n up to 512, into n parts. Any of them is right; results
@@ -127,6 +133,7 @@ check_lengths
         cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        tree_mask=tree_mask,
         max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
         if packed and max_seqlen_q is not None
         else longest,

@@ -271,6 +271,7 @@ def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> 
         paged=params.page_table is not None,
         batch_idx=params.cache_batch_idx is not None,
         leftpad=params.cache_leftpad is not None,
+        tree=params.tree_mask is not None,
         split=split,
         variant=variant,
     )

@@ -93,6 +93,7 @@ class CacheParams(NamedTuple):
         cu_seqlens_q: int32 (batch + 1,), or None.
         alibi_slopes: (nheads,) or (batch, nheads), or None.
         sinks: (nheads,), or None.
+        tree_mask: int32 (rows of q, words), or None.
         max_seqlen_q to tile: as of :class:`cute_attn.params.AttentionParams`.
         num_splits: parts of each query block's keys; 0 for shares of all key blocks.
         split_keys: keys of a part, or 0.
@@ -115,6 +116,7 @@ class CacheParams(NamedTuple):
     cu_seqlens_q: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    tree_mask: Tensor | None
     max_seqlen_q: int
     softmax_scale: float
     mask: str
@@ -155,6 +157,7 @@ class CacheParams(NamedTuple):
             self.window_right,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
+            tree_mask=self.tree_mask,
             softcap=self.softcap,
         )
 
@@ -312,6 +315,25 @@ def check_attention(params: CacheParams) -> None:
         )
     if params.sinks is not None:
         check_sinks(params.sinks, nheads, q.dtype)
+    if params.tree_mask is not None:
+        _check_tree(params, params.tree_mask)
+
+
+def _check_tree(params: CacheParams, tree: Tensor) -> None:
+    if tree.dtype != torch.int32:
+        raise TypeError(f"tree_mask has dtype {tree.dtype}; accepted: torch.int32")
+    rows, words = math.prod(params.q.shape[:-2]), -(-params.max_seqlen_q // 32)
+    if tree.dim() != 2 or tree.shape[0] != rows or tree.shape[1] < words or tree.stride(1) != 1:
+        raise ValueError(
+            f"tree_mask has shape {tuple(tree.shape)} and strides {tuple(tree.stride())}; accepted: ({rows}, {words}) "
+            f"or more words, with a last stride of 1, for {rows} queries of which a sequence has up to "
+            f"{params.max_seqlen_q}"
+        )
+    if params.mask.startswith("window") or params.alibi_slopes is not None:
+        name = "alibi_slopes" if params.alibi_slopes is not None else "a window"
+        raise ValueError(
+            f"tree_mask is given with {name}; accepted: without, as a query's position is not its row in a tree"
+        )
 
 
 def check_lengths(params: AppendParams, leftpad: Tensor | None = None) -> None:

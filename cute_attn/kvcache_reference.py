@@ -180,6 +180,10 @@ def attention(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full(lse_shape, -math.inf, dtype=dtype)
     lses = [x.transpose(0, 1) for x in sequences(lse.T, lengths.cu_seqlens_q)] if packed else list(lse)
+    trees = None
+    if inputs.tree_mask is not None:
+        tree = inputs.tree_mask if packed else inputs.tree_mask.unflatten(0, q.shape[:2])
+        trees = sequences(tree, lengths.cu_seqlens_q)
     for b, (own_q, own_out, own_lse) in enumerate(
         zip(queries, sequences(out, lengths.cu_seqlens_q), lses, strict=True)
     ):
@@ -187,10 +191,25 @@ def attention(
         where = cache.rows(b, begin, max(begin, ends[b]))
         own = _inputs_of(inputs, b)
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
-        found, found_lse, _ = reference.attention(own_q.unsqueeze(0), k, v, softmax_scale, features, own)
+        own_features = features
+        if trees is not None:
+            own_features = dataclasses.replace(features, epilogues=(tree_epilogue(trees[b]),))
+        found, found_lse, _ = reference.attention(own_q.unsqueeze(0), k, v, softmax_scale, own_features, own)
         own_out.copy_(found[0])
         own_lse.copy_(found_lse[0])
     return out, lse
+
+
+def tree_epilogue(rows: Tensor) -> reference.Epilogue:
+    """Hides the last seqlen_q keys of a sequence from queries whose bit is 0; rows: (seqlen_q, words) of bits."""
+
+    def hide(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
+        draft = coords.key - (coords.seqlen_k - coords.seqlen_q)
+        bit = draft.clamp(min=0)
+        seen = (rows[coords.query, bit // 32] >> (bit % 32).int()) & 1
+        return scores.masked_fill((draft >= 0) & (seen == 0), -math.inf)
+
+    return hide
 
 
 def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:

@@ -61,6 +61,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "paged": ("paged", True),
     "batch_idx": ("batch_idx", True),
     "leftpad": ("leftpad", True),
+    "tree": ("tree", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
 _BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
@@ -73,6 +74,7 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
     "leftpad": ("kvcache", "combine_shares"),
     "split": ("kvcache",),
+    "tree": ("kvcache",),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -120,6 +122,7 @@ class Traits:
         paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
         leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_shares after it.
+        tree: a row of bits for each query says which of the last keys it sees. Kvcache.
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's own.
@@ -153,6 +156,7 @@ class Traits:
     paged: bool = False
     batch_idx: bool = False
     leftpad: bool = False
+    tree: bool = False
     split: str = ""
     variant: str = ""
 

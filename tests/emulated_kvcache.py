@@ -30,6 +30,7 @@ def attend(kernel, arguments):
         *window,
         alibi_slopes=score_args[2][0] if traits.alibi else None,
         sinks=score_args[-1][0] if traits.sinks else None,
+        tree_mask=score_args[2 + traits.softcap + traits.alibi][0] if traits.tree else None,
         softcap=score_args[0] if traits.softcap else 0.0,
     )
     lengths = ref.Lengths(seqlens.seqused_k, seqlens.leftpad, seqlens.cu_seqlens_q)

@@ -35,6 +35,7 @@ class Case:
     softcap: float = 0.0
     alibi: str = ""  # "heads" or "batch"
     sinks: bool = False
+    tree: bool = False
 
     @property
     def batch(self) -> int:
@@ -80,6 +81,10 @@ CASES = {
     "alibi-batch": Case((5, 9), alibi="batch", queries=(2, 2), leftpad=(1, 3)),
     "sinks": Case((5, 0), sinks=True, queries=(2, 2), mask="causal"),
     "sinks-packed": Case((5, 0, 9), queries=(3, 1, 0), packed=True, sinks=True, heads=(4, 2), alibi="batch"),
+    "tree": Case((5, 19), queries=(4, 4), tree=True),
+    "tree-alone": Case((3, 0, 5), queries=(5, 5, 5), tree=True, mask="causal"),
+    "tree-packed": Case((35, 0, 60), queries=(33, 1, 40), packed=True, tree=True, capacity=64, sinks=True),
+    "tree-page-leftpad": Case((7, 12), queries=(4, 4), tree=True, page=3, leftpad=(5, 4), softcap=1.5),
     "groups": Case((5, 9), heads=(6, 2)),
     "groups-of-5": Case((5, 9), heads=(5, 1), dims=(24, 16), mask="causal", queries=(2, 2)),
 }  # fmt: skip
@@ -122,6 +127,9 @@ class Problem:
         shape = (heads,) if case.alibi == "heads" else (case.batch, heads)
         self.slopes = randn(*shape).abs() if case.alibi else None
         self.sinks = 3 * randn(heads) if case.sinks else None
+        rows, words = math.prod(self.q.shape[:-2]), -(-max(queries) // 32)
+        bits = torch.randint(-(2**31), 2**31, (rows, words), generator=generator, dtype=torch.int32)
+        self.tree = bits if case.tree else None
 
     def int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
@@ -129,7 +137,7 @@ class Problem:
     def to(self, device: str) -> "Problem":
         """The same problem, moved there."""
         self.device = device
-        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks"):
+        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks", "tree"):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.to(device))
         self.new = self.new and [x.to(device) for x in self.new]
@@ -169,6 +177,7 @@ class Problem:
             "softcap": case.softcap,
             "alibi_slopes": self.slopes,
             "sinks": self.sinks,
+            "tree_mask": self.tree,
         }
 
     def place(self, b: int, row: int) -> tuple[int, int]:
@@ -206,7 +215,13 @@ class Problem:
             0.3,
             ref.Lengths(total, self.int32(case.leftpad), self.cu_q),
             reference.Features(case.mask),
-            ScoreInputs(*case.window, alibi_slopes=self.slopes, softcap=case.softcap, sinks=self.sinks),
+            ScoreInputs(
+                *case.window,
+                alibi_slopes=self.slopes,
+                softcap=case.softcap,
+                sinks=self.sinks,
+                tree_mask=self.tree,
+            ),
         )
 
     # ---- the same by loops ----
@@ -261,6 +276,12 @@ class Problem:
             lses.append(lse)
         return outs, lses
 
+    def in_tree(self, b, query, key):
+        """Whether a query sees a key, both counted back from the end."""
+        queries = self.case.queries or (1,) * self.case.batch
+        row, draft = sum(queries[: b + 1]) + query, queries[b] + key
+        return draft < 0 or int(self.tree[row, draft // 32]) >> (draft % 32) & 1 == 1
+
     def attend(self, b, from_last, head, q, keys, out, lse):
         """One query, ``from_last`` rows before the end: -1 is the last, whose own key is the last one."""
         case, scores = self.case, {}
@@ -271,6 +292,8 @@ class Problem:
         left, right = (UNBOUNDED, 0) if case.mask == "causal" else case.window
         for key in keys:
             if case.mask and not own - left <= key <= own + right:
+                continue
+            if self.tree is not None and not self.in_tree(b, from_last, key - keys.stop):
                 continue
             k = self.k[self.place(b, key)][head * case.heads[1] // case.heads[0]].tolist()
             score = 0.3 * sum(x * y for x, y in zip(q, k, strict=True))

@@ -35,6 +35,9 @@ class ScoreContext:
     inv_score_scale: Float32
     gradient_scale: Float32 | None = None  # factor of a backward's dS: 1 / (1 - dropout_p)
     first_key: Int32 | None = None  # the first key, if that is not key 0
+    first_row: Int32 | None = (
+        None  # of query 0 among all sequences' rows, for an epilogue with a row for each
+    )
 
 
 @dataclass(frozen=True)

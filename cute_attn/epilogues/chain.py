@@ -17,6 +17,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.mask import Mask
 from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
+from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
 
 
@@ -60,6 +61,8 @@ class EpilogueChain:
             modifiers.append(Alibi())
         if traits.bias:
             modifiers.append(Bias(traits.bias, traits.bias_grad))
+        if traits.tree:
+            modifiers.append(Tree())
         modifiers += [user_epilogue(name)() for name in traits.epilogues]
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
@@ -149,7 +152,14 @@ class EpilogueChain:
             if self.dropout
             else Float32(1.0),
             first_key=info.first_key,
+            first_row=self._first_row(seqlens, info, batch),
         )
+
+    def _first_row(self, seqlens: Seqlens, info: SeqlenInfo, batch: Int32) -> Int32 | None:
+        """Where a sequence's rows start in a tensor with a row for each query."""
+        if not any(isinstance(m, Tree) for m in self.modifiers):
+            return None
+        return batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
         """Begin every part for one work tile."""

@@ -19,6 +19,8 @@ class ScoreInputs:
         grad_bias: the bias gradient, zeros with the bias's extents: in its dtype if each element belongs to one score,
             otherwise fp32, added to atomically in any order.
         sinks: (nheads,), attention sinks: natural logits.
+        tree_mask: int32 (queries of all sequences, words): bit j of a row is whether that query sees the j-th of its
+            sequence's last seqlen_q keys.
         softcap: the cap.
         dropout_p: dropout probability, in [0, 1).
         rng_state: int64 (2,) on the device: Philox seed and offset.
@@ -31,6 +33,7 @@ class ScoreInputs:
     bias: Any = None
     grad_bias: Any = None
     sinks: Any = None
+    tree_mask: Any = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     rng_state: Any = None

@@ -75,12 +75,12 @@ class Call:
     def run(self, **options):
         return attention_with_kvcache(self.q, self.k, self.v, return_lse=True, **self.options | options)
 
-    def expected(self, causal=False, window=(None, None), softcap=0.0, alibi_slopes=None, sinks=None):
+    def expected(self, causal=False, window=(None, None), softcap=0.0, **tensors):
         """By the definition in fp32."""
         mask = "causal" if causal else "window" if window != (None, None) else ""
         bounds = (UNBOUNDED if bound is None else bound for bound in window)
         lengths = ref.Lengths(int32(self.lengths), self.options["cache_leftpad"], self.cu_q)
-        inputs = ScoreInputs(*bounds, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks)
+        inputs = ScoreInputs(*bounds, softcap=softcap, **tensors)
         cache = ref.Cache(self.k.float(), self.v.float())
         scale = self.dims[0] ** -0.5
         return ref.attention(self.q.float(), cache, scale, lengths, reference.Features(mask), inputs)
@@ -189,6 +189,18 @@ def test_features(name, split, arch):
     if "sinks" in options:
         options["sinks"] = 3 * torch.randn(8, device="cuda")
     call.check(call.run(kernel=arch, **split, **options), **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("queries", [(4,) * 4, (33, 1, 0, 70)], ids=str)
+def test_trees_of_draft_tokens(queries, page, split, arch):
+    """Across key blocks, in words of bits, with fewer keys than queries; the last sequence has a leftpad."""
+    call = Call((64, 3, 900, 2100), queries, leftpad=(0, 0, 0, 2050))
+    bits = torch.randint(-(2**31), 2**31, (sum(queries), 3), device="cuda").int()
+    options = {"tree_mask": bits, "kernel": arch, **split}
+    call.check(call.run_paged(page, **options) if page else call.run(**options), tree_mask=bits)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
