@@ -203,6 +203,7 @@ _CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "shares"}),
     (128, {"mask": "causal", "seqused_k": True, "paged": True}),
     (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "shares"}),
+    (64, {"seqused_k": True, "tree": True, "split": "shares"}),
 ]
 _SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
     (128, {"seqused_k": True}),

@@ -40,7 +40,7 @@ class Default:
         """The kernel and its tile."""
         kernel = registry.lookup(self.traits, None, self.target)
         if self.lengths and self.traits.op == "kvcache":
-            return kernel.for_cache(CacheCall(*self.lengths))
+            return kernel.for_cache(CacheCall(*self.lengths), self.target)
         return kernel.for_lengths(*self.lengths) if self.lengths else kernel
 
     def __str__(self) -> str:

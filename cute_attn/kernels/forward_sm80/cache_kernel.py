@@ -29,7 +29,7 @@ from cute_attn.device.copy import RowCopy
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.kernels.arguments import kvcache_fake_args
 from cute_attn.kernels.forward_sm80.groups import KeyGroup
@@ -197,25 +197,37 @@ class KvcacheSm80(ForwardSm80):
         mask, queries = self.epilogues.mask, self.tile.queries
         visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
         packs = params.packs.per_sequence.divisor
+        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
         line = KeyShares.make(
             visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
         )
         position, end = line.begin(slot), line.begin(slot + 1)
-        while position < end:
+        if position < end:
             share = line.share(position, end)
-            batch, pack, m_block = (
-                cute.arch.make_warp_uniform(x) for x in (share.batch, share.head, share.m_block)
-            )
-            if share.whole | (share.begin < share.end):
-                info = SeqlenInfo.read(params.seqlens, batch)
-                tile = params.packs.tile(m_block * queries, pack, batch, info)
-                state, blocks = self.visible(params, tile)
-                blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
-                ctx = self.attend(params, shared, group, tile, state, blocks)
-                cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
-                if group.is_first:
-                    self.finish_share(params, ctx, tile, share, slot)
-            position = share.next
+            more = Boolean(True)
+            while more:
+                if share.whole | (share.begin < share.end):
+                    self.run_share(params, shared, group, share, slot)
+                more = share.next < end
+                if more:
+                    share = line.following(share, end)
+
+    @cute.jit
+    def run_share(
+        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share, slot: Int32
+    ) -> None:
+        """Attention of a unit with a share of its key blocks."""
+        batch, pack, row0 = (
+            cute.arch.make_warp_uniform(x)
+            for x in (share.batch, share.head, share.m_block * self.tile.queries)
+        )
+        tile = params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
+        state, blocks = self.visible(params, tile)
+        blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
+        ctx = self.attend(params, shared, group, tile, state, blocks)
+        cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
+        if group.is_first:
+            self.finish_share(params, ctx, tile, share, slot)
 
     @cute.jit
     def finish_share(
