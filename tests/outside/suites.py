@@ -1,6 +1,7 @@
 """The suites that others wrote: where each lies in the folder of suites, which of its tests run, and on what."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ _CUDA = {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "cuda"}
 _PYTORCH = "pytorch/pytorch, the tag of the torch that is installed"
 _WORDING = "expects what PyTorch's own kernel warns or raises"
 _EXTENSION = "calls FlashAttention's extension itself"
-_MODELS = ("llama", "mistral", "gemma2", "qwen3")
 
 SUITES = {
     "pytorch-sdpa": Suite(
@@ -114,25 +114,31 @@ SUITES = {
         },
         needs=("einops",),
     ),
-    "transformers-flash": Suite(
-        source="huggingface/transformers, the tag of the transformers that is installed: tests/, of which "
-        "*.py, generation/, models/{auto,gemma2,llama,mistral,qwen3}/ and utils/ are read",
+    "transformers": Suite(
+        source="huggingface/transformers, as installed: tests/test_modeling_common.py, which its source "
+        "distribution has; outside/hf_models.py makes the models",
         folder="transformers",
-        paths=tuple(f"tests/models/{name}" for name in _MODELS),
-        adapter="hub",
-        tests={"": 200},
-        needs=("transformers", "kernels", "parameterized"),
-        arguments=("-m", "flash_attn_test"),
-        environment={"RUN_SLOW": "1"},
-    ),
-    "transformers-sdpa": Suite(
-        source="as transformers-flash",
-        folder="transformers",
-        paths=tuple(f"tests/models/{name}" for name in _MODELS),
+        paths=(str(Path(__file__).parent / "hf_models.py"),),
         adapter="sdpa",
-        tests={"test_eager_matches_sdpa": 120, "test_sdpa_can": 20, "test_custom_4d_attention_mask": 8},
+        tests={
+            "test_cute_attn_inference_equivalence": 8,
+            "test_eager_matches_sdpa": 120,
+            "test_sdpa_can_dispatch_on_flash": 4,
+            "test_sdpa_can_compile_dynamic": 4,
+            "test_eager_matches_batched": 8,
+            "test_training": 8,
+        },
         needs=("transformers", "parameterized"),
-        environment={"RUN_SLOW": "1"},
+        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
+    ),
+    "transformers-flash": Suite(
+        source="as transformers; with the kernels library in the version that it asks for",
+        folder="transformers",
+        paths=(str(Path(__file__).parent / "hf_models.py"),),
+        adapter="hub",
+        tests={"test_flash_attn_2": 24},
+        needs=("transformers", "kernels", "parameterized"),
+        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
     ),
     "diffusers": Suite(
         source="huggingface/diffusers, the tag of the diffusers that is installed: tests/, of which *.py, "
