@@ -1,0 +1,161 @@
+"""What PyTorch's and xformers' own tests of memory-efficient attention ask for, both ways, by seeded samples.
+
+PyTorch's grids: dtype, batch, lengths, head dim, causal, scale, dropout, and masks with a gradient. xformers': head
+dims from 1 to 512, unequal ones, any lengths, numbers of heads and strides.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from cute_attn import attention, registry
+from cute_attn.backward import kernels_of
+from cute_attn.traits import Traits
+from tests.checks import CANCELLATION, FORWARD, GRADIENT, check
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case
+
+LENGTHS = (4, 8, 64, 128, 256, 512, 1024, 2048)
+
+
+def pytorch_cases() -> Iterator[Case]:
+    """Six kernels with five shapes each: PyTorch's grid has thousands of shapes and few kernels."""
+    choice = random.Random(0)
+    kernels = [
+        {"dtype": "fp16", "head_dim": 8, "causal": "top_left"},
+        {"dtype": "bf16", "head_dim": 72, "dropout_p": 0.22},
+        {"dtype": "fp32", "head_dim": 64, "causal": "top_left", "dropout_p": 0.22},
+        {"dtype": "fp32", "head_dim": 96},
+        {"dtype": "fp16", "head_dim": 128, "bias": "fp16"},
+        {"dtype": "fp32", "head_dim": 32, "bias": "fp32", "dropout_p": 0.22},
+    ]
+    for kernel in kernels:
+        for _ in range(5):
+            batch, seqlen_q, seqlen_k = choice.choice((1, 8)), choice.choice(LENGTHS), choice.choice(LENGTHS)
+            broadcast = choice.choice(("", "b", "h", "bh", "q", "bhq")) if "bias" in kernel else ""
+            name = "-".join(map(str, (*kernel.values(), batch, seqlen_q, seqlen_k, broadcast)))
+            shape = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "bias_broadcast": broadcast}
+            yield Case(name, nheads=4, nheads_kv=4, dropout_mask="mem_efficient", **shape, **kernel)  # type: ignore[arg-type]
+
+
+def xformers_cases() -> Iterator[Case]:
+    """Odd lengths, head dims and numbers of heads; a seeded choice of the rest."""
+    choice = random.Random(1)
+
+    def case(dtype: str, batch: int, seqlen_q: int, seqlen_k: int, heads: int, dim: int, dim_v: int) -> Case:
+        causal = choice.choice((False, "top_left", True))
+        name = "-".join(map(str, (dtype, batch, seqlen_q, seqlen_k, heads, f"{dim}x{dim_v}", causal)))
+        shape = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "causal": causal}
+        return Case(name, nheads=heads, nheads_kv=heads, head_dim=dim, head_dim_v=dim_v, dtype=dtype, **shape)
+
+    for dim, dim_v in (
+        (1, 1),
+        (2, 3),
+        (31, 31),
+        (36, 40),
+        (80, 160),
+        (258, 258),
+        (300, 36),
+        (512, 512),
+        (32, 264),
+    ):
+        yield case(choice.choice(("fp16", "bf16", "fp32")), 1, 256, 128, 1, dim, dim_v)
+    for length in (2, 3, 15, 31, 34, 72, 90, 132, 136):
+        yield case("bf16", 1, *choice.choice(((length, 128), (256, length))), 1, 32, 32)
+    for heads in (3, 5, 12):
+        yield case("fp32", 300 // heads, 256, 128, heads, 32, 32)
+    for _ in range(6):
+        yield case("fp16", choice.randint(1, 40), choice.randint(1, 500), choice.randint(1, 500), 3, 128, 64)
+
+
+CASES = [*pytorch_cases(), *xformers_cases()]
+
+
+def check_both(of: Case) -> None:
+    """out and all gradients by the tolerance rule; what fp32 sums differently is allowed a few roundings more."""
+    problem = of.build("cuda")
+    start = problem.start()
+    dtype = problem.tensors[0].dtype
+    exact, plain = problem.expected(torch.float64), problem.expected(dtype)
+    single = dtype == torch.float32
+    out = problem.run()["out"]
+    check(
+        "out",
+        out,
+        exact["out"],
+        plain["out"],
+        factor=2 * FORWARD if single else FORWARD,
+        roundings=8 if single else 1,
+    )
+    wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
+    factor = 2 * GRADIENT if single else GRADIENT
+    for name, value in problem.gradients(start).items():
+        check(
+            name,
+            value,
+            wanted[name],
+            rounded[name],
+            factor=factor,
+            roundings=8 if single else 1,
+            floor=CANCELLATION,
+        )
+
+
+@pytest.mark.parametrize("of", CASES, ids=lambda case: case.name)
+def test_case(of: Case) -> None:
+    check_both(of)
+
+
+@pytest.mark.parametrize("layout", ["padded", "heads_first", "fused", "expanded"])
+@pytest.mark.parametrize("dim", [64, 60])
+def test_strides(layout: str, dim: int) -> None:
+    dtype = "fp32" if dim == 64 else "fp16"
+    check_both(
+        Case(layout, seqlen_q=100, seqlen_k=100, head_dim=dim, dtype=dtype, layout=layout, causal=True)
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_scale(dtype: torch.dtype, scale: float | None) -> None:
+    q, k, v = (torch.randn(2, 120, 4, 64, device="cuda", dtype=dtype) for _ in range(3))
+
+    def gradients(of: torch.dtype, run: Any) -> list[Tensor]:
+        own = [x.to(of).detach().requires_grad_() for x in (q, k, v)]
+        out = run(*own)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), own)]
+
+    def math(*own: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in own), scale=scale).transpose(
+                1, 2
+            )
+
+    ours = gradients(dtype, lambda *own: attention(*own, softmax_scale=scale))
+    exact, plain = gradients(torch.float64, math), gradients(dtype, math)
+    for name, *results in zip(("out", "dq", "dk", "dv"), ours, exact, plain, strict=True):
+        check(name, *results, factor=2 * GRADIENT, roundings=8, floor=CANCELLATION)
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
+    """The forward and the backward of the newest generation that serves each."""
+    of = params.get("of")
+    if of is None:
+        return
+    for op in ("forward", "backward"):
+        for arch in sorted(runnable_archs(op), reverse=True):
+            try:
+                kernel = registry.lookup(of.traits(arch, op), None, target)
+            except (registry.Unsupported, ValueError):
+                continue
+            if op == "forward":
+                yield kernel.traits, kernel.for_lengths(*of.longest, of.group).tile, target
+            else:
+                yield from ((traits, tile, target) for traits, tile in kernels_of(kernel))
+            break
