@@ -32,6 +32,8 @@ from cute_attn.traits import Traits
 
 WAVES = 8
 """Work tiles a CTA from which on they are claimed whole: lengths that differ then cost little."""
+FULL_PARTS = 0.9
+"""Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
 FULL_WAVES = 0.85
 """Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
 
@@ -220,7 +222,8 @@ def _combine(
         return None
     if split.how == "parts":
         plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
-        return compiler.compile(plain, CombineTile.of(split.parts), target).function
+        tile = CombineTile.of(split.parts, eager=not split.part_keys)
+        return compiler.compile(plain, tile, target).function
     kept = {name: getattr(traits, name) for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad")}
     own = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim_v, **kept)
     of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
@@ -324,8 +327,8 @@ def _kernel_and_split(
 
     if params.num_splits == 0 and not params.split_keys:
         kernel = kernel_of("shares")
-        if not _whole_is_better(params, kernel.tile, processors):
-            return kernel, Split("shares")
+        split = _best_split(params, kernel.tile, processors)
+        return kernel if split.how == "shares" else kernel_of(split.how), split
     split = _parts(params)
     return kernel_of(split.how), split
 
@@ -351,12 +354,22 @@ def _parts(params: CacheParams) -> Split:
     return Split("parts", params.num_splits) if params.num_splits > 1 else Split()
 
 
-def _whole_is_better(params: CacheParams, tile: Any, processors: int) -> bool:
-    """Whether whole work tiles, which CTAs claim one by one, fill the GPU as well as shares do."""
-    waves = units(params, tile) / (tile.blocks_per_sm * processors)
-    if longest(params)[0] <= tile.queries:  # bound by memory, and all CTAs have to read at all times
-        return False
-    return waves >= WAVES or (params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES)
+def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
+    """How the keys of a call that names no split are divided.
+
+    Of a single sequence all units have about as many keys. Parts cost less than shares then, if they fill the GPU: no
+    prefix sums, and no unit in more parts than needed.
+    """
+    slots, count = tile.blocks_per_sm * processors, units(params, tile)
+    waves = count / slots
+    if longest(params)[0] > tile.queries:  # bound by the tensor cores
+        whole = params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
+        if whole or waves >= WAVES:
+            return Split()
+    parts = min(slots // count, -(-longest(params)[1] // tile.tile_n), MAX_PARTIALS)
+    if params.batch == 1 and parts * count >= FULL_PARTS * slots:
+        return Split("parts", parts) if parts > 1 else Split()
+    return Split("shares")
 
 
 def _check_sizes(params: CacheParams, tile: Any) -> None:

@@ -185,10 +185,11 @@ class Combine:
     ) -> None:
         """Merge the rows of a CTA: ``partials`` are this thread's row's, at ``out`` and ``lse``."""
         self.load_lse(lse, partials, shared, place)
+        loaded = self.load_first(out, partials, place) if cutlass.const_expr(self.tile.eager) else None
         cute.arch.barrier()
         row_max, largest = self.compute_weights(partials.count, shared, place)
         cute.arch.barrier()
-        acc, total = self.add_partials(out, partials, largest, shared, place)
+        acc, total = self.add_partials(out, partials, largest, shared, place, loaded)
         if cutlass.const_expr(self.tile.groups > 1):
             self.store_sums(acc, total, shared, place)
             cute.arch.barrier()
@@ -266,38 +267,87 @@ class Combine:
 
     @cute.jit
     def add_partials(
-        self, outs: cute.Pointer, partials: RowPartials, largest: Int32, shared: Shared, place: Place
+        self,
+        outs: cute.Pointer,
+        partials: RowPartials,
+        largest: Int32,
+        shared: Shared,
+        place: Place,
+        loaded: cute.Tensor | None = None,
     ):
         """The group's sums: of weighted rows, this thread's columns (4, vectors), and of weights.
 
-        The rows of ``unroll`` partial results are loaded at once, without a branch: in place of those without weight,
-        and of columns out of bounds, others that are in the cache.
+        The rows of ``unroll`` partial results are loaded at once; ``loaded``: the first ones, by :meth:`load_first`.
         """
-        traits, groups, unroll = self.traits, self.tile.groups, self.tile.unroll
-        vectors: Constexpr = self.tile.vectors(traits)
+        step: Constexpr = self.tile.groups * self.tile.unroll
         count = Int32(0) if largest < 0 else partials.count
-        acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), Float32)
+        acc = cute.make_rmem_tensor(cute.make_layout((4, self.tile.vectors(self.traits))), Float32)
         acc.fill(0.0)
-        total = Float32(0.0)
-        values = cute.make_rmem_tensor(cute.make_layout((4, vectors, unroll)), Float32)
-        weights = cute.make_rmem_tensor(cute.make_layout(unroll), Float32)
-        for first in cutlass.range(place.group, count, groups * unroll, unroll=1):
-            for u in cutlass.range_constexpr(unroll):
-                i = first + u * groups
-                weight = shared.weights[place.row, cutlass.min(i, count - 1)]
-                weights[u] = weight if i < count else Float32(0.0)
-                row = partials.out_row(largest if weights[u] == 0.0 else i)
-                for j in cutlass.range_constexpr(vectors):
-                    col = cutlass.min(self.column(place, j), traits.head_dim_v - 4)
-                    source = outs + cute.assume(row + col, divby=4)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values[None, j, u])
-            for u in cutlass.range_constexpr(unroll):
-                total += weights[u]
-                for j in cutlass.range_constexpr(vectors):
-                    for e in cutlass.range_constexpr(4):
-                        product = Float32(0.0) if weights[u] == 0.0 else weights[u] * values[e, j, u]
-                        acc[e, j] = acc[e, j] + product
+        total, first = Float32(0.0), place.group
+        values = self.row_values() if loaded is None else loaded
+        if cutlass.const_expr(loaded is not None):
+            total = self.add_batch(acc, total, values, first, count, shared, place)
+            first += step
+        for batch in cutlass.range(first, count, step, unroll=1):
+            for u in cutlass.range_constexpr(self.tile.unroll):
+                # Without a branch: in place of rows without weight one that is in the cache.
+                i = batch + u * self.tile.groups
+                weight = self.weight(i, count, shared, place)
+                self.load_row(values, u, outs, partials.out_row(largest if weight == 0.0 else i), place)
+            total = self.add_batch(acc, total, values, batch, count, shared, place)
         return acc, total
+
+    def row_values(self) -> cute.Tensor:
+        """Registers for this thread's columns of ``unroll`` partial rows."""
+        return cute.make_rmem_tensor(
+            cute.make_layout((4, self.tile.vectors(self.traits), self.tile.unroll)), Float32
+        )
+
+    @cute.jit
+    def load_first(self, outs: cute.Pointer, partials: RowPartials, place: Place) -> cute.Tensor:
+        """Load the group's first rows before their weights are known: beside the LSEs."""
+        values = self.row_values()
+        for u in cutlass.range_constexpr(self.tile.unroll):
+            i = cutlass.min(place.group + u * self.tile.groups, partials.count - 1)
+            self.load_row(values, u, outs, partials.out_row(i), place)
+        return values
+
+    @cute.jit
+    def load_row(
+        self, values: cute.Tensor, u: Constexpr, outs: cute.Pointer, row: Int64, place: Place
+    ) -> None:
+        """Load this thread's columns of a partial row; in place of those out of bounds, others."""
+        for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
+            col = cutlass.min(self.column(place, j), self.traits.head_dim_v - 4)
+            source = outs + cute.assume(row + col, divby=4)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), values[None, j, u])
+
+    @cute.jit
+    def weight(self, i: Int32, count: Int32, shared: Shared, place: Place) -> Float32:
+        """Of partial result i; 0 from ``count`` on."""
+        weight = shared.weights[place.row, cutlass.max(cutlass.min(i, count - 1), 0)]
+        return weight if i < count else Float32(0.0)
+
+    @cute.jit
+    def add_batch(
+        self,
+        acc: cute.Tensor,
+        total: Float32,
+        values: cute.Tensor,
+        first: Int32,
+        count: Int32,
+        shared: Shared,
+        place: Place,
+    ) -> Float32:
+        """Add the weighted ``values`` to ``acc``, and their weights to ``total``. Rows without weight may be NaN."""
+        for u in cutlass.range_constexpr(self.tile.unroll):
+            weight = self.weight(first + u * self.tile.groups, count, shared, place)
+            total += weight
+            for j in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                for e in cutlass.range_constexpr(4):
+                    product = Float32(0.0) if weight == 0.0 else weight * values[e, j, u]
+                    acc[e, j] = acc[e, j] + product
+        return total
 
     def column(self, place: Place, vector: int) -> Int32:
         """The first column of this thread's vector."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Int32, Int64, cute
+from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.work.key_parts import Partials
@@ -101,7 +101,7 @@ def store_rows(
         acc: O normalised, (rows, columns) as ``score_map`` has them: fp32, converted to the target's type.
         lse: (rows), natural logarithms.
         score_map: of O's accumulator.
-        dim: head_dim_v; columns from there on are not written.
+        dim: head_dim_v; columns from there on are not written. Of partial results that saw no key the LSE is enough.
     """
     dtype: Any = target.out.dtype
     cols = score_map.modes.cols
@@ -112,9 +112,11 @@ def store_rows(
             row = target.out + cute.assume(
                 head * target.out_steps[0] + query * target.out_steps[1] + score_map.thr_col, divby=2
             )
-            pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+            pair, wanted = cute.make_rmem_tensor(cute.make_layout(2), dtype), Int32(dim)
+            if cutlass.const_expr(dtype is Float32):
+                wanted = cutlass.select_(lse[r] == -Float32.inf, Int32(0), wanted)
             for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), 2):
-                if score_map.thr_col + cols[c] < dim:
+                if score_map.thr_col + cols[c] < wanted:
                     pair[0], pair[1] = dtype(acc[r, c]), dtype(acc[r, c + 1])
                     cute.autovec_copy(pair, cute.make_tensor(row + cols[c], cute.make_layout(2)))
             if score_map.thr_col == 0:

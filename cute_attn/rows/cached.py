@@ -55,6 +55,11 @@ class PagedTiles:
         return PagedTiles(atom, coords, Int32(cache.shape[0]), tile_n, box, cols, width, policy)
 
     @property
+    def tma(self) -> "PagedTiles":
+        """What has a TMA descriptor as its ``atom``."""
+        return self
+
+    @property
     def boxes(self) -> int:
         """Boxes of a key block."""
         return self.tile_n // self.box
@@ -106,6 +111,11 @@ class EntryTiles:
 
     tiles: TmaTiles
 
+    @property
+    def tma(self) -> TmaTiles:
+        """What has a TMA descriptor as its ``atom``."""
+        return self.tiles
+
     @cute.jit
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
         """The entry and the block."""
@@ -136,6 +146,11 @@ class RowCopies:
     cols: Constexpr  # padded dim
     dim: Constexpr
     warps: Constexpr
+
+    @property
+    def tma(self) -> None:
+        """No TMA descriptor."""
+        return None
 
     @staticmethod
     def find(rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo, tile_n: int) -> cute.Tensor:

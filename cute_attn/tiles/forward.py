@@ -334,9 +334,12 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     Attributes:
         page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
             multiple of it. 0: pages of any size, whose rows warps copy by cp.async.
+        half_registers: a CTA of one consumer warpgroup takes half of the multiprocessor's registers, although it is
+            alone, so that CTAs of the combine kernel start beside it and wait.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
+    half_registers: bool = False
 
     BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
 
@@ -345,12 +348,17 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
         if self.blocks_per_sm > 1:
             return {2: 200, 3: 104}[self.blocks_per_sm]
-        return {1: 255, 2: 224, 3: 152}[self.warpgroups]
+        return 200 if self.half_registers else {1: 255, 2: 224, 3: 152}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
         """Registers of a producer thread, which finds shares and pages."""
         return 56
+
+    @property
+    def min_blocks_per_sm(self) -> int:
+        """CTAs that a multiprocessor has registers for."""
+        return 2 if self.half_registers else self.blocks_per_sm
 
     def smem_bytes(self, traits: Traits) -> int:
         return super().smem_bytes(traits) - 2 * self.tile_m * padded(traits.head_dim_v)
@@ -358,6 +366,8 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     def shape_reason(self, traits: Traits) -> str | None:
         if self.share_qo_smem:
             return f"share_qo_smem is True; accepted: False, since O has no shared memory, for {traits}"
+        if self.half_registers and (self.warpgroups, self.blocks_per_sm) != (1, 1):
+            return f"half_registers is True; accepted: with tile_m 64 and blocks_per_sm 1, for {traits}"
         if traits.split == "shares" and self.speculative:
             return f"speculative is True; accepted: False with split shares, for {traits}"
         if self.bias_stages:

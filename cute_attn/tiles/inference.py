@@ -39,16 +39,20 @@ class CombineTile(Tile):
         rows: rows of a CTA, a row being one query of one head.
         groups: groups of threads among which the partial results of a row are divided.
         unroll: partial results that a thread loads at once.
+        eager: whether it loads its first ones before it knows their weights, beside the LSEs.
     """
 
     rows: int = choice(4, 1, 2, 4, 8)
     groups: int = choice(1, 1, 2, 4, 8)
     unroll: int = choice(4, 2, 4, 8)
+    eager: bool = False
 
     @staticmethod
-    def of(partials: int) -> "CombineTile":
+    def of(partials: int, eager: bool = False) -> "CombineTile":
         """The tile for so many partial results: where they are many, several groups of threads load those of a row."""
-        return CombineTile(rows=4, groups=1) if partials <= 4 else CombineTile(rows=1, groups=4)
+        if partials <= 4:
+            return CombineTile(rows=4, groups=1, eager=eager)
+        return CombineTile(rows=1, groups=8 if partials >= 64 else 4, unroll=8 if eager else 4, eager=eager)
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
@@ -111,7 +115,7 @@ class CombineSharesTile(CombineTile):
         """The tile for about so many partial results of a row, after a kernel with ``tile``."""
         groups = next((n for n in (16, 8, 4, 2) if partials >= 4 * n), 1)
         rows, unroll = (1, 8) if groups > 1 else (4, 4)
-        chosen = CombineSharesTile(rows, groups, unroll, tile.tile_m, tile.tile_n, tile.pack_heads)
+        chosen = CombineSharesTile(rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads)
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen

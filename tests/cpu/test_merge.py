@@ -47,7 +47,10 @@ def combine(
             place = kernel.place(block, thread, rows, divisors)
             row_max, largest = kernel.compute_weights(mLSEpartial.shape[0], shared, place)
             partials = kernel.row_partials(mOpartial, mLSEpartial, place)
-            acc, total = kernel.add_partials(mOpartial.iterator, partials, largest, shared, place)
+            loaded = None
+            if cutlass.const_expr(kernel.tile.eager):
+                loaded = kernel.load_first(mOpartial.iterator, partials, place)
+            acc, total = kernel.add_partials(mOpartial.iterator, partials, largest, shared, place, loaded)
             if cutlass.const_expr(kernel.tile.groups > 1):
                 kernel.store_sums(acc, total, shared, place)
             elif place.exists:
@@ -111,6 +114,7 @@ KERNELS = {
     "two-vectors": (256, "fp32", T(2, 2)),
     "narrow": (8, "fp16", T(8, 1, 8)),
     "odd": (72, "fp16", T(2, 3, 1)),
+    "eager": (64, "fp32", T(2, 2, 4, eager=True)),
 }
 
 

@@ -7,6 +7,8 @@ from cute_attn.tiles import KvcacheSm90Tile, first_that_fits, may_pack_heads, pa
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
+FEW_ROWS = 16
+"""Rows of a key head up to which a step has 64 keys."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
 
@@ -21,7 +23,10 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
     packs = [1, 2, 4, 8, 16, 32, 64] if may_pack_heads(traits) else [1]
     candidates = [
         dataclasses.replace(tile, pack_heads=n)
-        for tile in (_chosen(few_rows(traits), traits, call), _chosen(many_rows(traits), traits, call))
+        for tile in (
+            _chosen(few_rows(traits, call.seqlen_q * call.group), traits, call),
+            _chosen(many_rows(traits), traits, call),
+        )
         for n in packs
         if n < 2 * call.group
     ]
@@ -56,14 +61,17 @@ def page_rows(page_size: int, tile_n: int) -> int:
     return rows if rows % 8 == 0 else 0
 
 
-def few_rows(traits: Traits) -> list[KvcacheSm90Tile]:
-    """For up to 64 rows, bound by memory: about 200 KB of loads in flight on a multiprocessor; best first."""
+def few_rows(traits: Traits, rows: int) -> list[KvcacheSm90Tile]:
+    """For up to 64 rows, ``rows`` of a key head in all: bound by memory, with about 200 KB of loads in flight."""
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     if d > 128:
         tile = KvcacheSm90Tile(64, 64, num_stages=3, rescale_threshold=8)
         return [tile, dataclasses.replace(tile, num_stages=2)]
-    tile = KvcacheSm90Tile(64, 64, num_stages=3, q_in_regs=True, rescale_threshold=8, blocks_per_sm=2)
-    return [dataclasses.replace(tile, tile_n=128), tile] if d <= 64 else [tile]
+    tile = KvcacheSm90Tile(64, 128, num_stages=3, q_in_regs=True, rescale_threshold=8)
+    if d <= 64:
+        return [dataclasses.replace(tile, blocks_per_sm=2)]
+    narrow = dataclasses.replace(tile, tile_n=64, num_stages=6, half_registers=True)
+    return [narrow] if rows <= FEW_ROWS else [tile]
 
 
 def many_rows(traits: Traits) -> list[KvcacheSm90Tile]:

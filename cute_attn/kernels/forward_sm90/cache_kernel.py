@@ -149,7 +149,7 @@ class KvcacheSm90(ForwardSm90):
             grid=[grid, 1, 1],
             block=[tile.num_threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=tile.blocks_per_sm,
+            min_blocks_per_mp=tile.min_blocks_per_sm,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -174,6 +174,9 @@ class KvcacheSm90(ForwardSm90):
         thread, _, _ = cute.arch.thread_idx()
         storage = make_storage(self)
         if warp == 0:
+            for tma in (inputs.q, *(x.tma for x in (inputs.k, inputs.v))):
+                if cutlass.const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma.atom)
             storage.init(self.tile.warpgroups, thread)
         # Lengths, queries and new rows of the cache may come from the kernel before.
         cute.arch.griddepcontrol_wait()
