@@ -1,0 +1,73 @@
+"""How fast are fp32, tf32 and head dims beyond 256 against PyTorch's memory-efficient kernels, in one run?
+
+    python -m bench.mem_efficient                     every row; writes bench/results/DATE-GPU-mem_efficient.json
+    python -m bench.mem_efficient 'bwd-fp32*'         the rows whose name matches
+    python -m bench.mem_efficient --list              their names
+
+Needs a GPU. Of a backward, one call of autograd is timed, for the gradients of q, k and v. fp32 rows are timed twice:
+at fp32's precision, as PyTorch's kernel computes, and in tf32.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from bench.run import RESULTS, matches, print_row
+from cute_attn.benchmark.workload import Workload
+
+PEER = "mem_efficient"
+
+
+def workloads() -> Iterator[Workload]:
+    """4096 tokens, causal and not; fp32 at common head dims, and bf16 and fp32 at large ones."""
+    for op in ("forward", "backward"):
+        for causal in (True, False):
+            shape = {"seqlen": 4096, "causal": causal, "op": op}
+            for head_dim in (64, 128, 256):
+                yield Workload(batch=2, nheads=16, head_dim=head_dim, dtype="fp32", **shape)  # type: ignore[arg-type]
+            for head_dim, head_dim_v in ((320, 320), (512, 512), (576, 512)):
+                for dtype in ("bf16", "fp32"):
+                    dims = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
+                    yield Workload(batch=2, nheads=4, **dims, **shape)  # type: ignore[arg-type]
+        yield Workload(batch=2, seqlen=4096, nheads=16, head_dim=64, dtype="fp32", bias="fp32", op=op)
+        yield Workload(
+            batch=2, seqlen=4096, nheads=16, head_dim=64, dtype="fp32", causal=True, dropout=PEER, op=op
+        )
+
+
+def print_ratios(rows: list[dict]) -> None:
+    """Each of this package's rows over the peer's of the same workload."""
+    peers = {row["workload"]: row["ms"] for row in rows if row["impl"] == PEER and "ms" in row}
+    for row in rows:
+        if row["impl"] != PEER and "ms" in row and row["workload"] in peers:
+            print(f"{row['workload']:44} {row['impl']:24} {peers[row['workload']] / row['ms']:6.2f}x {PEER}")
+
+
+def main() -> None:
+    """Time the rows that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
+    parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
+    parser.add_argument("--milliseconds", type=float, default=100, help="how long each is timed a workload")
+    options = parser.parse_args()
+    chosen = [w for w in workloads() if matches(w.name, options.patterns)]
+    if options.list or not chosen:
+        print("\n".join(w.name for w in chosen) or f"no workload matches {options.patterns}")
+        return
+    from cute_attn.benchmark.peers import PEERS, ours
+    from cute_attn.benchmark.results import default_path, time_workloads, write
+
+    rivals = {"cute_attn": ours(None), "cute_attn/tf32": ours(None, precision="tf32"), PEER: PEERS[PEER]}
+    rows: list[dict] = []
+    for single in (True, False):
+        some = [w for w in chosen if (w.dtype == "fp32") == single]
+        given = {name: run for name, run in rivals.items() if single or not name.endswith("tf32")}
+        if some:
+            result = time_workloads(some, given, print_row, options.milliseconds)
+            rows += result["rows"]
+    result["rows"] = rows
+    print_ratios(rows)
+    print(f"wrote {write(result, default_path(RESULTS, 'mem_efficient', result))}")
+
+
+if __name__ == "__main__":
+    main()
