@@ -9,9 +9,11 @@ from cutlass import Float16, Float32, cute
 from cutlass.cute.runtime import from_dlpack
 
 import layouts
+from cute_attn import registry
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm80.groups import GroupResults
-from cute_attn.tiles import ForwardSm80Tile
+from cute_attn.tiles import TARGETS, ForwardSm80Tile
+from cute_attn.tiles.inference import SPLIT_KEYS, CacheCall
 from cute_attn.traits import Traits
 
 ROWS, DIM, THREADS = 16, 32, 32
@@ -89,3 +91,50 @@ def test_results_have_memory_beside_the_queries(groups, warps, rows, name):
     begin, end = areas["merge"]
     assert begin == areas["q"][1] and end - begin == 4 * values * threads * (groups - 1)
     assert end <= areas["stats"][0] and tile.smem_bytes(traits) >= end
+
+
+# ---- tiles by calls ----
+
+CALLS = [(1, 1), (1, 8), (7, 5), (64, 4), (500, 2)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("features", ["", "-causal-softcap-alibi", "-tree"])
+def test_chosen_tiles_fit_every_head_dim(features, target):
+    """With a cache and without; parts of keys are whole key blocks."""
+    for d in (8, 40, 64, 96, 128, 136, 192, 224, 256):
+        for dv in sorted({d, 64, 256}):
+            dims = f"d{d}" + (f"x{dv}" if dv != d else "")
+            cached = f"kvcache-sm80-bf16-{dims}{features.replace('-tree', '')}-seqused_k-paged"
+            kernel = registry.lookup(
+                Traits.parse(cached + ("-tree" if "tree" in features else "")), None, target
+            )
+            for seqlen_q, group in CALLS:
+                tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group, 16, SPLIT_KEYS), target).tile
+                assert tile.reject(kernel.traits, target) is None and SPLIT_KEYS % tile.tile_n == 0
+            if "tree" not in features:
+                plain = registry.lookup(Traits.parse(f"forward-sm80-bf16-{dims}{features}"), None, target)
+                for seqlen_q, group in CALLS:
+                    assert (
+                        plain.for_lengths(seqlen_q, 4096, group, target).tile.reject(plain.traits, target)
+                        is None
+                    )
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, group, rows, heads, groups",
+    [
+        (1, 1, 16, 1, 4),
+        (1, 8, 16, 8, 4),
+        (4, 4, 16, 4, 4),
+        (1, 5, 16, 8, 4),
+        (8, 4, 32, 4, 2),
+        (16, 4, 64, 4, 1),
+    ],
+)
+def test_few_rows_have_warps_along_the_keys(seqlen_q, group, rows, heads, groups):
+    kernel = registry.lookup(Traits.parse("kvcache-sm80-bf16-d128-seqused_k-split_shares"), None, "sm90")
+    tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group), "sm90").tile
+    assert (tile.tile_m, tile.pack_heads, tile.key_groups, tile.blocks_per_sm) == (rows, heads, groups, 2)
+    in_flight = (tile.num_stages - 1) * tile.tile_n * 512 * tile.blocks_per_sm
+    assert in_flight >= 96 << 10, "too few bytes in flight a multiprocessor"

@@ -72,13 +72,15 @@ def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:
     found = []
     for rows, warps, groups in ((16, 1, 4), (32, 2, 2), (64, 4, 1)):
         keys = 128 if d <= 64 else 64
+        fewest = max(16 * groups, 32)
         keeps_q = d <= 128 and not (rows == 64 and traits.tree)
         tiles = [
             ForwardSm80Tile(rows, n, warps, stages, q_in_regs=keeps_q, key_groups=groups)
-            for n, stages in ((keys, 3), (keys, 2), (16 * groups, 2), (16 * groups, 1))
+            for n, stages in ((keys, 3), (keys, 2), (fewest, 2), (fewest, 1))
         ]
         tile = first_that_fits(tiles, traits, target)
-        found.append(dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target)))
+        if tile.reject(traits, target) is None:
+            found.append(dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target)))
     return found
 
 
