@@ -63,7 +63,7 @@ class ForwardSm80Tile(WarpTile):
     share_qk_smem: bool = False
     swizzle_bits: int = -1
     qk_unroll: int = choice(0, 0, 1, 2, 4)
-    key_groups: int = choice(1, 1, 2, 4)
+    key_groups: int = choice(1, 1, 2, 4, 8)
     pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
     blocks_per_sm: int = choice(1, 1, 2, 3, 4)
     warps_n: int = choice(1, 1, 2, 4)
