@@ -71,7 +71,7 @@ def attention(
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
     bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), fp16, bf16 or fp32, optional
         Added to scores; its last dimension is contiguous. -inf hides a key.
-    sinks : Tensor (nheads,), float32 or q's dtype, optional
+    sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
         every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
     softcap : float

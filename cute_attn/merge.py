@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_attn import kvcache_reference, launcher
 from cute_attn.kvcache_params import readable
 from cute_attn.launcher import contiguous_strides
-from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, KERNEL_DTYPES, check_count, check_sinks
+from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_sinks
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
 
@@ -106,7 +106,7 @@ def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) 
     if sinks is not None:
         if sinks.device != outs.device:
             raise ValueError(f"sinks is on {sinks.device}; accepted: {outs.device}, where outs is")
-        check_sinks(sinks, outs.shape[-2], *KERNEL_DTYPES)
+        check_sinks(sinks, outs.shape[-2])
 
 
 def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:

@@ -409,11 +409,11 @@ def _check_score_tensors(params: AttentionParams) -> None:
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
 
 
-def check_sinks(sinks: Tensor, nheads: int, *dtypes: torch.dtype) -> None:
-    """Raise TypeError or ValueError for attention sinks that are not one number a head, float32 or of ``dtypes``."""
-    accepted = tuple(dict.fromkeys((torch.float32, *dtypes)))
+def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
+    """Raise TypeError or ValueError for attention sinks but one number a head, of ``dtype`` or up to 32 bits."""
+    accepted = tuple(dict.fromkeys((*DTYPE_NAMES, dtype)))
     if sinks.dtype not in accepted:
-        raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {' or '.join(map(str, accepted))}")
+        raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {_list(accepted)}")
     if tuple(sinks.shape) != (nheads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number a head")
 

@@ -187,9 +187,9 @@ WRONG = {
         r"sinks has shape \(2, 4\); accepted: \(4,\), a number a head",
     ),
     "sinks_dtype": (
-        dense(sinks=randn(4).half()),
+        dense(sinks=randn(4).double()),
         TypeError,
-        "sinks has dtype torch.float16; accepted: torch.float32",
+        "sinks has dtype torch.float64; accepted: torch.float16, torch.bfloat16, torch.float32$",
     ),
     "bias_dims": (
         dense(bias=randn(16, 24)),

@@ -1,0 +1,211 @@
+"""The modules on which FlashAttention's tests run: their conventions, on the CPU, against the definition."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_attn import attention, kvcache_reference, reference
+from cute_attn.epilogues.inputs import ScoreInputs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from outside import flash_attn_kvcache as adapters
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """The modules that an adapter puts in place, which leave nothing behind."""
+    names = ("flash_attn", "flash_attn_interface")
+    before = {name: x for name, x in sys.modules.items() if name.partition(".")[0] in names}
+    path = list(sys.path)
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "testing.py").write_text("HELPERS = 'of the suite'\n")
+    (tmp_path / "flash_attn" / "layers").mkdir()
+    (tmp_path / "flash_attn" / "layers" / "rotary.py").write_text("ROTARY = 'of the suite'\n")
+
+    def install(adapter):
+        adapter(tmp_path)
+        return importlib.import_module
+
+    yield install
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    sys.path[:] = path
+
+
+def test_helpers_are_the_suites(installed):
+    load = installed(adapters.fa4)
+    assert (
+        load("flash_attn.cute.testing").HELPERS == load("flash_attn.layers.rotary").ROTARY == "of the suite"
+    )
+    interface = load("flash_attn.cute.interface")
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata", "_flash_attn_fwd"):
+        assert callable(getattr(interface, name))
+    assert load("flash_attn.cute.cache_utils").JITCache() == {}
+    load = installed(adapters.fa2)
+    assert load("flash_attn.layers.rotary").ROTARY == "of the suite"
+    assert load("flash_attn.flash_attn_interface").USE_TRITON_ROCM is False
+    assert callable(load("flash_attn.bert_padding").unpad_input)
+
+
+@pytest.mark.parametrize("head_dim", [16, 19])
+def test_fa2_appends_to_caches_of_any_head_dim(installed, head_dim):
+    function = installed(adapters.fa2)("flash_attn").flash_attn_with_kvcache
+    q, k, v = (randn(2, rows, heads, head_dim, seed=rows) for rows, heads in ((3, 4), (2, 2), (2, 2)))
+    k_cache, v_cache = randn(2, 30, 2, head_dim, seed=4), randn(2, 30, 2, head_dim, seed=5)
+    lengths = int32(7, 20)
+    cache = kvcache_reference.Cache(k_cache.clone(), v_cache.clone())
+    kvcache_reference.append(cache, k, v, lengths)
+    found, lse = function(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=lengths,
+        causal=True,
+        window_size=torch.tensor([5, 2]),
+        return_softmax_lse=True,
+    )
+    wanted, wanted_lse = kvcache_reference.attention(
+        q,
+        cache,
+        head_dim**-0.5,
+        kvcache_reference.Lengths(lengths + 2),
+        reference.Features("window"),
+        ScoreInputs(5, 0),
+    )
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+    assert k_cache.equal(cache.k) and v_cache.equal(cache.v)
+
+
+def test_fa2_has_plus_infinity_where_nothing_is_seen(installed):
+    function = installed(adapters.fa2)("flash_attn").flash_attn_with_kvcache
+    q, cache = randn(2, 1, 2, 8), randn(2, 9, 2, 8)
+    out, lse = function(q, cache, cache, cache_seqlens=int32(0, 3), return_softmax_lse=True)
+    assert lse[0].isinf().all() and (lse[0] > 0).all() and lse[1].isfinite().all() and not out[0].any()
+
+
+def test_fa2_takes_a_window_as_a_tensor(installed):
+    function = installed(adapters.fa2)("flash_attn").flash_attn_func
+    q = randn(1, 9, 2, 16)
+    found = function(q, q, q, 0.0, causal=False, window_size=torch.tensor([3, 1]))
+    torch.testing.assert_close(found, attention(q, q, q, window=(3, 1)))
+
+
+def test_fa4_mixes_batches_and_packed_sequences(installed):
+    """Queries batched with lengths, keys packed: bottom right on the used lengths."""
+    function = installed(adapters.fa4)("flash_attn.cute.interface").flash_attn_varlen_func
+    q, k, v = randn(2, 6, 4, 16), randn(14, 2, 16, seed=1), randn(14, 2, 8, seed=2)
+    sinks = randn(4, seed=3)
+    out, lse = function(
+        q,
+        k,
+        v,
+        cu_seqlens_k=int32(0, 5, 14),
+        max_seqlen_k=9,
+        seqused_q=int32(4, 6),
+        causal=True,
+        learnable_sink=sinks,
+    )
+    assert out.shape == (2, 6, 4, 8) and lse.shape == (2, 4, 6)
+    for b, (used, start, end) in enumerate(((4, 0, 5), (6, 5, 14))):
+        own = attention(
+            q[b : b + 1, :used],
+            k[None, start:end],
+            v[None, start:end],
+            causal=True,
+            sinks=sinks,
+            return_lse=True,
+        )
+        torch.testing.assert_close(out[b, :used], own[0][0])
+        torch.testing.assert_close(lse[b, :, :used], own[1][0])
+
+
+def test_fa4_reads_pages(installed):
+    function = installed(adapters.fa4)("flash_attn.cute.interface").flash_attn_varlen_func
+    q, pages, values = randn(5, 4, 16), randn(8, 4, 2, 16, seed=1), randn(8, 4, 2, 16, seed=2)
+    table, lengths = int32(3, 1, 6, 0, 7, 2).view(2, 3), int32(9, 4)
+    out, _ = function(
+        q,
+        pages,
+        values,
+        cu_seqlens_q=int32(0, 2, 5),
+        seqused_k=lengths,
+        page_table=table,
+        causal=True,
+        num_splits=3,
+    )
+    for b, (begin, end) in enumerate(((0, 2), (2, 5))):
+        k, v = (x[table[b].long()].flatten(0, 1)[None, : lengths[b]] for x in (pages, values))
+        torch.testing.assert_close(out[begin:end], attention(q[None, begin:end], k, v, causal=True)[0])
+
+
+def test_fa4_sinks_have_gradients(installed):
+    function = installed(adapters.fa4)("flash_attn.cute.interface").flash_attn_func
+    q, sinks = randn(1, 7, 3, 16).requires_grad_(), randn(3, seed=1).requires_grad_()
+    out, _ = function(q, q, q, learnable_sink=sinks, return_lse=True, pack_gqa=True)
+    wanted = attention(q, q, q, sinks=sinks)
+    torch.testing.assert_close(out, wanted)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), (q, sinks)) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fa4_merges_rows_with_heads_last(installed, packed):
+    function = installed(adapters.fa4)("flash_attn.cute.interface").flash_attn_combine
+    outs, lses = randn(3, 2, 5, 4, 8), randn(3, 2, 5, 4, seed=1)
+    if packed:
+        outs, lses = outs.flatten(1, 2), lses.flatten(1, 2)
+    out, lse = function(outs, lses, out_dtype=torch.float16)
+    wanted, wanted_lse = kvcache_reference.merge(outs, lses.transpose(-1, -2))
+    assert out.dtype == torch.float16 and lse.shape == lses.shape[1:]
+    torch.testing.assert_close(out, wanted.half())
+    torch.testing.assert_close(lse, wanted_lse.transpose(-1, -2))
+    assert function(outs, lses, return_lse=False)[1] is None
+
+
+SKIPPED = {
+    "qv": {"qv": torch.zeros(1)},
+    "negative windows": {"window_size": (None, -3)},
+    "score_mod": {"score_mod": lambda x: x},
+}
+
+
+@pytest.mark.parametrize("what", SKIPPED)
+def test_what_no_kernel_computes_skips_the_test(installed, what):
+    function = installed(adapters.fa4)("flash_attn.cute.interface").flash_attn_func
+    q = randn(1, 7, 3, 16)
+    with pytest.raises(pytest.skip.Exception, match=f"no kernel here takes {what}"):
+        function(q, q, q, **SKIPPED[what])
+
+
+def test_fa3s_names(installed):
+    interface = installed(adapters.fa3)("flash_attn_interface")
+    q, cache = randn(2, 1, 2, 16), randn(2, 9, 2, 16)
+    assert interface.get_scheduler_metadata(2, 1, 9) is None
+    out, _ = interface.flash_attn_with_kvcache(
+        q,
+        cache,
+        cache,
+        cache_seqlens=int32(9, 9),
+        return_softmax_lse=True,
+        num_splits=3,
+        scheduler_metadata=None,
+    )
+    torch.testing.assert_close(out, attention(q, cache, cache))
+    torch.testing.assert_close(interface.flash_attn_func(q, cache, cache, causal=True), out)
+    with pytest.raises(pytest.skip.Exception, match="attention_chunk"):
+        interface.flash_attn_with_kvcache(q, cache, cache, attention_chunk=4)

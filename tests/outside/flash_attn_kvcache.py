@@ -1,0 +1,468 @@
+"""FlashAttention's functions, by the names that its tests import, on the functions of this package.
+
+For tests of attention with a cache, of merging and of sinks. :func:`fa2`, :func:`fa3` and :func:`fa4` put modules into
+``sys.modules`` before such tests are imported, and the tests run unmodified:
+
+    fa2   tests/test_flash_attn.py of FlashAttention-2: test_flash_attn_kvcache, test_flash_attn_splitkv
+    fa3   hopper/test_flash_attn.py of FlashAttention-3: test_flash_attn_kvcache, test_flash_attn_combine
+    fa4   tests/cute/test_flash_attn.py and test_flash_attn_combine.py of FlashAttention-4: test_flash_attn_kvcache,
+          _combine, _paged, _output and _varlen_output with and without sinks, _learnable_sink, _lse_grad,
+          _seqlen_k_zero
+
+Helpers that the tests compare with, such as the rotary embedding and the reference of attention, come from the suite's
+folder: a copy of the repository's ``flash_attn``, ``hopper`` and ``tests`` that is never part of this package. What no
+kernel here computes (fp8, qv, chunks, block sparsity, negative windows) skips the test that asks for it.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn.head_dims import whole_head_dim
+from cute_attn.interface import attention, attention_varlen
+from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.merge import merge_attention
+
+_MAX_MERGED_DIM = 256
+
+
+# ---- modules ----
+
+
+def fa2(folder: Path) -> None:
+    """``flash_attn`` as :mod:`cute_attn.flash_attn`, with caches of any head dim."""
+    import cute_attn.flash_attn as ours
+
+    _forget("flash_attn")
+    package = _module("flash_attn", folder / "flash_attn")
+    interface = _module("flash_attn.flash_attn_interface")
+    names = [name for name in ours.__all__ if name.startswith("flash_attn")]
+    for module in (package, interface):
+        vars(module).update({name: getattr(ours, name) for name in names})
+        vars(module).update(
+            flash_attn_with_kvcache=_fa2_with_kvcache, flash_attn_func=_with_window(ours.flash_attn_func)
+        )
+    vars(interface).update(_get_block_size_n=lambda *args: 64, USE_TRITON_ROCM=False)
+    padding = _module("flash_attn.bert_padding")
+    vars(padding).update({name: getattr(ours.bert_padding, name) for name in ours.bert_padding.__all__})
+    vars(package).update(flash_attn_interface=interface, bert_padding=padding, __version__=ours.__version__)
+
+
+def fa3(folder: Path) -> None:
+    """``flash_attn_interface``; FlashAttention-3's tests import helpers beside them, in ``hopper``."""
+    _forget("flash_attn_interface", "flash_attn")
+    _module("flash_attn", folder / "flash_attn")  # for its rotary embedding
+    interface = _module("flash_attn_interface")
+    vars(interface).update(
+        flash_attn_func=_fa3_func,
+        flash_attn_varlen_func=_fa3_varlen,
+        flash_attn_with_kvcache=_fa3_with_kvcache,
+        flash_attn_combine=_fa3_combine,
+        get_scheduler_metadata=_no_metadata,
+    )
+    sys.path.insert(0, str(folder / "hopper"))
+
+
+def fa4(folder: Path) -> None:
+    """``flash_attn.cute.interface``; its helpers for tests, ``flash_attn.cute.testing``, are the suite's."""
+    _forget("flash_attn")
+    package = _module("flash_attn", folder / "flash_attn")
+    cute = _module("flash_attn.cute", folder / "flash_attn" / "cute")
+    interface, cache = _module("flash_attn.cute.interface"), _module("flash_attn.cute.cache_utils")
+    vars(interface).update(
+        flash_attn_func=_fa4_func,
+        flash_attn_varlen_func=_fa4_varlen,
+        flash_attn_combine=_fa4_combine,
+        get_scheduler_metadata=_no_metadata,
+        _flash_attn_fwd=_fa4_forward,
+        _flash_attn_bwd=_absent("_flash_attn_bwd"),
+        _flash_attn_bwd_sparse_mla=_absent("_flash_attn_bwd_sparse_mla"),
+        _flash_attn_fwd_combine=_fa4_forward_combine,
+        _get_device_arch=lambda: 90,
+    )
+    vars(cache).update(JITCache=dict)
+    vars(cute).update(flash_attn_func=_fa4_func, flash_attn_varlen_func=_fa4_varlen, interface=interface)
+    vars(cute).update(cache_utils=cache)
+    vars(package).update(cute=cute)
+
+
+def _forget(*names: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+
+
+def _module(name: str, path: Path | None = None) -> ModuleType:
+    """A new module; with a path a package, whose other submodules are found there."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, is_package=path is not None)
+    if path is not None:
+        module.__path__ = [str(path)]
+        module.__spec__.submodule_search_locations = [str(path)]
+    sys.modules[name] = module
+    return module
+
+
+def _absent(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        pytest.skip(f"{name} is internal to FlashAttention")
+
+    return call
+
+
+def _no_metadata(*args: Any, **kwargs: Any) -> None:
+    """Kernels here compute their schedule themselves."""
+
+
+def _refuse(**arguments: Any) -> None:
+    """Skip the test where an argument that no kernel here takes is given."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) or value not in (None, False, 0):
+            pytest.skip(f"no kernel here takes {name}")
+
+
+# ---- conventions ----
+
+
+def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    """Bounds as numbers, None for none; FlashAttention-4 has negative ones, which no kernel here takes."""
+    left, right = (None if x is None else int(x) for x in window_size)
+    return left, 0 if causal else right
+
+
+def _fa4_window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    left, right = _window(window_size, causal)
+    if left is not None and right is not None and left + right < 0:
+        left = right = None
+    if min(left or 0, right or 0) < 0:
+        pytest.skip("no kernel here takes negative windows")
+    return left, right
+
+
+def _unbounded(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    """With -1 for no bound."""
+    left, right = _window(window_size, causal)
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def _cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
+    """``attention_with_kvcache``, on copies of caches whose rows are no multiple of 16 bytes."""
+    head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
+    if options.get("softmax_scale") is None:
+        options["softmax_scale"] = head_dim**-0.5
+    caches = [whole_head_dim(x) for x in (k_cache, v_cache)]
+    for name in ("k", "v"):
+        if options.get(name) is not None:
+            options[name] = whole_head_dim(options[name])
+    found = attention_with_kvcache(whole_head_dim(q), *caches, **options)
+    for given, used in zip((k_cache, v_cache), caches, strict=True):
+        if used is not given and options.get("k") is not None:
+            given.copy_(used[..., : given.shape[-1]])
+    out, *others = found if isinstance(found, tuple) else (found,)
+    return (out[..., :head_dim_v], *others)
+
+
+def _packed(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    longest: tuple[int | None, int | None],
+    seqused: tuple[Tensor | None, Tensor | None],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Batches, packed sequences or one of each, as ``attention_varlen``: out and lse in q's layout."""
+    q, k, v = tensors
+    if options.get("softmax_scale") is None:
+        options = options | {"softmax_scale": q.shape[-1] ** -0.5}
+    if all(x is None for x in (*cu_seqlens, *seqused)):
+        out, lse = attention(*map(whole_head_dim, tensors), return_lse=True, **options)
+        return out[..., : v.shape[-1]], lse
+    batched = q.dim() == 4
+    batch, rows = q.shape[:2] if batched else (0, 0)
+    starts, flat = [], []
+    for x, cu in zip((q, k), cu_seqlens, strict=True):
+        if cu is None:
+            count, each = x.shape[:2]
+            cu = torch.arange(0, count * each + 1, max(each, 1), dtype=torch.int32, device=x.device)
+            cu = cu if each else torch.zeros(count + 1, dtype=torch.int32, device=x.device)
+        starts.append(cu)
+    for x in (q, k, v):
+        flat.append(whole_head_dim(x.flatten(0, 1) if x.dim() == 4 else x))
+    most = [
+        n if n is not None else (x.shape[1] if x.dim() == 4 else x.shape[0])
+        for x, n in zip((q, k), longest, strict=True)
+    ]
+    out, lse = attention_varlen(
+        *flat, *starts, *most, seqused_q=seqused[0], seqused_k=seqused[1], return_lse=True, **options
+    )
+    out = out[..., : v.shape[-1]]
+    if batched:
+        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
+    return out, lse
+
+
+# ---- FlashAttention-2 ----
+
+
+def _fa2_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    out, lse = _cached(
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=block_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=_unbounded(window_size, causal),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+        return_lse=True,
+    )
+    return (out, lse.masked_fill(lse == -torch.inf, torch.inf)) if return_softmax_lse else out
+
+
+def _with_window(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its tests give a window as a tensor of two numbers."""
+
+    def call(*args: Any, window_size: Any = (-1, -1), **kwargs: Any) -> Any:
+        return function(*args, window_size=tuple(int(x) for x in window_size), **kwargs)
+
+    return call
+
+
+# ---- FlashAttention-3 ----
+
+
+def _fa3_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    *,
+    attention_chunk: int = 0,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    scheduler_metadata: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    **options: Any,
+) -> Any:
+    _refuse(qv=qv, attention_chunk=attention_chunk)
+    for name in ("q_descale", "k_descale", "v_descale"):
+        options.pop(name, None)
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        pytest.skip(f"no kernel here takes {q.dtype}")
+    window = _unbounded(window_size, causal)
+    own = {"k": k, "v": v, "causal": causal, "window": window, "num_splits": num_splits, "return_lse": True}
+    out, lse = _cached(q, k_cache, v_cache, **own, **options)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _fa3_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    return _fa3_varlen(q, k, v, **options)
+
+
+def _fa3_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    window_size: Any = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **hints: Any,
+) -> Any:
+    _refuse(qv=qv, attention_chunk=attention_chunk)
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window": _unbounded(window_size, causal),
+        "softcap": softcap,
+        "deterministic": deterministic,
+    }
+    out, lse = _packed(
+        (q, k, v),
+        (cu_seqlens_q, cu_seqlens_k),
+        (max_seqlen_q, max_seqlen_k),
+        (seqused_q, seqused_k),
+        options,
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def _fa3_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return _fa4_combine(out_partial, lse_partial, out=out, out_dtype=out_dtype)  # type: ignore[return-value]
+
+
+# ---- FlashAttention-4 ----
+
+
+def _fa4_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    if args:
+        pytest.skip("positional arguments after v are qv's")
+    return _fa4_varlen(q, k, v, **options)
+
+
+def _fa4_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float | None = 0.0,
+    num_splits: int = 1,
+    deterministic: bool = False,
+    seqlen_k_per_split: int | None = None,
+    gather_kv_indices: Tensor | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    **hints: Any,
+) -> tuple[Tensor, Tensor]:
+    """hints: what changes no result, such as pack_gqa, scheduler_metadata and return_lse."""
+    _refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
+    _refuse(block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors)
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        pytest.skip(f"no kernel here takes {q.dtype}")
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window": _fa4_window(window_size, causal),
+        "softcap": softcap or 0.0,
+        "sinks": learnable_sink,
+    }
+    differentiates = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
+    )
+    is_cache = k.dim() == 4 and cu_seqlens_k is None and seqused_q is None and not differentiates
+    if page_table is not None or (is_cache and (seqused_k is not None or num_splits != 1)):
+        if seqlen_k_per_split is not None:
+            options["split_keys"] = seqlen_k_per_split
+        else:
+            options["num_splits"] = num_splits
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        out, lse = _cached(
+            q, k, v, cache_seqlens=seqused_k, page_table=page_table, return_lse=True, **lengths, **options
+        )
+        return out, lse
+    options["deterministic"] = deterministic
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return _packed((q, k, v), starts, longest, (seqused_q, seqused_k), options)
+
+
+def _fa4_forward(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, return_lse: bool = False, **options: Any
+) -> tuple[Any, ...]:
+    """``_flash_attn_fwd``: out, lse and two that only other functions of FlashAttention-4 read."""
+    if args:
+        pytest.skip("positional arguments of an internal function")
+    window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
+    for name in ("tile_mn", "_arch"):
+        options.pop(name, None)
+    _refuse(out=options.pop("out", None), lse=options.pop("lse", None))
+    with torch.no_grad():
+        out, lse = _fa4_varlen(q, k, v, window_size=window, **options)
+    return out, lse, None, None
+
+
+def _fa4_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows are merged one by one, so that lengths, which say which rows need not be, change nothing.
+
+    lse_partial and the result's LSE have heads last.
+    """
+    if out_partial.shape[-1] > _MAX_MERGED_DIM:
+        pytest.skip(f"head dims above {_MAX_MERGED_DIM} are not merged")
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    merged, lse = merge_attention(out_partial, lse_partial.transpose(-1, -2), dtype=dtype)
+    merged = merged if out is None else out.copy_(merged)
+    return merged, lse.transpose(-1, -2) if return_lse else None
+
+
+def _fa4_forward_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    num_splits_dynamic_ptr: Tensor | None = None,
+    **hints: Any,
+) -> None:
+    _refuse(num_splits_dynamic_ptr=num_splits_dynamic_ptr, semaphore_to_reset=hints.get("semaphore_to_reset"))
+    _, found = _fa4_combine(out_partial, lse_partial, out=out, out_dtype=out.dtype)
+    if lse is not None and found is not None:
+        lse.copy_(found)
+
+
+for _function in (_fa4_forward, _fa4_forward_combine):  # their tests replace it
+    _function.compile_cache = {}  # type: ignore[attr-defined]
