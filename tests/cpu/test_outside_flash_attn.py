@@ -2,16 +2,13 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from cute_attn import attention, kvcache_reference, reference
 from cute_attn.epilogues.inputs import ScoreInputs
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from outside import flash_attn_kvcache as adapters
+from tests.outside import flash_attn_kvcache as adapters
 
 
 def randn(*shape, seed=0):

@@ -39,6 +39,27 @@ def hub(folder: Path) -> None:
     os.environ["LOCAL_KERNELS"] = f"{hub_command.REPOSITORY}={kernel}"
 
 
+def flash_attn_2(folder: Path) -> None:
+    """As :func:`flash_attn`, with caches of any head dim."""
+    from . import flash_attn_kvcache
+
+    flash_attn_kvcache.fa2(folder)
+
+
+def flash_attn_3(folder: Path) -> None:
+    """FlashAttention-3's ``flash_attn_interface``."""
+    from . import flash_attn_kvcache
+
+    flash_attn_kvcache.fa3(folder)
+
+
+def flash_attn_4(folder: Path) -> None:
+    """FlashAttention-4's ``flash_attn.cute``."""
+    from . import flash_attn_kvcache
+
+    flash_attn_kvcache.fa4(folder)
+
+
 def stock(folder: Path) -> None:
     """What the tests were written for."""
 
@@ -56,4 +77,12 @@ def mend(module: ModuleType) -> None:
         vars(module)["normalize_flash_attn_S"] = identity
 
 
-ADAPTERS = {"sdpa": sdpa, "flash_attn": flash_attn, "hub": hub, "stock": stock}
+ADAPTERS = {
+    "sdpa": sdpa,
+    "flash_attn": flash_attn,
+    "flash_attn_2": flash_attn_2,
+    "flash_attn_3": flash_attn_3,
+    "flash_attn_4": flash_attn_4,
+    "hub": hub,
+    "stock": stock,
+}

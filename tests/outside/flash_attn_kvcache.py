@@ -127,6 +127,11 @@ def _refuse(**arguments: Any) -> None:
             pytest.skip(f"no kernel here takes {name}")
 
 
+def _refuse_dtype(x: Tensor) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        pytest.skip(f"no kernel here takes {x.dtype}")
+
+
 # ---- conventions ----
 
 
@@ -287,8 +292,7 @@ def _fa3_with_kvcache(
     _refuse(qv=qv, attention_chunk=attention_chunk)
     for name in ("q_descale", "k_descale", "v_descale"):
         options.pop(name, None)
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        pytest.skip(f"no kernel here takes {q.dtype}")
+    _refuse_dtype(q)
     window = _unbounded(window_size, causal)
     own = {"k": k, "v": v, "causal": causal, "window": window, "num_splits": num_splits, "return_lse": True}
     out, lse = _cached(q, k_cache, v_cache, **own, **options)
@@ -320,6 +324,7 @@ def _fa3_varlen(
     **hints: Any,
 ) -> Any:
     _refuse(qv=qv, attention_chunk=attention_chunk)
+    _refuse_dtype(q)
     options = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -383,8 +388,7 @@ def _fa4_varlen(
     """hints: what changes no result, such as pack_gqa, scheduler_metadata and return_lse."""
     _refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
     _refuse(block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors)
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        pytest.skip(f"no kernel here takes {q.dtype}")
+    _refuse_dtype(q)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
