@@ -215,17 +215,19 @@ def _make_plan(params: CacheParams) -> Plan:
 def _combine(
     kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], params: CacheParams, target: str
 ) -> Callable[..., None] | None:
-    from cute_attn import compiler
+    from cute_attn import compiler, registry
 
     traits = kernel.traits
     if not split.how:
         return None
+    # On Hopper its launch overlaps the end of the kernel before it, of either generation.
+    arch = "sm90" if target in registry.RUNS_ON["sm90"] else "sm80"
     if split.how == "parts":
-        plain = Traits("combine", traits.arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
+        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
         tile = CombineTile.of(split.parts, eager=not split.part_keys)
         return compiler.compile(plain, tile, target).function
     kept = {name: getattr(traits, name) for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad")}
-    own = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim_v, **kept)
+    own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
     of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
     return compiler.compile(own, CombineSharesTile.after(kernel.tile, own, of_a_row), target).function
 
