@@ -7,6 +7,7 @@ from cute_attn.tiles.forward import (
     ForwardSm90Tile,
     KvcacheSm90Tile,
     SoftmaxTile,
+    best_packing,
     may_pack_heads,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "KvcacheSm90Tile",
     "SoftmaxTile",
     "Tile",
+    "best_packing",
     "first_that_fits",
     "may_pack_heads",
     "padded",

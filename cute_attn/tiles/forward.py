@@ -1,8 +1,8 @@
 """Tiles of the forward kernels and of the softmax kernel."""
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
 from cute_attn.traits import Traits
@@ -10,10 +10,40 @@ from cute_attn.traits import Traits
 SM90_SHARED_MEMORY = 233_472
 """Shared memory of a Hopper multiprocessor, in bytes; each CTA reserves 1024 of it beside its own."""
 
+PACKS = (1, 2, 4, 8, 16, 32, 64)
+GAIN = 1.1
+"""Heads are packed where so many times as many rows would be computed without."""
+TILE_ROWS = 64
+"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
+
 
 def may_pack_heads(traits: Traits) -> bool:
     """Whether no epilogue but ALiBi depends on the head, so that a work tile may hold rows of several heads."""
     return not (traits.bias or traits.dropout or traits.epilogues)
+
+
+def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, varlen: bool) -> Any:
+    """The one of ``tiles`` that computes the fewest rows, with packed heads; None where ``plain`` computes hardly more.
+
+    Args:
+        tiles: forward tiles of one kernel, with a head each.
+        plain: the tile without packing.
+        seqlen_q: the most queries of a sequence.
+        group: query heads per key head.
+        varlen: whether sequences are packed; then their lengths differ, and only the longest is known here.
+    """
+    candidates = [
+        replace(tile, pack_heads=n) for tile in tiles for n in PACKS if n < 2 * group and n <= tile.tile_m
+    ]
+    lengths = (seqlen_q, -(-seqlen_q // 2)) if varlen and group > 1 else (seqlen_q,)
+
+    def count(tile: Any) -> int:
+        """Work tiles of a key head."""
+        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
+
+    best = min(candidates, key=lambda tile: (count(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
+    gain = count(plain) * plain.tile_m / max(count(best) * best.tile_m, 1)
+    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else None
 
 
 def pack_heads_reason(pack_heads: int, most: int, traits: Traits) -> str | None:
@@ -210,7 +240,7 @@ class ForwardSm80Tile(WarpTile):
             return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
         if self.key_groups == 1:
             return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)
-        one_group = dataclasses.replace(self, tile_n=self.group_keys, key_groups=1)
+        one_group = replace(self, tile_n=self.group_keys, key_groups=1)
         return one_group.copies_reason(traits, tile_m=self.tile_m, tile_n=self.group_keys)
 
 

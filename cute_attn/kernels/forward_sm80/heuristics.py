@@ -2,15 +2,10 @@
 
 import dataclasses
 
-from cute_attn.tiles import ForwardSm80Tile, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
-PACKS = (1, 2, 4, 8, 16, 32, 64)
-GAIN = 1.1
-"""Heads are packed where so many times as many rows would be computed without."""
-TILE_ROWS = 64
-"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
 SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
 """Shared memory of a multiprocessor of each target, in bytes; each CTA reserves 1024 of it beside its own."""
 
@@ -26,22 +21,7 @@ def tile_for_lengths(
     """
     if not may_pack_heads(traits):
         return plain
-    candidates = [
-        dataclasses.replace(tile, pack_heads=n)
-        for tile in (*few, plain)
-        for n in PACKS
-        if n < 2 * group and n <= tile.tile_m
-    ]
-    # Lengths of packed sequences differ, and only the longest is known here.
-    lengths = (seqlen_q, -(-seqlen_q // 2)) if traits.varlen and group > 1 else (seqlen_q,)
-
-    def tiles(tile: ForwardSm80Tile) -> int:
-        """Work tiles of a key head."""
-        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
-
-    best = min(candidates, key=lambda tile: (tiles(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
-    gain = tiles(plain) * plain.tile_m / max(tiles(best) * best.tile_m, 1)
-    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else plain
+    return best_packing([*few, plain], plain, seqlen_q, group, traits.varlen) or plain
 
 
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:

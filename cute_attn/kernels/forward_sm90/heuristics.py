@@ -2,19 +2,14 @@
 
 import dataclasses
 
-from cute_attn.tiles import ForwardSm90Tile, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles import ForwardSm90Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
 
 SHORT_SEQLEN = 1024
 """Longest sequences that take a smaller tile: prologue and epilogue dominate them."""
 
-PACKS = (1, 2, 4, 8, 16, 32, 64)
-GAIN = 1.1
-"""Heads are packed where so many times as many rows would be computed without."""
 FEW_KEYS = (64, 80, 96)
 """Keys of a step for sequences of no more, such as a text's 77."""
-TILE_ROWS = 64
-"""Rows whose time equals what a work tile costs beside its rows: K and V, its prologue and epilogue."""
 
 
 def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
@@ -34,21 +29,8 @@ def _tile_for_queries(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) 
     if not may_pack_heads(traits):
         return short
     plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
-    candidates = [
-        dataclasses.replace(tile, pack_heads=n) for tile in _packing_tiles(traits, short) for n in PACKS
-    ]
-    candidates = [tile for tile in candidates if tile.pack_heads < 2 * group]
-
-    # Lengths of packed sequences differ, and only the longest is known here.
-    lengths = (seqlen_q, -(-seqlen_q // 2)) if traits.varlen and group > 1 else (seqlen_q,)
-
-    def tiles(tile: ForwardSm90Tile) -> int:
-        """Work tiles of a key head."""
-        return -(-group // tile.pack_heads) * sum(-(-n // tile.queries) for n in lengths)
-
-    best = min(candidates, key=lambda tile: (tiles(tile) * (tile.tile_m + TILE_ROWS), -tile.pack_heads))
-    gain = tiles(plain) * plain.tile_m / max(tiles(best) * best.tile_m, 1)
-    return best if gain >= GAIN and (best.pack_heads > 1 or best.tile_m >= seqlen_q) else short
+    packing = _packing_tiles(traits, short)
+    return best_packing(packing, plain, seqlen_q, group, traits.varlen) or short
 
 
 def _packing_tiles(traits: Traits, short: ForwardSm90Tile | None) -> list[ForwardSm90Tile]:
