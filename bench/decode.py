@@ -234,8 +234,10 @@ def build(chosen: Sequence[Row], target: str, workers: int) -> None:
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")
+    # Neighbouring rows share kernels, for which one process would wait while another builds them.
+    mixed = [row for first in range(workers) for row in chosen[first::workers]]
     with context.Pool(min(workers, len(chosen))) as pool:
-        for name, error in pool.imap_unordered(functools.partial(first_calls, target=target), chosen):
+        for name, error in pool.imap_unordered(functools.partial(first_calls, target=target), mixed):
             if error:
                 print(f"{name}: {error}", flush=True)
 

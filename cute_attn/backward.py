@@ -284,7 +284,7 @@ class BackwardLauncher:
             _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
             _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
             dbias,
-            _sinks_gradient(params.sinks, lse_log2, minus_d, keep) if needed[4] else None,
+            _sinks_gradient(params.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
         )
 
     def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
@@ -327,8 +327,7 @@ class BackwardLauncher:
         )
         if dsinks is not None and grad_lse is not None:
             rows = torch.where(lse == -math.inf, 0.0, grad_lse)
-            dsinks = rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2))
-            dsinks = dsinks.to(params.sinks.dtype)  # type: ignore[union-attr]
+            dsinks.copy_(rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2)))
         return (*zeros, dsinks)  # type: ignore[return-value]
 
 
@@ -340,7 +339,9 @@ def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
     return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
 
 
-def _sinks_gradient(sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float) -> Tensor:
+def _sinks_gradient(
+    sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float, given: Tensor | None
+) -> Tensor:
     """Of (nheads,) sinks, from what the preprocess wrote: dsink = -sum over rows of exp(sink - LSE) * D.
 
     exp(sink - LSE) is the share of the sink in a row's softmax. In rows that do not exist LSE is inf or D is 0.
@@ -348,11 +349,13 @@ def _sinks_gradient(sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, kee
     Args:
         sinks: the call's.
         lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
+        given: what to write the gradient into, or None.
     """
     assert sinks is not None
     shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
     found = (shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2))
-    return (found / keep).to(sinks.dtype)
+    found = (found / keep).to(sinks.dtype)
+    return found if given is None else given.copy_(found)
 
 
 def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tensor:

@@ -152,6 +152,7 @@ def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torc
         window_right=right if workload.windowed else UNBOUNDED,
         alibi_slopes=x.alibi_slopes,
         bias=x.bias,
+        sinks=x.sinks,
         softcap=options["softcap"],
         dropout_p=options["dropout_p"],
         rng_state=rng_state,

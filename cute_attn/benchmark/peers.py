@@ -30,6 +30,7 @@ def _needs(peer: str, workload: Workload, *absent: str) -> None:
     present = {
         "window": workload.windowed,
         "bias": workload.bias,
+        "sinks": workload.sinks,
         "alibi": workload.alibi,
         "softcap": workload.softcap,
         "dropout": workload.dropout,
@@ -65,6 +66,7 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
         "window": (workload.band[0], None) if workload.causal else workload.band,
         "alibi_slopes": x.alibi_slopes,
         "bias": x.bias,
+        "sinks": x.sinks,
         "softcap": SOFTCAP if workload.softcap else 0.0,
         "dropout_p": DROPOUT_P if workload.dropout else 0.0,
         "dropout_mask": workload.dropout or "flash",
@@ -96,7 +98,7 @@ def ours(kernel: str | None, tile: str | None = None, precision: str | None = No
 
 def fa2(workload: Workload, x: Inputs) -> Run:
     """PyTorch's FlashAttention-2."""
-    _needs("FA2 in torch", workload, "bias", "softcap", "unequal head dims")
+    _needs("FA2 in torch", workload, "bias", "softcap", "sinks", "unequal head dims")
     if workload.op == "backward":
         _needs("FA2's backward in torch", workload, "alibi")
     lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
@@ -111,7 +113,7 @@ def fa2(workload: Workload, x: Inputs) -> Run:
 
 def mem_efficient(workload: Workload, x: Inputs) -> Run:
     """PyTorch's memory-efficient (xformers) attention."""
-    _needs("mem_efficient in torch", workload, "alibi", "softcap", "grouped heads")
+    _needs("mem_efficient in torch", workload, "alibi", "softcap", "sinks", "grouped heads")
     if workload.bias and x.bias is not None and x.bias.dtype != x.q.dtype:
         raise Declined("mem_efficient wants a bias of q's dtype")
     left, right = workload.band
@@ -138,7 +140,7 @@ def cudnn(workload: Workload, x: Inputs) -> Run:
     """cuDNN, through torch's scaled_dot_product_attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "varlen")
+    _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "sinks", "varlen")
     if workload.causal and not workload.equal_lengths:
         raise Declined(
             "scaled_dot_product_attention aligns causal to the first query and key, not to the last"
@@ -174,6 +176,7 @@ def fa4(workload: Workload, x: Inputs) -> Run:
         "causal": workload.causal and not workload.windowed,
         "window_size": workload.band if workload.windowed else (None, None),
         "softcap": SOFTCAP if workload.softcap else 0.0,
+        "learnable_sink": x.sinks,
     }
     function = flash_attn_func
     if x.cu_seqlens is not None:
@@ -194,7 +197,7 @@ def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
 
 def fa3(workload: Workload, x: Inputs) -> Run:
     """FlashAttention-3, in C++ for Hopper, with the kernels of the installed build."""
-    _needs("FA3", workload, "bias", "alibi", "dropout")
+    _needs("FA3", workload, "bias", "alibi", "sinks", "dropout")
     if workload.op == "backward" and workload.lengths:
         raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
     try:

@@ -28,6 +28,7 @@ class Workload:
         window: how many keys before its own a query sees, 0 for all of them.
         bias: dtype of a full (batch, nheads, seqlen, seqlen_k) bias, or "".
         alibi, softcap: whether scores pass through them.
+        sinks: dtype of the attention sinks, or "".
         dropout: which of PyTorch's masks, or "".
         lengths: varlen sequences' queries, in place of batch and seqlen.
         op: "forward", or "backward" for the gradients of q, k and v alone.
@@ -60,6 +61,7 @@ class Workload:
     seqlen_k: int = 0
     lengths_k: tuple[int, ...] = ()
     window_right: int = 0
+    sinks: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
@@ -126,6 +128,7 @@ class Workload:
             "softcap" if self.softcap else "",
             "alibi" if self.alibi else "",
             f"bias_{self.bias}" if self.bias else "",
+            f"sinks_{self.sinks}" if self.sinks else "",
             {"": "", "flash": "dropout", "mem_efficient": "dropout_mem_efficient"}[self.dropout],
             "bias_grad" if self.bias_grad else "",
         ]
@@ -145,6 +148,7 @@ class Workload:
             softcap=self.softcap,
             alibi=self.alibi,
             bias=self.bias,
+            sinks=self.sinks if op == "forward" else "",
             dropout=self.dropout,
             varlen=bool(self.lengths),
             bias_grad=self.bias_grad and op == "backward",
@@ -179,17 +183,19 @@ class Workload:
         q = normal(*rows, self.nheads, self.head_dim)
         k = normal(*keys, self.nheads_kv, self.head_dim)
         v = normal(*keys, self.nheads_kv, self.head_dim_v)
-        bias = slopes = cu_seqlens = cu_seqlens_k = None
+        bias = slopes = sinks = cu_seqlens = cu_seqlens_k = None
         if self.bias:
             bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=TORCH_DTYPES[self.bias])
         if self.alibi:
             slopes = torch.rand(self.nheads, device=device)
+        if self.sinks:
+            sinks = normal(self.nheads, dtype=TORCH_DTYPES[self.sinks])
         if self.lengths:
             cu_seqlens, cu_seqlens_k = (
                 torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
                 for lengths in (self.lengths, self.lengths_k or self.lengths)
             )
-        return Inputs(q, k, v, bias, slopes, cu_seqlens, cu_seqlens_k)
+        return Inputs(q, k, v, bias, slopes, cu_seqlens, cu_seqlens_k, sinks)
 
 
 @dataclass(frozen=True)
@@ -206,6 +212,7 @@ class Inputs:
     alibi_slopes: Tensor | None
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None = None
+    sinks: Tensor | None = None
 
     def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
         """The tensors that a backward computes gradients of; marks them as requiring gradients."""
@@ -266,6 +273,7 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         bias=traits.bias,
         alibi=traits.alibi,
         softcap=traits.softcap,
+        sinks=traits.sinks,
         dropout=traits.dropout,
         op=traits.op,
         bias_grad=traits.bias_grad,

@@ -354,6 +354,7 @@ class Part:
             None if x.bias is None else x.bias[:1, :heads, rows_q].detach().clone(),
             None if x.alibi_slopes is None else x.alibi_slopes[:heads],
             None,
+            sinks=None if x.sinks is None else x.sinks[:heads],
         )
         grad = None
         if backward:

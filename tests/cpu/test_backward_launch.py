@@ -307,6 +307,20 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
 
+@pytest.mark.parametrize("name", ["sinks-dropout", "sinks-varlen-seqused", "sinks-no-keys", "bias"])
+def test_gradients_are_written_into_given_tensors(torch_kernels, name):
+    case = CASES[name]
+    call = the_call(case.build("cpu"))
+    out, lse, _ = ops.forward_cpu(call)
+    grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
+    needed = (True, True, True, case.bias != "", case.sinks != "")
+    expected = gradients(call, grad_out, grad_lse, out, lse, needed)
+    into = tuple(None if x is None else torch.full_like(x, math.nan) for x in expected)
+    found = gradients(call, grad_out, grad_lse, out, lse, needed, into=into)
+    for own, given, right in zip(found, into, expected, strict=True):
+        assert own is given and (own is None or own.equal(right))
+
+
 def test_only_needed_gradients_are_computed(torch_kernels):
     problem = CASES["bias"].build("cpu")
     call = the_call(problem)

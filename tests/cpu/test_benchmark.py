@@ -75,16 +75,17 @@ def test_mixed_lengths_use_all_tokens():
 
 
 @pytest.mark.parametrize(
-    "features", ["", "-causal", "-window-softcap-alibi", "-bias_bf16-dropout", "-causal-varlen"]
+    "features",
+    ["", "-causal", "-window-softcap-alibi", "-bias_bf16-dropout", "-causal-varlen", "-causal-sinks_bf16"],
 )
 def test_workloads_of_traits(features):
-    for op in ("forward", "backward"):
+    for op in ("forward",) if "sinks" in features else ("backward", "forward"):
         traits = Traits.parse(op + "-sm80-bf16-d64" + features)
         workload = of_traits(traits, 2048)
         assert workload.traits("sm80") == traits
     assert workload.causal == (traits.causal or traits.windowed) and bool(workload.window) == traits.windowed
     assert (workload.softcap, workload.alibi) == (traits.softcap, traits.alibi)
-    assert (workload.bias, workload.dropout) == (traits.bias, traits.dropout)
+    assert (workload.bias, workload.dropout, workload.sinks) == (traits.bias, traits.dropout, traits.sinks)
     assert bool(workload.lengths) == traits.varlen
     assert all(small.nheads == 2 * small.nheads_kv for small in small_workloads(traits))
 
@@ -133,6 +134,7 @@ def test_peers_decline_unsupported_workloads():
         (peers.mem_efficient, {"window": 8, "window_right": 8}),
         (peers.fa3, {"alibi": True}),
         (peers.fa3, {"dropout": "flash"}),
+        *((peer, {"sinks": "bf16"}) for peer in (peers.fa2, peers.fa3, peers.cudnn, peers.mem_efficient)),
     ):
         workload = Workload(1, 16, 2, 64, **features)
         with pytest.raises(peers.Declined, match="has no"):

@@ -577,11 +577,12 @@ def test_gradients_reach_everything_on_the_cpu():
 
 def test_backward_of_another_kernels_forward():
     q, k, v = (x.float().requires_grad_() for x in dense().values())
-    bias = randn(1, 4, 1, 24).requires_grad_()
+    bias, sinks = randn(1, 4, 1, 24).requires_grad_(), randn(4, seed=8).requires_grad_()
     options = {"causal": True, "softcap": 3.0, "dropout_p": 0.3}
-    out, lse = attention(q, k, v, bias=bias, **options, rng_state=torch.tensor([-1, 7]), return_lse=True)
+    scores = {"bias": bias, "sinks": sinks, "rng_state": torch.tensor([-1, 7])}
+    out, lse = attention(q, k, v, **scores, **options, return_lse=True)
     grad_out, grad_lse = randn(*out.shape, seed=5), randn(*lse.shape, seed=6)
-    expected = torch.autograd.grad((out, lse), (q, k, v, bias), (grad_out, grad_lse))
+    expected = torch.autograd.grad((out, lse), (q, k, v, bias, sinks), (grad_out, grad_lse))
     longer = torch.nn.functional.pad(lse.detach(), (0, 16))
     given = [x.detach() for x in (q, k, v, out)]
     for state in (
@@ -596,7 +597,8 @@ def test_backward_of_another_kernels_forward():
             longer,
             grad_lse=grad_lse,
             bias=bias.detach(),
-            wanted=("bias", "v", "k", "q"),
+            sinks=sinks.detach(),
+            wanted=("sinks", "bias", "v", "k", "q"),
             rng_state=state,
             **options,
         )

@@ -266,6 +266,8 @@ CASES = {
     "backward-varlen": {"op": "backward", "lengths": (30, 90)},
     "bias": {"op": "backward", "bias": "fp32", "bias_grad": True},
     "window-alibi": {"alibi": True, "window": 8, "causal": True},
+    "sinks": {"sinks": "fp32", "causal": True},
+    "backward-sinks": {"sinks": "bf16", "causal": True, "op": "backward"},
 }
 
 
