@@ -44,6 +44,7 @@ _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
             "interface",
             "kvcache",
             "kvcache_launcher",
+            "divided",
             "append",
             "kvcache_params",
             "kvcache_reference",

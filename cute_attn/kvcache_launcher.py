@@ -32,6 +32,8 @@ from cute_attn.traits import Traits
 
 WAVES = 8
 """Work tiles a CTA from which on they are claimed whole: lengths that differ then cost little."""
+EVEN = 8
+"""Keys for each query of a single sequence from which on a mask leaves its units about as many keys."""
 FULL_PARTS = 0.9
 """Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
 FULL_WAVES = 0.85
@@ -76,6 +78,10 @@ class Plan:
             new_empty_strided(q, shape, contiguous_strides(shape), dtype)
             for shape, dtype in zip(self.shapes, (q.dtype, torch.float32), strict=True)
         )
+        return self.launch_into(params, q, out, lse)
+
+    def launch_into(self, params: CacheParams, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`launch`, into given outputs, whose strides may be others."""
         if self.function is None:
             if params.sinks is None:
                 return out.zero_(), lse.fill_(-math.inf)
@@ -96,14 +102,14 @@ class Plan:
             slots = self.partial_shapes[0][0] // 2
             mask_args = score_args[1]
             self.combine(  # type: ignore[misc]
-                partials, out, lse, params.sinks, seqlens, mask_args, k.shape[2], slots
+                partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots
             )
         return out, lse
 
     def _seqlens(self, params: CacheParams) -> Any:
         from cute_attn.device.seqlen import Seqlens
 
-        lengths = (params.cu_seqlens_q, None, None, params.append.lengths_after())
+        lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
         return Seqlens(*lengths, *longest(params), params.cache_leftpad)
 
     def _partials(self, q: Tensor) -> Any:
@@ -149,7 +155,7 @@ def longest(params: CacheParams) -> tuple[int, int]:
     queries = (
         params.q.shape[1] if params.cu_seqlens_q is None else min(params.max_seqlen_q, params.q.shape[0])
     )
-    return queries, params.append.cache.capacity
+    return queries, params.capacity
 
 
 # ---- plans by metadata ----
@@ -183,14 +189,15 @@ def plan_for(params: CacheParams) -> Plan:
     key = plan_key(params)
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(params)
+        plan = make_plan(params)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
     return plan
 
 
-def _make_plan(params: CacheParams) -> Plan:
+def make_plan(params: CacheParams) -> Plan:
+    """The plan of a checked call."""
     shapes = params.output_shapes()
     queries, capacity = longest(params)
     if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
@@ -226,7 +233,10 @@ def _combine(
         plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
         tile = CombineTile.of(split.parts, eager=not split.part_keys)
         return compiler.compile(plain, tile, target).function
-    kept = {name: getattr(traits, name) for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad")}
+    kept = {
+        name: getattr(traits, name)
+        for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
+    }
     own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
     of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
     return compiler.compile(own, CombineSharesTile.after(kernel.tile, own, of_a_row), target).function
@@ -251,7 +261,7 @@ def _partial_shapes(
 
 def units(params: CacheParams, tile: Any) -> int:
     """Query blocks of all sequences and packs of heads, at most."""
-    packs = params.k_cache.shape[2] * -(-params.group // tile.pack_heads)
+    packs = params.k_cache.shape[-2] * -(-params.group // tile.pack_heads)
     return params.batch * packs * -(-longest(params)[0] // tile.queries)
 
 
@@ -272,7 +282,8 @@ def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> 
         alibi=params.alibi_slopes is not None,
         sinks="" if split == "parts" else _sinks(params),
         varlen=params.cu_seqlens_q is not None,
-        seqused_k=params.cache_seqlens is not None,
+        seqused_k=params.lengths is not None,
+        varlen_k=params.cu_seqlens_k is not None,
         paged=params.page_table is not None,
         batch_idx=params.cache_batch_idx is not None,
         leftpad=params.cache_leftpad is not None,
@@ -369,7 +380,8 @@ def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
         if whole or waves >= WAVES:
             return Split()
     parts = min(slots // count, -(-longest(params)[1] // tile.tile_n), MAX_PARTIALS)
-    if params.batch == 1 and parts * count >= FULL_PARTS * slots:
+    even = not params.mask or EVEN * longest(params)[0] <= longest(params)[1]
+    if params.batch == 1 and even and parts * count >= FULL_PARTS * slots:
         return Split("parts", parts) if parts > 1 else Split()
     return Split("shares")
 

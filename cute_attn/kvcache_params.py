@@ -139,6 +139,21 @@ class CacheParams(NamedTuple):
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
+    def cu_seqlens_k(self) -> None:
+        """Keys in a cache are not packed."""
+        return None
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """int32 (batch,): rows in use with those appended; None for full entries."""
+        return self.append.lengths_after()
+
+    @property
+    def capacity(self) -> int:
+        """Rows of an entry."""
+        return self.append.cache.capacity
+
+    @property
     def group(self) -> int:
         """Query heads of a key head."""
         return self.q.shape[-2] // self.k_cache.shape[2]

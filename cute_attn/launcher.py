@@ -133,6 +133,7 @@ class Launcher:
         softmax_scale: the call's.
         rest: the call's arguments that are not tensors.
         multiprocessors: of the GPU.
+        divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
     """
 
     function: Callable[..., None] | None
@@ -149,6 +150,7 @@ class Launcher:
     softmax_scale: float
     rest: tuple
     multiprocessors: int = 0
+    divided: Any = None
 
     def launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
         """Allocate the outputs and launch on the current stream of q's device."""
@@ -172,15 +174,14 @@ class Launcher:
         if self.prefill:
             out.zero_()
             lse.fill_(-math.inf)
+        if self.divided is not None:
+            return (*self._launch_divided(tensors, out, lse), None)
         if self.function is None:
             if tensors[_SINKS] is not None:
                 _fill_with_sinks(lse, tensors)
             return out, lse, softmax
-        if self.views:
-            viewed = list(tensors)
-            for index, shape, strides in self.views:
-                viewed[index] = as_strided(viewed[index], shape, strides)
-            tensors, (q, k, v) = tuple(viewed), viewed[:3]
+        tensors = self._viewed(tensors)
+        q, k, v = tensors[:3]
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
@@ -194,6 +195,21 @@ class Launcher:
         if self.softmax_function is not None:
             self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
+
+    def _viewed(self, tensors: Tensors) -> Tensors:
+        """The tensors with the strides that kernels assume."""
+        if not self.views:
+            return tensors
+        viewed = list(tensors)
+        for index, shape, strides in self.views:
+            viewed[index] = as_strided(viewed[index], shape, strides)
+        return tuple(viewed)
+
+    def _launch_divided(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        from cute_attn import divided
+
+        params = AttentionParams._make((*self._viewed(tensors), (), *self.rest))
+        return divided.launch(self.divided, params, out, lse)
 
 
 def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
@@ -384,6 +400,12 @@ def _make_launcher(params: AttentionParams) -> Launcher:
         blocks, processors = check_query_blocks(params, kernel), multiprocessors(params.q.get_device())
         if kernel.traits.arch == "sm90":
             check_steps(params, blocks, kernel.tile, processors)
+        from cute_attn import divided
+
+        if divided.is_wanted(params, kernel, blocks, processors):
+            plan = divided.plan_for_attention(params)
+            divided_views = tuple(views(params))
+            return replace(launcher, divided=plan, kernel=plan.kernel, views=divided_views, prefill=False)
         function = compiler.build(kernel, target).function
         softmax_function = _softmax_function(params, kernel.traits, target) if params.return_softmax else None
     lengths = params[3:7]

@@ -61,6 +61,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "paged": ("paged", True),
     "batch_idx": ("batch_idx", True),
     "leftpad": ("leftpad", True),
+    "varlen_k": ("varlen_k", True),
     "tree": ("tree", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
@@ -73,6 +74,7 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
     **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
     "leftpad": ("kvcache", "combine_shares"),
+    "varlen_k": ("kvcache", "combine_shares"),
     "split": ("kvcache",),
     "tree": ("kvcache",),
 }
@@ -122,6 +124,7 @@ class Traits:
         paged: the cache consists of pages, found through a table. Append and kvcache, as ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
         leftpad: each sequence has a first valid row of its entry. Kvcache, and combine_shares after it.
+        varlen_k: keys are packed sequences as well, instead of a cache. Kvcache and combine_shares.
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
@@ -156,6 +159,7 @@ class Traits:
     paged: bool = False
     batch_idx: bool = False
     leftpad: bool = False
+    varlen_k: bool = False
     tree: bool = False
     split: str = ""
     variant: str = ""
@@ -190,6 +194,10 @@ class Traits:
                 raise ValueError(
                     f"{name} is {getattr(self, name)} with op {self.op!r}; accepted: with op {which}"
                 )
+        if self.varlen_k and (not self.varlen or self.paged or self.batch_idx or self.leftpad):
+            raise ValueError(
+                "varlen_k is True; accepted: with varlen, and without paged, batch_idx or leftpad"
+            )
         if self.rotate_q and not self.rotary:
             raise ValueError(f"rotate_q is True without rotary; accepted: with rotary {' or '.join(ROTARY)}")
         if self.bias_grad and not self.bias:

@@ -207,15 +207,14 @@ def kvcache_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a kvcache kernel, without the stream.
 
     mQ, mK, mV, mO, mLSE, seqlens, tables, softmax_scale, schedule, score_args, partials. mK and mV: the caches as of
-    ``append_fake_args``, with its tables. Of seqlens cu_seqlens_k is None and max_seqlen_k the capacity. partials is
-    None without the trait ``split``.
+    ``append_fake_args``, with its tables, or with ``varlen_k`` packed as the forward's. Of seqlens max_seqlen_k is the
+    capacity, and cu_seqlens_k is None without ``varlen_k``. partials is None without ``split``.
     """
     dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
     return (
         rows_fake(dtype, ndim),
-        rows_fake(dtype, 4),
-        rows_fake(dtype, 4),
+        *(rows_fake(dtype, 3 if traits.varlen_k else 4) for _ in range(2)),
         rows_fake(dtype, ndim),
         plain_fake(Float32, ndim - 1),
         _cache_seqlens_fake(traits),
@@ -261,8 +260,8 @@ def _cache_seqlens_fake(traits: Traits) -> Seqlens:
     def lengths(present: bool) -> cute.Tensor | None:
         return plain_fake(Int32, 1) if present else None
 
-    cu_seqlens_q, seqused_k = lengths(traits.varlen), lengths(traits.seqused_k)
-    return Seqlens(cu_seqlens_q, None, None, seqused_k, Int32(0), Int32(0), lengths(traits.leftpad))
+    cu_seqlens = lengths(traits.varlen), lengths(traits.varlen_k)
+    return Seqlens(*cu_seqlens, None, lengths(traits.seqused_k), Int32(0), Int32(0), lengths(traits.leftpad))
 
 
 def _tables_fake(traits: Traits) -> CacheTables | None:

@@ -467,7 +467,7 @@ class CombineShares(Combine):
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.op != "combine_shares":
             return f"it computes combine_shares, not {traits.op}"
-        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "variant")
+        used = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "variant")
         own = {name: getattr(traits, name) for name in used}
         plain = Traits("combine_shares", traits.arch, traits.dtype, traits.head_dim, **own)
         if traits != plain:

@@ -107,7 +107,10 @@ class PagedTiles:
 
 @dataclass(frozen=True)
 class EntryTiles:
-    """A contiguous cache, (entries, capacity, nheads_kv, dim): a key block is one tile of TMA."""
+    """A contiguous cache, (entries, capacity, nheads_kv, dim): a key block is one tile of TMA.
+
+    Or packed sequences (total, nheads_kv, dim): there a ``page`` is the sequence's first row.
+    """
 
     tiles: TmaTiles
 
@@ -120,7 +123,9 @@ class EntryTiles:
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
         """The entry and the block."""
         entry = batch
-        if cutlass.const_expr(rows.tables.batch_idx is not None):
+        if cutlass.const_expr(self.tiles.varlen):
+            entry = info.offset_k
+        elif cutlass.const_expr(rows.tables.batch_idx is not None):
             entry = rows.tables.batch_idx[batch]  # type: ignore[index]
         return BlockPages(entry, block)
 
@@ -129,7 +134,8 @@ class EntryTiles:
         self, found: BlockPages, head: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32
     ) -> None:
         """Start loading a key block of one head into its stage of ``target`` (tile_n, cols, stage)."""
-        tiles = self.tiles.sequence(Int32(0), head, found.page)
+        first, entry = (found.page, Int32(0)) if self.tiles.varlen else (Int32(0), found.page)
+        tiles = self.tiles.sequence(first, head, entry)
         self.tiles.load(tiles, found.within, target, pipeline, use)
 
 

@@ -81,7 +81,7 @@ class KvcacheSm80(ForwardSm80):
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("kvcache", "sm80"):
             return f"it computes kvcache-sm80, not {traits.op}-{traits.arch}"
-        for name in ("bias", "dropout", "epilogues", "seqused_q"):
+        for name in ("bias", "dropout", "epilogues", "seqused_q", "varlen_k"):
             if getattr(traits, name):
                 return f"{name} is {getattr(traits, name)}; accepted: none"
         if traits.split == "parts" and traits.sinks:

@@ -1,0 +1,92 @@
+"""Attention of few queries with many keys: which calls the kernels for a cache serve, and how."""
+
+import pytest
+import torch
+
+from cute_attn import divided, kvcache_launcher, registry
+from cute_attn.interface import _Options, _params_of
+from cute_attn.launcher import check_query_blocks, choose_kernel
+
+PROCESSORS = 132
+
+
+def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, **changes):
+    q = torch.zeros(batch, seqlen_q, heads[0], dim, dtype=torch.bfloat16)
+    k = torch.zeros(batch, seqlen_k, heads[1], dim, dtype=torch.bfloat16)
+    lengths = [None] * 4
+    if packed:
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        lengths[:2] = [torch.arange(batch + 1, dtype=torch.int32) * length for length in (seqlen_q, seqlen_k)]
+    tensors = dict.fromkeys(("alibi_slopes", "bias", "sinks", "rng_state"))
+    seqused_k = changes.pop("seqused_k", None)
+    lengths[3] = seqused_k
+    options = dict.fromkeys(_Options._fields) | {
+        "precision": "",
+        "varlen": packed,
+        "max_seqlen_q": seqlen_q,
+        "max_seqlen_k": seqlen_k,
+        "causal": False,
+        "window": (None, None),
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "dropout_mask": "flash",
+        "epilogues": (),
+        "return_softmax": False,
+        "deterministic": False,
+    }
+    return _params_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))
+
+
+def wanted(params):
+    kernel = choose_kernel(params, "sm90")
+    return divided.is_wanted(params, kernel, check_query_blocks(params, kernel), PROCESSORS)
+
+
+WANTED = {
+    "few-queries": (call(1024, 12928), "", "parts"),
+    "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "shares"),
+    "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "shares"),
+    "one-query": (call(1, 32768, (32, 8), 128), "", "parts"),
+    "window": (call(64, 8192, (8, 2), 128, batch=3, window=(2000, 0)), "window", "shares"),
+    "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "shares"),
+}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_few_work_tiles_are_divided(name):
+    params, features, split = WANTED[name]
+    assert wanted(params)
+    cached = divided.AsCache(params)
+    kernel, found = kvcache_launcher.choose_kernel(cached, "sm90", PROCESSORS)
+    assert found.how == split
+    dims = f"d{params.q.shape[-1]}"
+    assert kernel.traits.name == "-".join(
+        word for word in ("kvcache-sm90-bf16", dims, features, f"split_{split}") if word
+    )
+    assert kernel.tile.reject(kernel.traits, "sm90") is None
+    assert kvcache_launcher._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
+    assert cached.output_shapes() == params.output_shapes()[:2]
+
+
+UNWANTED = {
+    "many-queries": call(8192, 8192),
+    "few-keys": call(1, 2048),
+    "top-left": call(1, 8192, causal="top_left"),
+    "a-named-kernel": call(1, 8192, kernel="sm90"),
+    "a-tile": call(1, 8192, tile="tile_n=64"),
+    "softmax": call(1, 8192, return_softmax=True),
+    "large-batch": call(1, 8192, (32, 8), batch=64),
+}
+
+
+@pytest.mark.parametrize("name", UNWANTED)
+def test_others_are_not(name):
+    assert not wanted(UNWANTED[name])
+
+
+def test_ampere_keeps_its_forward():
+    params = call(1, 8192)
+    assert not divided.is_wanted(params, choose_kernel(params, "sm80"), 4, PROCESSORS)
+    traits = kvcache_launcher.traits_of(divided.AsCache(call(1, 8192, packed=True)), "sm80", "shares")
+    with pytest.raises(registry.Unsupported, match="varlen_k is True"):
+        registry.lookup(traits)
