@@ -56,7 +56,9 @@ class Question(NamedTuple):
     Attributes:
         backend: of BACKENDS.
         causal, dropout_p, scale: the operator's.
-        flags: whatever else a plan depends on.
+        heads_first: whether tensors are (batch, heads, rows, dim).
+        wants_lse, debug: whether a forward returns lse and the softmax.
+        bias_gradient, deterministic: of a backward.
         window, longest: as of :func:`cute_attn.sdpa.calls.call_of`.
     """
 
@@ -64,28 +66,39 @@ class Question(NamedTuple):
     causal: bool
     dropout_p: float
     scale: float | None
-    flags: tuple = ()
+    heads_first: bool = True
+    wants_lse: bool = True
+    debug: bool = False
+    bias_gradient: bool = False
+    deterministic: bool = False
     window: tuple[int | None, int | None] = (None, None)
     longest: tuple[int, int] | None = None
 
 
-def _key(question: Question, options: Options, inputs: tuple, kind: str) -> tuple:
-    """What a plan depends on beside the tensors' metadata, and the shapes, by which it is found."""
-    q, k, v, bias = inputs[:4]
+def _key(question: tuple, options: Options, inputs: tuple, kind: str) -> tuple:
+    """What a plan depends on beside the tensors' metadata, and the shapes, by which it is found.
+
+    question: fields of :class:`Question`, a tuple for speed. inputs: as of :meth:`ForwardPlan.run`.
+    """
+    q, k, v, bias, starts, _, used, slopes = inputs
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    key: tuple = (kind, question, q.shape, k.shape, aligned, None if bias is None else bias.data_ptr() & 15)
-    if question.dropout_p and options.rng == "torch":
+    masked = None if bias is None else bias.data_ptr() & 15
+    present = (starts is None, used is None, slopes is None)
+    key: tuple = (kind, question, q.shape, k.shape, aligned, masked, present)
+    if question[_DROPOUT_P] and options.rng == "torch":
         key = (*key, "torch", _is_capturing(q.device))
     if q.dtype == torch.float32:
         key = (*key, resolve_precision(q))
-    return key if len(inputs) == 4 else (*key, tuple([x is None for x in inputs]))
+    return key
+
+
+_DROPOUT_P = Question._fields.index("dropout_p")
 
 
 def _call(question: Question, options: Options, inputs: tuple) -> Call:
-    """inputs: q, k, v, bias of (batch, heads, rows, dim), or these and the others with rows before heads."""
     return call_of(
         question.backend,
-        _dense(*inputs) if len(inputs) == 4 else Inputs(*inputs),
+        _dense(*inputs[:4]) if question.heads_first else Inputs(*inputs),
         causal=question.causal,
         dropout_p=question.dropout_p,
         scale=question.scale,
@@ -101,43 +114,36 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     return Inputs(q, k, v, bias)
 
 
-def _forward(
-    question: Question, options: Options, inputs: tuple, *, wants_lse: bool = True, debug: bool = False
-) -> ForwardPlan | str:
-    """The plan of a forward, or the reason why kernels do not serve it; inputs: as of :func:`_call`."""
-    key = _key(question, options, inputs, "forward")
-    present = inputs[:3] if len(inputs) == 4 and inputs[3] is None else _present(inputs)
+def _forward(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
+    """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
+    key, present = _key(question, options, inputs, "forward"), _present(inputs)
     plan = recall(key, present)
     if plan is not None:
         return plan
-    call = _call(question, options, inputs)
-    reason = why_not(call) or _debug_mask_reason(debug, question.dropout_p)
+    asked = Question(*question)
+    call = _call(asked, options, inputs)
+    reason = why_not(call) or _debug_mask_reason(asked.debug, asked.dropout_p)
     if reason is not None:
         return remember(key, present, reason)
-    heads_first, rows = len(inputs) == 4, call.longest[0]
+    rows = call.longest[0]
     made = plan_forward(
         call,
-        (*inputs, None, None, None, None) if heads_first else inputs,
+        inputs,
         options.rng,
-        heads_first=heads_first,
-        wants_lse=wants_lse,
-        lse_rows=-(-rows // 32) * 32 if question.backend == "efficient" and wants_lse else rows,
-        return_softmax=debug,
+        heads_first=asked.heads_first,
+        wants_lse=asked.wants_lse,
+        lse_rows=-(-rows // 32) * 32 if asked.backend == "efficient" and asked.wants_lse else rows,
+        return_softmax=asked.debug,
     )
     return remember(key, present, made)
 
 
 def _backward(
-    question: Question,
-    options: Options,
-    inputs: tuple,
-    grads: tuple[Tensor, Tensor, Tensor],
-    *,
-    bias_gradient: bool = False,
+    question: Question, options: Options, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardPlan | str:
     """The same of a backward; grads: of out, then out and lse."""
-    key = _key(question, options, inputs, "backward")
-    present = (*grads, *_present(inputs))
+    question = question._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    key, present = _key(question, options, inputs, "backward"), (*grads, *_present(inputs))
     plan = recall(key, present)
     if plan is not None:
         return plan
@@ -145,9 +151,9 @@ def _backward(
     reason = why_not(call)
     if reason is not None:
         return remember(key, present, reason)
-    heads_first = len(inputs) == 4
-    all_inputs = (*inputs, None, None, None, None) if heads_first else inputs
-    made = plan_backward(call, all_inputs, grads, heads_first=heads_first, bias_gradient=bias_gradient)
+    made = plan_backward(
+        call, inputs, grads, heads_first=question.heads_first, bias_gradient=question.bias_gradient
+    )
     return remember(key, present, made)
 
 
@@ -162,26 +168,31 @@ def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
     return None
 
 
-def _fresh(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of at most one dimension that nobody reads, on ``like``'s device."""
+def _fresh(like: Tensor, *kinds: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    """Memory of at most one dimension that nobody reads, on ``like``'s device; kinds: shapes and dtypes."""
     if like.is_cuda and like.get_device() == launcher._current_device():
-        return launcher.new_empty_strided(like, shape, (1,) if shape else (), dtype)
-    return like.new_empty(shape, dtype=dtype)
+        empty = launcher.new_empty_strided
+        return [empty(like, shape, (1,) if shape else (), dtype) for shape, dtype in kinds]
+    return [like.new_empty(shape, dtype=dtype) for shape, dtype in kinds]
 
 
-def _numbers(found: Results) -> tuple[Tensor, Tensor]:
+_NUMBER, _WORD, _TWO_WORDS = ((), torch.int64), ((), torch.uint64), ((2,), torch.uint64)
+
+
+def _numbers(found: Results) -> Sequence[Tensor]:
     """Seed and offset as two int64 tensors, each aligned to 16 bytes, which compiled code asserts."""
-    if found.state is not None:
-        return found.state[0], found.state[1].clone()
-    return _fresh(found.out, (), torch.int64), _fresh(found.out, (), torch.int64)
+    if found.state is None:
+        return _fresh(found.out, _NUMBER, _NUMBER)
+    return found.state[0], found.state[1].clone()
 
 
-def _flash_state(found: Results) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_state(found: Results) -> Sequence[Tensor]:
     """rng_state, an unused tensor and the debug mask."""
     out, state = found.out, found.state
-    seed = _fresh(out, (2,), torch.uint64) if state is None else state.view(torch.uint64)
-    debug = _fresh(out, (0,), out.dtype) if found.softmax is None else _debug_mask(found.softmax)
-    return seed, _fresh(out, (), torch.uint64), debug
+    if state is None:
+        return _fresh(out, _TWO_WORDS, _WORD, ((0,), out.dtype))
+    unused, debug = _fresh(out, _WORD, ((0,), out.dtype))
+    return state.view(torch.uint64), unused, debug if found.softmax is None else _debug_mask(found.softmax)
 
 
 def _debug_mask(softmax: Tensor) -> Tensor:
@@ -205,12 +216,12 @@ def flash_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention``."""
-    inputs = (query, key, value, None)
-    question = Question("flash", is_causal, dropout_p, scale, (return_debug_mask,))
-    plan = _forward(question, options, inputs, debug=return_debug_mask)
+    inputs = (query, key, value, None, None, None, None, None)
+    question = ("flash", is_causal, dropout_p, scale, True, True, return_debug_mask)
+    plan = _forward(question, options, inputs)
     if isinstance(plan, str):
         return plan
-    found = plan.run((*inputs, None, None, None, None))
+    found = plan.run(inputs)
     return found.out, found.lse, None, None, *plan.call.longest, *_flash_state(found)
 
 
@@ -234,18 +245,11 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
-    inputs, grads = (query, key, value, None), (grad_out, out, logsumexp)
-    plan = _backward(_backward_question("flash", is_causal, dropout_p, scale), options, inputs, grads)
+    inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
+    plan = _backward(Question("flash", is_causal, dropout_p, scale), options, inputs, grads)
     if isinstance(plan, str):
         return plan
-    return plan.run((*inputs, None, None, None, None), grads, philox_seed)
-
-
-def _backward_question(
-    backend: str, causal: bool, dropout_p: float, scale: float | None, bias_gradient: bool = False
-) -> Question:
-    flags = (bias_gradient, torch.are_deterministic_algorithms_enabled())
-    return Question(backend, causal, dropout_p, scale, flags)
+    return plan.run(inputs, grads, philox_seed)
 
 
 def efficient_forward(
@@ -261,12 +265,11 @@ def efficient_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
-    inputs = (query, key, value, attn_bias)
-    question = Question("efficient", is_causal, dropout_p, scale, (compute_log_sumexp,))
-    plan = _forward(question, options, inputs, wants_lse=compute_log_sumexp)
+    inputs = (query, key, value, attn_bias, None, None, None, None)
+    plan = _forward(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
     if isinstance(plan, str):
         return plan
-    found = plan.run((*inputs, None, None, None, None))
+    found = plan.run(inputs)
     lse = found.lse
     if not compute_log_sumexp:
         lse = lse.new_empty((*lse.shape[:2], 0))
@@ -291,13 +294,13 @@ def efficient_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
-    inputs, grads = (query, key, value, attn_bias), (grad_out, out, logsumexp)
+    inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    question = _backward_question("efficient", is_causal, dropout_p, scale, bias_gradient)
-    plan = _backward(question, options, inputs, grads, bias_gradient=bias_gradient)
+    question = Question("efficient", is_causal, dropout_p, scale, bias_gradient=bias_gradient)
+    plan = _backward(question, options, inputs, grads)
     if isinstance(plan, str):
         return plan
-    dq, dk, dv, *dbias = plan.run((*inputs, None, None, None, None), grads, (philox_seed, philox_offset))
+    dq, dk, dv, *dbias = plan.run(inputs, grads, (philox_seed, philox_offset))
     return dq, dk, dv, _in_rows_of_16(dbias[0]) if dbias else None
 
 
@@ -321,11 +324,11 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
-    inputs = (query, key, value, attn_bias)
-    plan = _forward(Question("cudnn", is_causal, dropout_p, scale), options, inputs)
+    inputs = (query, key, value, attn_bias, None, None, None, None)
+    plan = _forward(("cudnn", is_causal, dropout_p, scale), options, inputs)
     if isinstance(plan, str):
         return plan
-    found = plan.run((*inputs, None, None, None, None))
+    found = plan.run(inputs)
     return found.out, found.lse.unsqueeze(-1), None, None, *plan.call.longest, *_numbers(found), None
 
 
@@ -350,11 +353,12 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    inputs, grads = (query, key, value, attn_bias), (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    plan = _backward(_backward_question("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
+    inputs = (query, key, value, attn_bias, None, None, None, None)
+    grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
+    plan = _backward(Question("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
     if isinstance(plan, str):
         return plan
-    return plan.run((*inputs, None, None, None, None), grads, (philox_seed, philox_offset))
+    return plan.run(inputs, grads, (philox_seed, philox_offset))
 
 
 def rows_forward(
@@ -391,11 +395,12 @@ def rows_forward(
         is_causal,
         dropout_p,
         scale,
-        (return_debug_mask,),
-        (window_size_left, window_size_right),
-        None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
+        heads_first=False,
+        debug=return_debug_mask,
+        window=(window_size_left, window_size_right),
+        longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
     )
-    plan = _forward(question, options, inputs, debug=return_debug_mask)
+    plan = _forward(question, options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
@@ -475,7 +480,12 @@ def rows_backward(
     """``aten::_flash_attention_backward``."""
     inputs = (query, key, value, None, cum_seq_q, cum_seq_k, None, None)
     grads = (grad_out, out, logsumexp)
-    question = _backward_question("flash", is_causal, dropout_p, scale)._replace(
+    question = Question(
+        "flash",
+        is_causal,
+        dropout_p,
+        scale,
+        heads_first=False,
         window=(window_size_left, window_size_right),
         longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
     )

@@ -3,6 +3,7 @@
 The launchers here compute by the reference and write their outputs where a kernel would.
 """
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -52,6 +53,11 @@ def attend(params, q, k, v, bias):
     return out, lse
 
 
+def made_of(kind, **fields):
+    """A dataclass with these fields, others None."""
+    return kind(**dict.fromkeys(f.name for f in dataclasses.fields(kind)) | fields)
+
+
 class Machine:
     """Stands for the kernels: launchers by the reference, which note where they wrote."""
 
@@ -81,7 +87,8 @@ class Machine:
 
         shapes = params.output_shapes()[:2]
         places = ((0, 0, 8),) if params.bias is not None else ()
-        return Launcher(
+        return made_of(
+            Launcher,
             function=run,
             softmax_function=None,
             kernel=None,
@@ -126,7 +133,8 @@ class Machine:
 
         bias = BiasGradient.of(params, False) if needed[3] else None
         shapes = tuple(tuple(x.shape) for x in params[:3])
-        return BackwardLauncher(
+        return made_of(
+            BackwardLauncher,
             preprocess=lambda *arguments: None,
             main=main,
             convert=convert,
