@@ -10,6 +10,7 @@ from cutlass import Int32, cute
 import layouts
 from cute_attn import registry
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
+from cute_attn.kernels.backward_sm80.products import columns_of
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
@@ -176,6 +177,8 @@ def test_results_are_stored_at_the_layouts_addresses(name):
         ("dkv_warps_m=1", "head_dim"),
         ("tile_m=1024", "shared memory"),
         ("tile_n=1024", "shared memory"),
+        ("dq_passes=3", "dq_passes"),
+        ("dq_passes=0", "dq_passes"),
     ],
 )
 def test_a_rejected_tile_names_the_reason(change, named):
@@ -213,6 +216,78 @@ def test_areas_overlap_only_where_memory_is_reused(v_in_regs):
         if areas[a][0] < areas[b][1] and areas[b][0] < areas[a][1]:
             assert (a, b) in taken_over, (a, b)
     assert areas["dk"][1] <= areas["dv"][0] and areas["dv"][1] <= tile.smem_bytes(traits)
+
+
+STREAMED = BackwardSm80Tile(64, 64, 8, 4, 4, 4, dq_passes=8, columns=128)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ("columns=100", "columns"),
+        ("columns=-64", "columns"),
+        ("dq_passes=4", "dq_passes 4"),
+        ("p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8", "columns"),
+        ("dq_warps_m=1", "head_dim of a pass"),
+    ],
+)
+def test_a_rejected_streamed_tile_names_the_reason(change, named):
+    traits = Traits("backward", "sm80", "bf16", 512)
+    assert STREAMED.reject(traits, "sm86") is None
+    reason = STREAMED.override(change).reject(traits, "sm86")
+    assert reason and named in reason, reason
+
+
+@pytest.mark.parametrize(
+    "dtype, dims, chunk", [("bf16", (512, 320), 64), ("fp16", (512, 96), 32), ("fp32", (352, 96), 32)]
+)
+def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
+    traits = Traits("backward", "sm80", dtype, *dims)
+    tile = BackwardSm80Tile(64, 64, 8, 4, 4, 4, columns=64)
+    assert tile.chunk(traits) == chunk
+    assert tile.parts(traits) * 64 >= max(dims) > (tile.parts(traits) - 1) * 64
+    assert BackwardSm80Tile().parts(traits) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_every_large_head_dim_has_a_default_tile(dtype, target):
+    dims = (*range(32, 577, 96), 512, 576)
+    for d, dv, aligned in itertools.product(dims, dims, (True, False)):
+        traits = Traits("backward", "sm80", dtype, d, dv, aligned=aligned)
+        kernel = registry.lookup(traits, None, target)
+        assert kernel.tile.reject(kernel.traits, target) is None
+
+
+@cute.jit
+def write_columns(
+    dtype: cutlass.Constexpr, shape: cutlass.Constexpr, parts: cutlass.Constexpr, out: cute.Tensor
+):
+    """out[row, col] = addresses by the layout of all columns, and of the part that the column is in."""
+    pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
+
+    def layout(rows, cols, stages=1):
+        return layouts.smem_layout(rows, cols, dtype, stages=stages)
+
+    whole = cute.make_tensor(pointer, layout(*shape))
+    width = shape[1] // parts
+    for row in cutlass.range(shape[0]):
+        for part in cutlass.range_constexpr(parts):
+            own = columns_of(whole, layout, part, parts)
+            for col in cutlass.range(width):
+                out[row, part * width + col, 0] = (
+                    whole.iterator + cute.crd2idx((row, part * width + col, 0), whole.layout)
+                ).toint()
+                out[row, part * width + col, 1] = (
+                    own.iterator + cute.crd2idx((row, col, 0), own.layout)
+                ).toint()
+
+
+@pytest.mark.parametrize("width, shape, parts", [(16, (32, 512), 2), (16, (64, 576), 9), (32, (32, 320), 5)])
+def test_parts_of_columns_lie_where_the_whole_has_them(width, shape, parts):
+    dtype = cutlass.Float16 if width == 16 else cutlass.Float32
+    found = run_on_host(lambda out: write_columns(dtype, shape, parts, out), *shape, 2)
+    np.testing.assert_array_equal(found[..., 0], found[..., 1])
 
 
 def test_an_epilogue_without_a_derivative_is_declined():

@@ -50,7 +50,7 @@ TILES = [
     ("bf16-d512-causal", STREAMED + "256,dq_passes=8"),
     ("bf16-d512-causal", STREAMED + "128,dq_passes=8,dq_vector=1"),
     ("bf16-d512-causal", "dq_passes=4,stages_q=1"),
-    ("bf16-d352-bias", STREAMED + "64,dq_passes=11"),
+    ("bf16-d352-bias", STREAMED + "64,dq_passes=6"),
     ("fp32-d384", STREAMED + "128,dq_passes=12,dkv_unroll=0"),
 ]
 

@@ -17,18 +17,27 @@ def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> S
     def count(rows: int, cols: int, k: int) -> int:
         return mma_sync_count(rows, cols, k, warps) * (size // 2) * each
 
-    def loop(mma: int, extent: int, unroll: int) -> tuple:
-        return product_loop(mma, extent * size // 32, tile.steps_at_once(extent, unroll, size))
+    def loop(mma: int, extent: int, unroll: int, of: int = 0) -> tuple:
+        at_once = tile.steps_at_once(of or extent, unroll, size)
+        return product_loop(mma, extent * size // 32, at_once)
 
     mma_s, mma_dp = (count(tile.queries, n, dim) for dim in (d, dv))
     own = (tile.columns, tile.columns) if tile.columns else (d, dv)
     mma_dk, mma_dv = (count(m, n, dim) for dim in own)  # dQ takes as many as dK
-    piece = loop(mma_s, d, tile.sdp_unroll)
+    chunk = tile.chunk(traits) if tile.columns else 0
+    piece = loop(mma_s, d, tile.sdp_unroll, chunk)
     if not tile.v_in_regs:
-        piece += loop(mma_dp, dv, tile.sdp_unroll)
+        piece += loop(mma_dp, dv, tile.sdp_unroll, chunk)
     loops = piece * tile.pieces
-    if not tile.p_in_regs:
-        loops += loop(mma_dv, m, tile.dkv_unroll) + loop(mma_dk, m, tile.dkv_unroll)
-    loops += loop(mma_dk, n, tile.dq_unroll)
+    if tile.columns:
+        chunks = tile.columns // chunk
+        of_m, of_n = (
+            loop(mma_dk // chunks, rows, un) for rows, un in ((m, tile.dkv_unroll), (n, tile.dq_unroll))
+        )
+        loops += (of_m + of_m + of_n) * chunks
+    else:
+        if not tile.p_in_regs:
+            loops += loop(mma_dv, m, tile.dkv_unroll) + loop(mma_dk, m, tile.dkv_unroll)
+        loops += loop(mma_dk // tile.dq_passes, n, tile.dq_unroll) * tile.dq_passes
     mma, elements = tile.pieces * (mma_s + mma_dp) + mma_dv + 2 * mma_dk, m * n // tile.num_threads
     return StepContent(mma, elements * (1 + traits.softcap), elements, warps, loops)
