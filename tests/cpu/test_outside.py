@@ -13,7 +13,6 @@ from tests.outside.suites import SUITES, Suite
 TESTS = """if True:
     import os
     import pytest
-    import torch
 
     @pytest.mark.parametrize("a", range(50))
     @pytest.mark.parametrize("b, c", [(i, -i) for i in range(40)])
@@ -34,6 +33,7 @@ TESTS = """if True:
         raise AssertionError("left out")
 
     def test_falls_through():
+        import torch
         from cute_attn import sdpa
         q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
         activation = sdpa.Activation(sdpa.Options(), "CPU")
@@ -45,6 +45,7 @@ TESTS = """if True:
         activation.remove()
 
     def test_served():
+        import torch
         from cute_attn import sdpa
         q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
         activation = sdpa.Activation(sdpa.Options(), "CPU")
@@ -97,14 +98,12 @@ def test_a_sample_runs_and_is_reported(suites, capsys):
 
 
 def test_samples_depend_on_the_seed_alone(suites):
-    names = {"test_many": 12}
-    suite = Suite(**{**vars(SUITE), "tests": names, "deselected": {}})
-    found = [
-        run.run_suite(suite, suites, options(seed=seed, workers=workers)).share
-        for seed, workers in ((0, 1), (1, 2))
-    ]
-    again = run.run_suite(suite, suites, options(seed=1, workers=1)).share
-    assert again == found[1] != found[0] and {len(x) for x in found} == {12}
+    many = Suite(**{**vars(SUITE), "tests": {"test_many": 12}, "deselected": {}})
+    one, two, other = (
+        run.run_suite(many, suites, options(seed=seed, workers=workers)).share
+        for seed, workers in ((0, 1), (0, 2), (1, 1))
+    )
+    assert one == two != other and len(one) == len(other) == 12
 
 
 def test_what_cannot_run_is_said(suites, capsys):

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from cute_attn import sdpa
+from cute_attn.cli import app
 from cute_attn.sdpa import operators
 from cute_attn.sdpa.observe import Observer, describe, difference
 from cute_attn.sdpa.operators import Options
@@ -63,12 +65,18 @@ def test_a_module_and_its_failures(program):
     assert torch.cuda.is_available() or "4 attention calls" in done.stderr
 
 
-def test_wrong_arguments(program):
-    done = run("nothing.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: the program is 'nothing.py'; accepted: a Python file, or -m and a module\n"
-    done = run("--backends", "math", program)
-    assert done.returncode == 2 and done.stderr.startswith("error: backends is ('math',); accepted: a tuple")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "the program is 'nothing.py'; accepted: a Python file, or -m and a module"),
+        (["--backends", "math", __file__], r"backends is \('math',\); accepted: a tuple"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    done = CliRunner().invoke(app, ["run", *arguments])
+    assert isinstance(done.exception, ValueError) and not done.output
+    with pytest.raises(ValueError, match=message):
+        raise done.exception
 
 
 def tensors():
