@@ -35,6 +35,9 @@ _HOME = {
     "attention_varlen": "interface",
     "attention_varlen_backward": "interface",
     "draw_rng_state": "interface",
+    "attention_with_kvcache": "kvcache",
+    "append_kv": "append",
+    "merge_attention": "merge",
 }
 _DROP_INS = ("flash_attn", "sdpa", "transformers")
 __all__ = ["__version__", *_HOME]

@@ -31,6 +31,7 @@ class AsCache:
     tree_mask: ClassVar[None] = None
     num_splits: ClassVar[int] = 0
     split_keys: ClassVar[int] = 0
+    added: ClassVar[int] = 0
     kernel: ClassVar[str] = "sm90"
     tile: ClassVar[str] = ""
 

@@ -368,7 +368,7 @@ def _compiled(
     """
     buffers = fields._make(_fake(_DTYPES.get(name, Float32), _RANKS.get(name, 4)) for name in fields._fields)
     lengths = (_fake(Int32, 1) if present else None for present in given)
-    seqlens = Seqlens._make((*lengths, Int32(0), Int32(0), None))
+    seqlens = Seqlens(next(lengths), next(lengths), next(lengths), next(lengths), Int32(0), Int32(0))
     fakes = (buffers, seqlens, kernel.epilogues.fake_args(), Float32(0))
 
     @cute.jit

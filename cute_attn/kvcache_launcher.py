@@ -110,7 +110,7 @@ class Plan:
         from cute_attn.device.seqlen import Seqlens
 
         lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
-        return Seqlens(*lengths, *longest(params), params.cache_leftpad)
+        return Seqlens(*lengths, *longest(params), params.cache_leftpad, params.added)
 
     def _partials(self, q: Tensor) -> Any:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""

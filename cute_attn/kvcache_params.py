@@ -145,8 +145,13 @@ class CacheParams(NamedTuple):
 
     @property
     def lengths(self) -> Tensor | None:
-        """int32 (batch,): rows in use with those appended; None for full entries."""
-        return self.append.lengths_after()
+        """int32 (batch,): rows in use, with packed rows that were appended; None for full entries."""
+        return self.cache_seqlens if self.cu_seqlens_k_new is None else self.append.lengths_after()
+
+    @property
+    def added(self) -> int:
+        """Rows appended to each sequence beside :attr:`lengths`."""
+        return 0 if self.k is None or self.cu_seqlens_k_new is not None else self.k.shape[1]
 
     @property
     def capacity(self) -> int:

@@ -33,7 +33,8 @@ def attend(kernel, arguments):
         tree_mask=score_args[2 + traits.softcap + traits.alibi][0] if traits.tree else None,
         softcap=score_args[0] if traits.softcap else 0.0,
     )
-    lengths = ref.Lengths(seqlens.seqused_k, seqlens.leftpad, seqlens.cu_seqlens_q)
+    used = None if seqlens.seqused_k is None else seqlens.seqused_k + seqlens.added_k
+    lengths = ref.Lengths(used, seqlens.leftpad, seqlens.cu_seqlens_q)
     found, found_lse = ref.attention(q, cache, scale, lengths, reference.Features(traits.mask), inputs)
     if traits.split == "parts":
         assert partials.parts == partials.out.shape[0] > 1 and partials.part_keys % kernel.tile.tile_n == 0

@@ -11,7 +11,8 @@ from cutlass import Int32, Int64
 class Seqlens(NamedTuple):
     """Lengths as kernel arguments. int32 tensors or None: cu_seqlens (batch + 1,) if varlen, seqused (batch,).
 
-    leftpad (batch,): the first row of a cache's entry that a sequence has, where that is not row 0.
+    leftpad (batch,): the first row of a cache's entry that a sequence has, where that is not row 0. added_k: what is
+    to be added to seqused_k, the rows that were just appended to a cache.
     """
 
     cu_seqlens_q: cute.Tensor | None
@@ -21,6 +22,7 @@ class Seqlens(NamedTuple):
     max_seqlen_q: Int32
     max_seqlen_k: Int32
     leftpad: cute.Tensor | None = None
+    added_k: Int32 | None = None
 
     def batch(self, tensor: cute.Tensor) -> Int32:
         """Number of sequences; ``tensor``: (batch, ...), not read if varlen."""
@@ -45,7 +47,8 @@ class SeqlenInfo:
     def read(seqlens: Seqlens, batch: Int32) -> "SeqlenInfo":
         """Read the lengths of sequence ``batch``."""
         seqlen_q, offset_q = _read(seqlens.cu_seqlens_q, seqlens.seqused_q, seqlens.max_seqlen_q, batch)
-        seqlen_k, offset_k = _read(seqlens.cu_seqlens_k, seqlens.seqused_k, seqlens.max_seqlen_k, batch)
+        keys = (seqlens.cu_seqlens_k, seqlens.seqused_k, seqlens.max_seqlen_k)
+        seqlen_k, offset_k = _read(*keys, batch, seqlens.added_k)
         first_key = None
         if cutlass.const_expr(seqlens.leftpad is not None):
             first_key = cutlass.max(seqlens.leftpad[batch], 0)  # type: ignore[index]
@@ -53,14 +56,17 @@ class SeqlenInfo:
 
 
 @cute.jit
-def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32):
+def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32, added: Int32 | None = None):
     seqlen = max_seqlen
     offset = Int32(0)
     if cutlass.const_expr(cu_seqlens is not None):
         offset = cu_seqlens[batch]
         seqlen = cu_seqlens[batch + 1] - offset
     if cutlass.const_expr(seqused is not None):
-        seqlen = cutlass.min(seqused[batch], seqlen)
+        used = seqused[batch]
+        if cutlass.const_expr(added is not None):
+            used += added
+        seqlen = cutlass.min(used, seqlen)
     return seqlen, offset
 
 
