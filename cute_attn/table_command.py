@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -58,12 +59,27 @@ def print_table(
 
 
 def _table(rows: "Iterable[Row]") -> Table:
-    table = Table("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs")
-    for one in rows:
-        if one.reason:
-            table.add_row(one.name, one.target, f"[red]{one.reason}")
-        else:
-            text = str(one.tile).replace(",", ", ")
-            memory, registers = f"{one.shared_memory_bytes:,}", f"about {one.registers}"
-            table.add_row(one.name, one.target, text, registers, memory, str(one.blocks))
+    table = Table(title="tile: queries x keys, warps; registers are estimates")
+    for title in ("attention", "target", "tile, or why there is none", "registers", "shared memory", "CTAs"):
+        table.add_column(title, overflow="fold")
+    for reason, same in groupby(rows, lambda one: one.reason):
+        if reason:
+            *others, last = same
+            more = f" and {len(others)} before it" if others else ""
+            table.add_row(last.name + more, last.target, f"[red]{reason}")
+            continue
+        for one in same:
+            memory = f"{one.shared_memory_bytes:,}"
+            table.add_row(one.name, one.target, _short(one.tile), str(one.registers), memory, str(one.blocks))
     return table
+
+
+def _short(tile: Any) -> str:
+    """A tile's block and warps, and that it divides or streams columns."""
+    warps = tile.num_threads // 32
+    words = [f"{tile.tile_m} x {tile.tile_n}, {warps} warps"]
+    if getattr(tile, "columns", 0):
+        words.append(f"streamed, {tile.columns} columns a CTA")
+    elif getattr(tile, "dq_passes", 1) > 1:
+        words.append(f"dQ in {tile.dq_passes} passes")
+    return ", ".join(words)

@@ -10,7 +10,7 @@ A CTA owns tile_n keys of one kv head. K and V stay in shared memory, dK and dV 
 query blocks that see these keys, for every query head of the group:
 
     wait Q[i], dO[i]; start Q, dO[i + 1]
-    S = Q K^T; P;  dP = dO V^T; dS                  P and dS in 16 bits to shared memory
+    S = Q K^T; P;  dP = dO V^T; dS                  P and dS in Q's type to shared memory
     dV += P^T dO; dK += dS^T Q
     dQ[i] += dS K                                   fp32 reductions into global memory
 
@@ -19,8 +19,12 @@ Dropout's mask is computed before S, when few registers are live, and kept as on
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory and registers;
-rows 16-byte aligned with a contiguous last dimension.
+fp32 operands are multiplied in tf32, three products for one unless the precision is tf32, and P and dS stay fp32: see
+:mod:`cute_attn.device.gemm_fp32`. Large head dims compute dQ in passes over its columns; where K, V, Q and dO do not
+fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
+
+Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
+aligned with a contiguous last dimension, or unaligned, of any strides, which are read and written by elements.
 """
 
 import dataclasses
