@@ -15,7 +15,14 @@ from torch.nn import functional as F
 
 from cute_attn import backward, launcher, ops, random_states
 from cute_attn.launcher import as_strided, contiguous_strides, launcher_for
-from cute_attn.params import NUM_TENSORS, AttentionParams, is_aligned, regular_strides, rows_are_regular
+from cute_attn.params import (
+    ALIGNMENT_BYTES,
+    NUM_TENSORS,
+    AttentionParams,
+    is_aligned,
+    regular_strides,
+    rows_are_regular,
+)
 from cute_attn.sdpa.calls import Call, Inputs, parameters
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -199,7 +206,7 @@ class Output:
         else:
             layout = (shape, strides_like(x, last))
         _, strides = _swapped(layout) if heads_first else layout
-        return cls(layout, heads_first, strides if _writable(strides) else None)
+        return cls(layout, heads_first, strides if _writable(strides, x.element_size()) else None)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """From what kernels wrote."""
@@ -210,8 +217,9 @@ class Output:
         return laid_out(x, self.layout)
 
 
-def _writable(strides: tuple[int, ...]) -> bool:
-    return strides[-1] == 1 and all(step % 8 == 0 and step > 0 for step in strides[:-1])
+def _writable(strides: tuple[int, ...], element_size: int) -> bool:
+    whole = ALIGNMENT_BYTES // element_size
+    return strides[-1] == 1 and all(step % whole == 0 and step > 0 for step in strides[:-1])
 
 
 # ---- the forward ----

@@ -101,6 +101,20 @@ def test_values_and_gradients(backend, options, order):
         check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
 
 
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_queries_with_many_keys(backend, order):
+    """Keys are divided among CTAs then, and another kernel writes the output."""
+    inputs = tensors(3, 9000, 128, order=order)
+    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
+        actual = results(inputs)
+    both_served(backend)
+    exact, plain = (defined(dtype, inputs, None) for dtype in (torch.float64, BF16))
+    for name, value in actual.items():
+        factor = 2.0 if name == "out" else GRADIENT
+        check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["flash", "efficient"])
 def test_rng_torch_changes_no_mask(backend):
     inputs = tensors()
