@@ -24,13 +24,13 @@ from cute_attn.params import (
     NUM_TENSORS,
     AttentionParams,
     check,
-    check_alignment,
     check_count,
     check_for_kernels,
     check_steps,
     is_aligned,
     regular_strides,
     rows_are_regular,
+    rows_are_whole,
 )
 from cute_attn.traits import Traits
 
@@ -132,6 +132,8 @@ class Launcher:
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
         softmax_scale: the call's.
         rest: the call's arguments that are not tensors.
+        aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
+            show; another one takes the others.
         multiprocessors: of the GPU.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
     """
@@ -149,6 +151,7 @@ class Launcher:
     prefill: bool
     softmax_scale: float
     rest: tuple
+    aligned: bool = False
     multiprocessors: int = 0
     divided: Any = None
 
@@ -162,8 +165,9 @@ class Launcher:
 
     def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> Outputs:
         q, k, v = tensors[:3]
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            check_alignment(q, k, v)
+        if self.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
+            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors)
         out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
         lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # The kernel does not visit blocks outside the mask's band.
@@ -370,9 +374,25 @@ def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...
     return (kernel, *(user_epilogue(name) for name in params.epilogue_names))
 
 
-def _make_launcher(params: AttentionParams) -> Launcher:
+_unaligned: dict[Launcher, Launcher] = {}
+
+
+def _unaligned_launcher(launcher: Launcher, params: AttentionParams) -> Launcher:
+    """The launcher for calls of a launcher's metadata whose q, k or v does not start at a multiple of 16 bytes."""
+    found = _unaligned.get(launcher)
+    if found is None:
+        if len(_unaligned) >= _MAX_LAUNCHERS:
+            _unaligned.clear()
+        made = _make_launcher(params, aligned=False)
+        found = _unaligned[launcher] = replace(made, shapes=launcher.shapes, strides=launcher.strides)
+    return found
+
+
+def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher:
+    """aligned: q, k and v start at multiples of 16 bytes."""
     check(params)
-    check_for_kernels(params)
+    check_for_kernels(params, unaligned=True)
+    aligned = aligned and all(map(rows_are_whole, params[:3]))
     out_shape, lse_shape, softmax_shape = params.output_shapes()
     launcher = Launcher(
         function=None,
@@ -396,7 +416,7 @@ def _make_launcher(params: AttentionParams) -> Launcher:
 
     with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(params, target)
+        kernel = choose_kernel(params, target, aligned=aligned)
         blocks, processors = check_query_blocks(params, kernel), multiprocessors(params.q.get_device())
         if kernel.traits.arch == "sm90":
             check_steps(params, blocks, kernel.tile, processors)
@@ -415,8 +435,9 @@ def _make_launcher(params: AttentionParams) -> Launcher:
         softmax_function=softmax_function,
         kernel=kernel,
         seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *params.longest),
-        views=tuple(views(params)),
+        views=tuple(views(params, aligned)),
         score_args=ScoreArgs.of(kernel, params),
+        aligned=aligned,
         prefill=params.seqused_q is not None,
         multiprocessors=processors,
     )
@@ -447,15 +468,20 @@ def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
     return params.batch * packs * blocks
 
 
-def views(params: AttentionParams) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
+def views(
+    params: AttentionParams, aligned: bool = True
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias.
+
+    aligned: of kernels of aligned rows; others take any strides of q, k and v.
+    """
     shapes = {
         "alibi_slopes": (params.batch, params.nheads),
         "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(params, name)
-        if x is None or (name not in shapes and rows_are_regular(x)):
+        if x is None or (name not in shapes and (not aligned or rows_are_regular(x))):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:

@@ -533,8 +533,13 @@ def is_aligned(x: Tensor) -> bool:
 
 def rows_are_aligned(x: Tensor) -> bool:
     """Whether rows of the last dimension are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+    return is_aligned(x) and rows_are_whole(x)
+
+
+def rows_are_whole(x: Tensor) -> bool:
+    """Whether, as metadata shows, rows are contiguous and whole 16 bytes, that many apart."""
     whole = ALIGNMENT_BYTES // x.element_size()
-    if x.shape[-1] % whole or x.stride(-1) != 1 or not is_aligned(x):
+    if x.shape[-1] % whole or (x.stride(-1) != 1 and x.shape[-1] > 1):
         return False
     return all(n == 1 or step % whole == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
 

@@ -51,6 +51,8 @@ class Default:
 
 # Other head dims and dtypes, and several epilogues together.
 FURTHER = [
+    "forward-sm80-bf16-d59-unaligned-causal",
+    "forward-sm80-fp32-d59-unaligned",
     "forward-sm80-bf16-d320",
     "forward-sm80-bf16-d576x512-causal",
     "forward-sm80-fp32-d64-causal",

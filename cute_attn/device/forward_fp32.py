@@ -212,10 +212,12 @@ def store_rows(
     seqlen: Int32,
     col0: Int32,
     head_dim: Constexpr,
+    aligned: Constexpr = True,
 ) -> None:
     """Store the output of :func:`gemm_pv` to o, (seqlen, head_dim), by vectors of four columns.
 
-    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column.
+    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column. aligned: whether
+    vectors of o start at multiples of 16 bytes; else single elements are stored.
     """
     vector = cute.make_rmem_tensor(4, Float32)
     for r in cutlass.range_constexpr(len(rows)):
@@ -225,9 +227,15 @@ def store_rows(
                 col = col0 + (COLUMNS * group + 4 * half)
                 for j in cutlass.range_constexpr(4):
                     vector[j] = acc[half + 2 * (r % 2), r // 2, 4 * group + j]
-                if (row < seqlen) & (col < head_dim):
-                    target = cute.make_tensor(
-                        (o.iterator + cute.crd2idx((Int64(row), col), o.layout)).align(16),
-                        cute.make_layout(4),
-                    )
-                    cute.autovec_copy(vector, target)
+                if cutlass.const_expr(aligned):
+                    if (row < seqlen) & (col < head_dim):
+                        target = cute.make_tensor(
+                            (o.iterator + cute.crd2idx((Int64(row), col), o.layout)).align(16),
+                            cute.make_layout(4),
+                        )
+                        cute.autovec_copy(vector, target)
+                else:
+                    for j in cutlass.range_constexpr(4):
+                        if (row < seqlen) & (col + j < head_dim):
+                            at = o.iterator + cute.crd2idx((Int64(row), Int64(col + j)), o.layout)
+                            cute.make_tensor(at, cute.make_layout(1))[0] = vector[j]

@@ -100,10 +100,9 @@ def seqlens_fake(traits: Traits) -> Seqlens:
 
 def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
     """``__call__``'s arguments of a forward kernel, without the stream."""
-    dtype = CUTE_DTYPES[traits.dtype]
     ndim = 3 if traits.varlen else 4
     return (
-        *(rows_fake(dtype, ndim) for _ in range(4)),
+        *(head_rows_fake(traits) for _ in range(4)),
         plain_fake(Float32, ndim - 1),
         seqlens_fake(traits),
         Float32(0.0),

@@ -1,6 +1,6 @@
 """What several kernels' ``supports`` decline."""
 
-from cute_attn.traits import Traits
+from cute_attn.traits import Traits, head_dims_text
 
 HALF = ("fp16", "bf16")
 
@@ -28,5 +28,5 @@ def beyond(
     for name in ("head_dim", "head_dim_v"):
         dim = getattr(traits, name)
         if dim > most or (traits.aligned and dim % multiple):
-            return f"{name} is {dim}; accepted: multiples of {multiple} up to {most}"
+            return f"{name} is {dim}; accepted: {head_dims_text(multiple if traits.aligned else 1, most)}"
     return None

@@ -159,7 +159,16 @@ class ForwardSm80Tile(WarpTile):
             "merge": (q, q + merge),
             "stats": (stats, stats + self.stats_bytes),
             **self._exchange_areas(stats + self.stats_bytes, traits),
+            **self._staging_area(stats + self.stats_bytes, traits),
         }
+
+    def _staging_area(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
+        """The 16 bytes at multiples of 16 that unaligned rows of a step's keys have parts of."""
+        if traits.aligned:
+            return {}
+        size = traits.element_bytes
+        vectors = max(-(-(dim * size + 16 - size) // 16) for dim in (traits.head_dim, traits.head_dim_v))
+        return {"staging": (start, start + 16 * vectors * self.tile_n)}
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
         """P, and a number a row of each warp that shares it."""
@@ -185,6 +194,12 @@ class ForwardSm80Tile(WarpTile):
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
+    def _unaligned_reason(self, traits: Traits) -> str | None:
+        plain = replace(self, num_stages=1, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1)
+        if traits.aligned or self == plain:
+            return None
+        return f"tile is {self}; accepted for unaligned rows: {plain}"
+
     def _warps_n_reason(self, traits: Traits) -> str | None:
         if self.warps_n < 1 or self.num_warps % self.warps_n:
             return f"warps_n is {self.warps_n}; accepted: a divisor of {self.num_warps} warps"
@@ -204,7 +219,7 @@ class ForwardSm80Tile(WarpTile):
     def shape_reason(self, traits: Traits) -> str | None:
         if reason := self.num_warps_reason():
             return reason
-        if reason := self._warps_n_reason(traits):
+        if reason := self._warps_n_reason(traits) or self._unaligned_reason(traits):
             return reason
         if self.tile_m <= 0 or self.tile_m % (16 * self.warps_m):
             return f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.warps_m} warps"

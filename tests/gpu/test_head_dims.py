@@ -1,4 +1,4 @@
-"""Head dims above 256 on the card, equal or not, and PyTorch's memory-efficient kernel's error."""
+"""Large and odd head dims on the card, rows that start anywhere, and PyTorch's memory-efficient kernel's error."""
 
 from dataclasses import replace
 
@@ -25,13 +25,7 @@ LARGE[2] = replace(LARGE[2], window=(70, 9))
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_large_head_dims(case):
-    problem = case.build("cuda")
-    exact, plain, plain32 = (
-        problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
-    )
-    actual = problem.run()
-    check("out", actual["out"], exact["out"], plain["out"], roundings=8 if case.dtype == "fp32" else 1)
-    check("lse", actual["lse"], exact["lse"], plain32["lse"], roundings=32)
+    compare(case.build("cuda"), case)
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])
@@ -51,3 +45,60 @@ def test_error_is_at_most_that_of_the_memory_efficient_kernel(head_dim):
     own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
     print(f"ours {own}, memory-efficient {other}")
     assert own.rms <= 1.5 * other.rms and own.largest <= 1.5 * other.largest
+
+
+ODD = [
+    Case("d59-causal", seqlen_q=203, seqlen_k=333, head_dim=59, causal=True),
+    Case("d1", seqlen_q=70, seqlen_k=130, head_dim=1, dtype="fp16"),
+    Case("d7x5-varlen", lengths_q=(70, 0, 133), lengths_k=(90, 41, 269), head_dim=7, head_dim_v=5),
+    Case("d129-dropout", seqlen_q=130, seqlen_k=200, head_dim=129, dropout_p=0.2, bias="bf16"),
+    Case("d250-window", seqlen_q=200, seqlen_k=300, head_dim=250, window=(70, 9)),
+    Case("fp32-d59", seqlen_q=203, seqlen_k=333, head_dim=59, causal=True, dtype="fp32"),
+    Case("fp32-d3", seqlen_q=100, seqlen_k=200, head_dim=3, dtype="fp32"),
+]
+
+
+def compare(problem, case):
+    exact, plain, plain32 = (
+        problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
+    )
+    actual = problem.run()
+    check("out", actual["out"], exact["out"], plain["out"], roundings=8 if case.dtype == "fp32" else 1)
+    check("lse", actual["lse"], exact["lse"], plain32["lse"], roundings=32)
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
+def test_any_head_dim(case):
+    compare(case.build("cuda"), case)
+
+
+def poisoned(x, shift, last_stride):
+    """x in memory that is NaN otherwise: from element ``shift`` on, rows 5 elements longer, with this last stride."""
+    *outer, dim = x.shape
+    row = (dim + 5) * last_stride
+    strides = [row]
+    for size in reversed(outer[1:]):
+        strides.insert(0, strides[0] * size)
+    memory = torch.full((strides[0] * outer[0] + shift,), float("nan"), dtype=x.dtype, device=x.device)
+    view = memory.as_strided(x.shape, (*strides, last_stride), shift)
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("shift, last_stride", [(1, 1), (0, 1), (3, 2)])
+def test_rows_that_start_anywhere(dtype, shift, last_stride):
+    case = Case("d64", seqlen_q=150, seqlen_k=270, causal=True, dtype=dtype)
+    problem = case.build("cuda")
+    tensors = tuple(poisoned(x, shift, last_stride) for x in problem.tensors)
+    compare(replace(problem, tensors=tensors), case)
+
+
+def test_an_address_between_multiples_of_16_bytes_then_one_at_them():
+    case = Case("d64", seqlen_q=150, seqlen_k=270, causal=True)
+    problem = case.build("cuda")
+    for shift in (1, 0, 2):
+        tensors = []
+        for x in problem.tensors:
+            memory = torch.empty(x.numel() + 8, dtype=x.dtype, device=x.device)
+            tensors.append(memory[shift : shift + x.numel()].view(x.shape).copy_(x))
+        compare(replace(problem, tensors=tuple(tensors)), case)

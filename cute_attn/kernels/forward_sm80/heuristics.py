@@ -174,8 +174,18 @@ _DIVIDED_FP32 = [
 ]
 
 
+# Rows that start anywhere have one stage, of fewer keys: other CTAs compute while one shifts rows into place.
+_UNALIGNED: dict[int, list[ForwardSm80Tile]] = {
+    64: [_tile(128, 64, 4, 1)],
+    128: [_tile(64, 64, 4, 1, 4)],
+    256: [_tile(64, 32, 4, 1, 2)],
+}
+
+
 def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     """Tiles to try, best first."""
+    if not traits.aligned:
+        return _unaligned_tiles(traits)
     single = traits.dtype == "fp32"
     if traits.head_dim_v > (224 if single and not traits.precision else 256):
         large = [] if _register_need(traits) != "none" else [_DIVIDED_LARGE]
@@ -187,3 +197,12 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
         preferred = table["none"] if need == "none" else table.get("high", table["none"])
         return [*preferred, *_FIT_ALWAYS_FP32]
     return [*table.get(need, table["none"]), *table["highest"], *_FIT_ALWAYS]
+
+
+def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
+    need, single = _register_need(traits), traits.dtype == "fp32"
+    if single:
+        exact = not traits.precision and traits.head_dim_v > 192
+        return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
+    own = next(tiles for dim, tiles in _UNALIGNED.items() if traits.head_dim_v <= dim)
+    return [*(own if need in ("none", "low") else []), *_FIT_ALWAYS]

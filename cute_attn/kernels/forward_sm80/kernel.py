@@ -20,8 +20,10 @@ In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``.
 
 Above head dim 256 warps divide the columns of O, see ``divided_columns``.
 
-Limits: head dims up to 576, rows of whole 16 bytes, padded to multiples of 32 in shared memory and registers;
-rows 16-byte aligned with a contiguous last dimension.
+Rows that start anywhere pass through staging memory, see ``unaligned``.
+
+Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
+16; up to 256 of rows that do not.
 """
 
 import dataclasses
@@ -36,12 +38,14 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.copy import RowCopy
+from cute_attn.device.element_copy import store_elements
 from cute_attn.device.forward_fp32 import Fp32Rows, as_operand_a, gemm_pv, gemm_qk, store_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.gemm_fp32 import split
 from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.staged_rows import StagedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -55,6 +59,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
 )
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.params import MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad, step_of_unaligned_rows
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -78,6 +83,8 @@ class ForwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm80"):
             return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
+        if not traits.aligned:
+            return beyond(traits, dtypes=DTYPES, multiple=1, unaligned=True)
         return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=head_dim_multiple(traits.dtype))
 
     @classmethod
@@ -88,9 +95,10 @@ class ForwardSm80:
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. In fp32 and for large head dims the default tile does not depend on them.
+        ``group``: query heads per key head. In fp32, for large head dims
+        and unaligned rows the default tile does not depend on them.
         """
-        if self.single or self.tile.warps_n > 1:
+        if self.single or self.tile.warps_n > 1 or not self.traits.aligned:
             return self
         few = tiles_for_few_rows(self.traits, target)
         tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
@@ -227,8 +235,8 @@ class ForwardSm80:
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)
             operands = self.operands(shared, thread)
-            load_k = self.block_load(mK, shared.k, self.traits.head_dim, tile, group)
-            load_v = self.block_load(mV, shared.v, self.traits.head_dim_v, tile, group)
+            load_k = self.block_load(mK, shared.k, self.traits.head_dim, tile, group, shared.staging)
+            load_v = self.block_load(mV, shared.v, self.traits.head_dim_v, tile, group, shared.staging)
             ctx = self.mainloop_context(
                 operands, load_k, load_v, blocks, state, row0, scale_log2, shared, group
             )
@@ -258,6 +266,7 @@ class ForwardSm80:
                 start += cute.assume(group.index * cute.cosize(layout), divby=512)
             return cute.make_tensor(start, layout)
 
+        p, exchange = self.divided_columns(area)
         return SharedMemory(
             cute.make_tensor(area("q", self.dtype), self.smem_layout(tile.tile_m, d)),
             stages("k", d),
@@ -265,7 +274,9 @@ class ForwardSm80:
             cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
             area("stats", Float32),
             area("merge", Float32),
-            *self.divided_columns(area),
+            p,
+            exchange,
+            None if self.traits.aligned else area("staging", self.dtype),
         )
 
     def v_rows(self, shared: SharedMemory, thread: Int32) -> Fp32Rows:
@@ -276,7 +287,7 @@ class ForwardSm80:
         """P, and a number a row of each of the warps that share it, where warps divide columns."""
         tile = self.tile
         if tile.warps_n == 1:
-            return ()
+            return None, None
         layout = layouts.smem_layout(tile.tile_m, tile.tile_n, self.dtype, stages=1)
         return (
             cute.make_tensor(area("p", self.dtype), layout),
@@ -308,18 +319,30 @@ class ForwardSm80:
         )
 
     def block_load(
-        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
-    ) -> BlockLoad:
+        self,
+        m: cute.Tensor,
+        s: cute.Tensor,
+        head_dim: int,
+        tile: QueryTile,
+        group: KeyGroup,
+        staging: cute.Pointer | None,
+    ) -> BlockLoad | UnalignedLoad:
         """The loads of one head's K or V."""
-        row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
+        if staging is not None:
+            return UnalignedLoad(self.staged_rows(g, head_dim, group.thread, staging), s, tile.info.seqlen_k)
+        row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
+
+    def staged_rows(self, g: cute.Tensor, head_dim: int, thread: Int32, staging: cute.Pointer) -> StagedRows:
+        """The loads of unaligned rows of one head."""
+        return StagedRows(g, staging, head_dim, thread, self.tile.num_threads)
 
     def mainloop_context(
         self,
         operands: Operands,
-        load_k: BlockLoad,
-        load_v: BlockLoad,
+        load_k: Any,
+        load_v: Any,
         blocks: BlockRange,
         state: ScoreState,
         row0: Int32,
@@ -346,7 +369,11 @@ class ForwardSm80:
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Start loading Q; if K reuses its memory, wait and read it."""
-        if ctx.group.is_first:
+        if cutlass.const_expr(not self.traits.aligned):
+            staged = self.staged_rows(q, self.traits.head_dim, ctx.thread, ctx.shared.staging)
+            rows = tile.info.seqlen_q - ctx.row0
+            staged.load(ctx.shared.q[None, None, 0], ctx.row0, rows, self.tile.tile_n)
+        elif ctx.group.is_first:
             d = self.traits.head_dim
             rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
             copy = self.row_copy(self.gmem_load(d), d, tile, ctx.thread)
@@ -431,7 +458,9 @@ class ForwardSm80:
     def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
         """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
-            if cutlass.const_expr(self.tile.warps_n > 1):
+            if cutlass.const_expr(not self.traits.aligned):
+                step_of_unaligned_rows(self, ctx, block, masked)
+            elif cutlass.const_expr(self.tile.warps_n > 1):
                 step_of_divided_columns(self, ctx, block, masked)
             elif cutlass.const_expr(self.tile.num_stages == 1):
                 self.step_one_stage(ctx, block, masked)
@@ -622,7 +651,7 @@ class ForwardSm80:
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
         col = self.v_rows(ctx.shared, thread).first_col(thread) + thread % 4 * 8
-        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv)
+        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv, self.traits.aligned)
 
     @cute.jit
     def store_half(
@@ -638,6 +667,10 @@ class ForwardSm80:
         s_o = ctx.shared.o[None, None, 0]
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         ctx.group.barrier()
-        g_o = self.rows(o, mO, dv, tile.row0)
-        rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
-        self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
+        if cutlass.const_expr(self.traits.aligned):
+            g_o = self.rows(o, mO, dv, tile.row0)
+            rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
+            self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
+        else:
+            rows = tile.info.seqlen_q - tile.row0
+            store_elements(s_o, o, tile.row0, rows, thread, self.tile.num_threads)

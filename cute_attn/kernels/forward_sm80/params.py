@@ -36,6 +36,7 @@ class SharedMemory:
     merge: cute.Pointer  # fp32: results of all groups but the first one
     p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
     exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
+    staging: cute.Pointer | None = None  # of unaligned rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class MainloopContext:
     """What the steps of the main loop need of the CTA's work tile."""
 
     operands: Operands
-    load_k: Any  # a ``BlockLoad`` or a ``PagedLoad``
+    load_k: Any  # a ``BlockLoad``, a ``PagedLoad`` or an ``UnalignedLoad``
     load_v: Any
     blocks: BlockRange
     state: ScoreState
