@@ -201,6 +201,7 @@ def test_fa3s_names(installed):
         return_softmax_lse=True,
         num_splits=3,
         scheduler_metadata=None,
+        rotary_seqlens=int32(1, 1),
     )
     torch.testing.assert_close(out, attention(q, cache, cache))
     torch.testing.assert_close(interface.flash_attn_func(q, cache, cache, causal=True), out)

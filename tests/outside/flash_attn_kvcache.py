@@ -292,6 +292,8 @@ def _fa3_with_kvcache(
     _refuse(qv=qv, attention_chunk=attention_chunk)
     for name in ("q_descale", "k_descale", "v_descale"):
         options.pop(name, None)
+    if options.get("rotary_cos") is None:  # given all the same
+        options.pop("rotary_seqlens", None)
     _refuse_dtype(q)
     window = _unbounded(window_size, causal)
     own = {"k": k, "v": v, "causal": causal, "window": window, "num_splits": num_splits, "return_lse": True}
