@@ -26,7 +26,7 @@ def ours(kernel: str) -> Implementation:
     """``attention_with_kvcache`` with the kernels of an arch."""
 
     def implementation(row: Row, x: Inputs) -> dict[str, Call]:
-        from cute_attn.kvcache import attention_with_kvcache
+        from cute_attn import attention_with_kvcache
 
         window = (row.window, 0) if row.window else (None, None)
 

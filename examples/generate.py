@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cute_attn.kvcache import attention_with_kvcache
+from cute_attn import attention_with_kvcache
 
 VOCABULARY = 256
 HEAD_DIM = 64
