@@ -167,8 +167,10 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
         offset = generator.get_offset()
-        yield
-        generator.set_offset(offset)
+        try:
+            yield
+        finally:
+            generator.set_offset(offset)
     else:
         with torch.random.fork_rng(devices=[]):
             yield
