@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import append, kvcache_reference, reference
+from cute_attn import append, kvcache_reference, launcher, ops, reference
 from cute_attn.interface import Window, _length, _number, resolve_mask
-from cute_attn.kvcache_launcher import known_plan, plan_for
+from cute_attn.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.kvcache_params import (
     CacheParams,
     check_append_for_kernels,
@@ -21,6 +21,7 @@ from cute_attn.kvcache_params import (
     readable,
 )
 from cute_attn.kvcache_params import check_lengths as _check_lengths
+from cute_attn.params import is_aligned, rows_are_regular
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
 
 
@@ -147,18 +148,34 @@ check_lengths
         num_splits=num_splits,
         split_keys=split_keys or 0,
     )
-    append.check_types(params, ("q", "k_cache", "v_cache"))
+    # On CUDA a call of known metadata is checked already.
+    plan = known_plan(params) if q.is_cuda and ops.no_dispatch_mode() else None
+    if plan is None:
+        append.check_types(params, ("q", "k_cache", "v_cache"))
     append.refuse_gradients(params, "attention_with_kvcache")
     if check_lengths:
         check_attention(params)
         _check_lengths(params.append, cache_leftpad)
-    found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
     if out is not None:
-        if not isinstance(out, Tensor) or out.shape != found.shape or out.dtype != found.dtype:
-            given = f"{tuple(out.shape)} and {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(f"out is {given}; accepted: {tuple(found.shape)} and {found.dtype}")
+        _check_out(out, params)
+    if plan is None:
+        found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
+    else:
+        direct = out if out is not None and rows_are_regular(out) and is_aligned(out) else None
+        found, lse = attend(params, plan, direct)
+    if out is not None and found is not out:
         found = out.copy_(found)
     return (found, lse) if return_lse else found
+
+
+def _check_out(out: Tensor, params: CacheParams) -> None:
+    shape, dtype, device = params.output_shapes()[0], params.q.dtype, params.q.device
+    if not isinstance(out, Tensor):
+        raise ValueError(f"out is {type(out).__name__}; accepted: {shape} and {dtype}")
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"out is {tuple(out.shape)} and {out.dtype}; accepted: {shape} and {dtype}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}; accepted: {device}, where q is")
 
 
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
@@ -255,16 +272,27 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
         check_append_for_kernels(params.append)
         check_attention_for_kernels(params)
         plan = plan_for(params)
+    return attend(params, plan)
+
+
+def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The launches of a call; out: as kernels write it, or None."""
     check_cache_alignment(params.append)
+    if params.q.get_device() == launcher._current_device():
+        return _attend(params, plan, out)
+    with torch.cuda.device(params.q.device):
+        return _attend(params, plan, out)
+
+
+def _attend(params: CacheParams, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
     q = params.q
-    with torch.cuda.device(q.device):
-        rotates = params.rotary_cos is not None and q.numel() > 0
-        if params.k is not None or rotates:
-            rotated = append.launch(
-                params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask)
-            )
-            q = q if rotated is None else rotated
-        return plan.launch(params, readable(q))
+    rotates = params.rotary_cos is not None and q.numel() > 0
+    if params.k is not None or rotates:
+        rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
+        q = q if rotated is None else rotated
+        if params.k is not None and not params.k_cache.is_inference():
+            torch.autograd.graph.increment_version((params.k_cache, params.v_cache))
+    return plan.launch(params, readable(q), out)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

@@ -40,6 +40,10 @@ FULL_WAVES = 0.85
 """Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+
 @dataclass(frozen=True)
 class Split:
     """How keys are divided: the trait ``split``, and the numbers of ``Partials``."""
@@ -58,9 +62,12 @@ class Plan:
         combine: launches the combine kernel, or None.
         kernel: the kvcache kernel, which makes the epilogues' arguments.
         shapes: of out and lse.
-        partial_shapes: of the partial results' O and LSE; () without a split.
+        strides: of out and lse, unless they are given.
+        longest: the most queries of a sequence, and rows of the cache.
+        partials: shapes and strides of the partial results' O and LSE; () without a split.
         split: how keys are divided.
-        group: query heads of a key head.
+        views: shape and strides of k_cache and of v_cache as the kernel takes them, None for their own.
+        score_args: the epilogues' arguments, or None where each call makes its own.
         multiprocessors: of the GPU.
     """
 
@@ -68,30 +75,41 @@ class Plan:
     combine: Callable[..., None] | None
     kernel: Any
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    partial_shapes: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    longest: tuple[int, int] = (0, 0)
+    partials: tuple[Layout, ...] = ()
     split: Split = Split()
+    views: tuple[Layout | None, ...] = ()
+    score_args: tuple | None = None
     multiprocessors: int = 0
 
-    def launch(self, params: CacheParams, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Allocate the outputs and launch on the current stream. q: the queries as kernels read them, rotated."""
-        out, lse = (
-            new_empty_strided(q, shape, contiguous_strides(shape), dtype)
-            for shape, dtype in zip(self.shapes, (q.dtype, torch.float32), strict=True)
-        )
-        return self.launch_into(params, q, out, lse)
+    def launch(
+        self, params: CacheParams, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Launch on the current stream.
 
-    def launch_into(self, params: CacheParams, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`launch`, into given outputs, whose strides may be others."""
+        Args:
+            q: the queries as kernels read them, rotated.
+            out, lse: results of any strides that kernels write, or None to allocate them.
+        """
+        if out is None:
+            out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+        if lse is None:
+            lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         if self.function is None:
             if params.sinks is None:
                 return out.zero_(), lse.fill_(-math.inf)
             return out.zero_(), lse.copy_(params.sinks[:, None].expand_as(lse))
         seqlens, tables, partials = self._seqlens(params), _tables(params), None
-        if self.partial_shapes:
+        if self.partials:
             partials = self._partials(q)
-        kernel, schedule = self.kernel, (work_counters(q.get_device()), self.multiprocessors)
-        score_args = kernel.score_args(_score_inputs(params))
-        k, v = _regular(params.k_cache), _regular(params.v_cache)
+        schedule, score_args = (work_counters(q.get_device()), self.multiprocessors), self.score_args
+        if score_args is None:
+            score_args = self.kernel.score_args(_score_inputs(params))
+        k, v = (
+            x if view is None else as_strided(x, *view)
+            for x, view in zip((params.k_cache, params.v_cache), self.views, strict=True)
+        )
         self.function(
             *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, schedule, score_args, partials)
         )
@@ -99,7 +117,7 @@ class Plan:
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
             self.combine(partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[misc, union-attr]
         elif self.split.how == "shares":
-            slots = self.partial_shapes[0][0] // 2
+            slots = self.partials[0][0][0] // 2
             mask_args = score_args[1]
             self.combine(  # type: ignore[misc]
                 partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots
@@ -110,16 +128,13 @@ class Plan:
         from cute_attn.device.seqlen import Seqlens
 
         lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
-        return Seqlens(*lengths, *longest(params), params.cache_leftpad, params.added)
+        return Seqlens(*lengths, *self.longest, params.cache_leftpad, params.added)
 
     def _partials(self, q: Tensor) -> Any:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
         from cute_attn.work.key_parts import Partials
 
-        out, lse = (
-            new_empty_strided(q, shape, contiguous_strides(shape), torch.float32)
-            for shape in self.partial_shapes
-        )
+        out, lse = (new_empty_strided(q, *layout, torch.float32) for layout in self.partials)
         return Partials(out, lse, self.split.parts, self.split.part_keys)
 
 
@@ -134,9 +149,9 @@ def _tables(params: CacheParams) -> Any:
     return CacheTables(table, batch_idx)
 
 
-def _regular(x: Tensor) -> Tensor:
-    """A view with the strides that kernels assume, also of dimensions of size 1."""
-    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
+def _view(x: Tensor) -> Layout | None:
+    """The strides that kernels assume, also of dimensions of size 1, where x has others."""
+    return None if rows_are_regular(x) else (tuple(x.shape), regular_strides(x, x.shape))
 
 
 def _score_inputs(params: CacheParams) -> Any:
@@ -169,7 +184,7 @@ def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
     key: list[Any] = []
     for x in params:
         if isinstance(x, Tensor):
-            key += (x.dtype, x.get_device(), x.shape, x.stride())
+            key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
         else:
             key.append(x)
     return tuple(key)
@@ -177,7 +192,13 @@ def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
 
 def known_plan(params: CacheParams) -> Plan | None:
     """The plan of an earlier call with this metadata, or None."""
-    return _plans.get(plan_key(params))
+    try:
+        return _plans.get(plan_key(params))
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # an option that cannot be hashed, or a tensor without memory: checks raise
+        return None
 
 
 def plan_for(params: CacheParams) -> Plan:
@@ -199,9 +220,10 @@ def plan_for(params: CacheParams) -> Plan:
 def make_plan(params: CacheParams) -> Plan:
     """The plan of a checked call."""
     shapes = params.output_shapes()
+    strides = (contiguous_strides(shapes[0]), contiguous_strides(shapes[1]))
     queries, capacity = longest(params)
     if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
-        return Plan(None, None, None, shapes)
+        return Plan(None, None, None, shapes, strides)
     from cute_attn import compiler
 
     if capacity > MAX_SEQLEN or queries > MAX_SEQLEN:
@@ -216,7 +238,21 @@ def make_plan(params: CacheParams) -> Plan:
         function = compiler.build(kernel, target).function
         partial_shapes = _partial_shapes(params, kernel, split, processors)
         combine = _combine(kernel, split, partial_shapes, params, target)
-    return Plan(function, combine, kernel, shapes, partial_shapes, split, processors)
+    tensors = (params.alibi_slopes, params.sinks, params.tree_mask)
+    constant = all(x is None for x in tensors)
+    return Plan(
+        function,
+        combine,
+        kernel,
+        shapes,
+        strides,
+        longest=(queries, capacity),
+        partials=tuple((shape, contiguous_strides(shape)) for shape in partial_shapes),
+        split=split,
+        views=(_view(params.k_cache), _view(params.v_cache)),
+        score_args=kernel.score_args(params.score_inputs()) if constant else None,
+        multiprocessors=processors,
+    )
 
 
 def _combine(

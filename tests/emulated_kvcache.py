@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from cute_attn import compiler, emulate, kvcache_launcher, reference
+from cute_attn import compiler, emulate, kvcache_launcher, launcher, reference
 from cute_attn import kvcache_reference as ref
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from tests import emulated_append
@@ -82,6 +82,7 @@ def patch(monkeypatch) -> list:
     monkeypatch.setattr(compiler, "build", build)
     monkeypatch.setattr(compiler, "compile", compile)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
+    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
     monkeypatch.setattr(kvcache_launcher, "_plans", {})
     monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
     monkeypatch.setattr(kvcache_launcher, "work_counters", lambda device: torch.zeros(4, dtype=torch.int32))
