@@ -18,4 +18,4 @@ def whole_head_dim(x: Tensor) -> Tensor:
         return x
     if x.shape[-1] % _MULTIPLE:
         return F.pad(x, (0, -x.shape[-1] % _MULTIPLE))
-    return x if rows_are_regular(x) else x.contiguous()
+    return x if x.is_contiguous() or rows_are_regular(x) else x.contiguous()

@@ -307,7 +307,7 @@ def _contiguous(x: Any) -> Any:
 
 def _infinite(lse: Tensor) -> Tensor:
     """lse with +inf where a query sees no key."""
-    return lse.masked_fill(lse == -math.inf, math.inf)
+    return lse.nan_to_num(math.nan, math.inf, math.inf)
 
 
 class _Options(NamedTuple):
