@@ -65,8 +65,8 @@ def compare_case(case: Case, **options: Any) -> None:
     exact = problem.expected_gradients(start, torch.float64)
     plain = problem.expected_gradients(start, problem.tensors[0].dtype)
     for what, value in run(problem, start, kernel="sm80", **options).items():
-        factor, floor = (GRADIENT, 0.0) if case.dtype != "fp32" else (2 * GRADIENT, 1e-6)
-        check(what, value, exact[what], plain[what], factor=factor, floor=floor)
+        factor, roundings = (2 * GRADIENT, 16) if case.dtype == "fp32" else (GRADIENT, 1)
+        check(what, value, exact[what], plain[what], factor=factor, roundings=roundings)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

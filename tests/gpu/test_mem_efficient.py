@@ -91,7 +91,7 @@ def check_both(of: Case) -> None:
         exact["out"],
         plain["out"],
         factor=2 * FORWARD if single else FORWARD,
-        roundings=8 if single else 1,
+        roundings=16 if single else 1,
     )
     wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
     factor = 2 * GRADIENT if single else GRADIENT
@@ -102,7 +102,7 @@ def check_both(of: Case) -> None:
             wanted[name],
             rounded[name],
             factor=factor,
-            roundings=8 if single else 1,
+            roundings=16 if single else 1,
             floor=CANCELLATION,
         )
 
