@@ -115,18 +115,30 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         set_rotate_method(rotation)
         for backend in BACKENDS if gpu else ("flash",):
             for by in ("pytorch", "cute_attn") if gpu else ("cute_attn",):
-                served = sdpa.served.copy()
-                with (
-                    on_the_kernels() if by == "cute_attn" else contextlib.nullcontext(),
-                    sdpa_kernel(BACKENDS[backend]) if gpu else contextlib.nullcontext(),
-                ):
-                    found, times = in_parallel(mesh, tensors, options.repeats if gpu else 0)
-                calls = sdpa.served - served
-                row = {"rotation": rotation, "backend": backend, "by": by, "errors": errors(found, exact)}
-                row |= {"ms": statistics.median(times) if times else None}
-                row |= {"served": sum(n for (_, reason), n in calls.items() if not reason)}
+                row: dict[str, Any] = {"rotation": rotation, "backend": backend, "by": by}
                 rows.append(row)
+                served = sdpa.served.copy()
+                try:
+                    with (
+                        on_the_kernels() if by == "cute_attn" else contextlib.nullcontext(),
+                        sdpa_kernel(BACKENDS[backend]) if gpu else contextlib.nullcontext(),
+                    ):
+                        found, times = in_parallel(mesh, tensors, options.repeats if gpu else 0)
+                except RuntimeError as error:  # PyTorch's backend may not support it, on every process alike
+                    row["failed"] = str(error).splitlines()[0]
+                    continue
+                row |= {"errors": errors(found, exact), "ms": statistics.median(times) if times else None}
+                calls = sdpa.served - served
+                row["served"] = sum(n for (_, reason), n in calls.items() if not reason)
     return rows
+
+
+def outcome(row: dict[str, Any]) -> str:
+    """A row's errors and time as text."""
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    time = "" if row["ms"] is None else f"{row['ms']:8.3f} ms"
+    return f"error {max(row['errors'].values()):.1e} {time}"
 
 
 def main() -> None:
@@ -147,9 +159,7 @@ def main() -> None:
         rows = run(options)
         if dist.get_rank() == 0:
             for row in rows:
-                worst = max(row["errors"].values())
-                time = "" if row["ms"] is None else f"{row['ms']:8.3f} ms"
-                print(f"{row['rotation']:10} {row['backend']:6} {row['by']:10} error {worst:.1e} {time}")
+                print(f"{row['rotation']:10} {row['backend']:6} {row['by']:10} {outcome(row)}")
             if options.json is not None:
                 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
                 about = {"gpu": gpu, "torch": torch.__version__, "processes": dist.get_world_size()}
