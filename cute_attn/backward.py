@@ -37,6 +37,7 @@ from cute_attn.params import (
     NUM_TENSORS,
     AttentionParams,
     check,
+    check_alignment,
     check_count,
     check_for_kernels,
     check_gradients,
@@ -224,6 +225,8 @@ class BackwardLauncher:
             return self._without_keys(params, grads[1], outputs[1], given)
         grad_out, out = grads[0], outputs[0]
         if self.aligned:
+            if not _rows_start_aligned(params):  # a launcher that is kept under other tensors' metadata
+                check_alignment(*params[:3])
             grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
