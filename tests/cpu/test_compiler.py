@@ -372,12 +372,21 @@ OTHER = {
     "varlen_new": True,
     "paged": True,
     "batch_idx": True,
+    "precision": "tf32",
+    "aligned": False,
+    "leftpad": True,
+    "varlen_k": True,
+    "tree": True,
+    "split": "shares",
 }
+CACHE = Traits("kvcache", "sm80", "bf16", 64, varlen=True)
 APPEND = Traits("append", "sm80", "bf16", 64, rotary="interleaved")
 ELSEWHERE = {
     "bias_grad": Traits("backward", "sm80", "bf16", 64, bias="bf16"),
     "lse_grad": Traits("backward_preprocess", "sm80", "bf16", 64),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new", "paged", "batch_idx"), APPEND),
+    **dict.fromkeys(("leftpad", "varlen_k", "tree", "split"), CACHE),
+    "precision": Traits("forward", "sm80", "fp32", 64),
 }
 """Traits that have what a forward has not."""
 
