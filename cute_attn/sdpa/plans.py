@@ -82,9 +82,12 @@ def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """``x``, or a copy where kernels cannot read its strides or its address."""
-    if rows_are_regular(x) and is_aligned(x):
-        return x
+    """``x``, perhaps with other strides of dimensions of size 1, or a copy where kernels cannot read its memory."""
+    if is_aligned(x):
+        shape = tuple(x.shape)
+        y = x if rows_are_regular(x) else as_strided(x, shape, regular_strides(x, shape))
+        if rows_are_regular(y):
+            return y
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -121,11 +124,6 @@ def _views(
         else:
             layouts.append((tuple(y.shape), tuple(y.stride())))
     return tuple(layouts)
-
-
-def _regular(x: Tensor) -> Tensor:
-    """``x`` with strides as kernels assume them, also of dimensions of size 1."""
-    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, tuple(x.shape)))
 
 
 def _tensors(
@@ -336,7 +334,6 @@ def plan_forward(
     )
     if not runs_kernels(prepared.q):
         return plan
-    prepared = prepared._replace(**{name: _regular(getattr(prepared, name)) for name in "qkv"})
     state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
     made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
     if out.written is not None:
@@ -484,7 +481,6 @@ def plan_backward(
     )
     if not runs_kernels(prepared.q):
         return plan
-    prepared = prepared._replace(**{name: _regular(getattr(prepared, name)) for name in "qkv"})
     state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
     params = parameters(call, prepared, state)
     needed = (True, True, True, bias_gradient, False)

@@ -281,6 +281,13 @@ def test_tensors_are_in_the_order_of_the_parameters():
     assert {name: name if name in names else None for name in AttentionParams._fields[:NUM_TENSORS]} == found
 
 
+def test_strides_of_dimensions_of_size_1_cost_no_copy(machine):
+    q, k, v = (randn(1, 2, n, 16, seed=n).as_strided((1, 2, n, 16), (3, n * 16, 16, 1)) for n in (5, 7, 7))
+    same(operators.flash_forward(OPTIONS, q, k, v), with_reference(operators.flash_forward, q, k, v))
+    read = plans._readable(q)
+    assert read.data_ptr() == q.data_ptr() and read.stride() == (0, 80, 16, 1)
+
+
 # ---- plans by metadata ----
 
 
