@@ -198,7 +198,8 @@ class Line:
 
     def check_sizes(self):
         """Positions of slots differ by one at most; without overhead these are blocks."""
-        ends = [slot * self.length // self.used for slot in range(self.used + 1)] if self.used else [0]
+        size, longer = divmod(self.length, self.used) if self.used else (0, 0)
+        ends = [slot * size + min(slot, longer) for slot in range(self.used + 1)]
         sizes = [end - begin for begin, end in itertools.pairwise(ends)]
         assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
         assert all(s["slot"] < self.used for s in self.shares)

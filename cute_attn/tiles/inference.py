@@ -44,7 +44,7 @@ class CombineTile(Tile):
 
     rows: int = choice(4, 1, 2, 4, 8)
     groups: int = choice(1, 1, 2, 4, 8)
-    unroll: int = choice(4, 2, 4, 8)
+    unroll: int = choice(4, 2, 4, 8, 16)
     eager: bool = False
 
     @staticmethod
@@ -52,7 +52,8 @@ class CombineTile(Tile):
         """The tile for so many partial results: where they are many, several groups of threads load those of a row."""
         if partials <= 4:
             return CombineTile(rows=4, groups=1, eager=eager)
-        return CombineTile(rows=1, groups=8 if partials >= 64 else 4, unroll=8 if eager else 4, eager=eager)
+        groups = 8 if partials >= 64 else 4
+        return CombineTile(1, groups, _unroll(partials, groups) if eager else 4, eager)
 
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
@@ -98,6 +99,11 @@ class CombineTile(Tile):
         return None
 
 
+def _unroll(partials: int, groups: int) -> int:
+    """Partial results that a thread loads at once: one round of loads, or few, for all of a row."""
+    return 16 if partials > 8 * groups else 8
+
+
 @dataclass(frozen=True)
 class CombineSharesTile(CombineTile):
     """Tile of the combine kernel after one that divides all key blocks into shares.
@@ -113,8 +119,8 @@ class CombineSharesTile(CombineTile):
     @staticmethod
     def after(tile: Any, traits: Traits, partials: int) -> "CombineSharesTile":
         """The tile for about so many partial results of a row, after a kernel with ``tile``."""
-        groups = next((n for n in (16, 8, 4, 2) if partials >= 4 * n), 1)
-        rows, unroll = (1, 8) if groups > 1 else (4, 4)
+        groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
+        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4, 4)
         chosen = CombineSharesTile(rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads)
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)

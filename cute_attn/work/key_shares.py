@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Int32, cute
 
 from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreContext
@@ -141,13 +141,24 @@ class KeyShares:
         """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond."""
         position = self.total
         if slot < self.slots:
-            position = Int32(Int64(slot) * self.total // self.slots)
+            size, longer = self.slot_sizes()
+            position = slot * size + cutlass.min(slot, longer)
         return position
+
+    def slot_sizes(self) -> tuple[Int32, Int32]:
+        """Positions of a slot, and how many slots, the first ones, have one more."""
+        size = self.total // self.slots
+        return size, self.total - size * self.slots
 
     @cute.jit
     def slot_of(self, position: Int32) -> Int32:
         """The slot that has a position."""
-        return Int32(((Int64(position) + 1) * self.slots - 1) // self.total)
+        size, longer = self.slot_sizes()
+        end = longer * (size + 1)  # of the slots that have one more
+        slot = longer + (position - end) // size
+        if position < end:
+            slot = position // (size + 1)
+        return slot
 
     # ---- sizes on the line ----
 
@@ -298,9 +309,7 @@ def warp_search(
 
 
 def _sum_of_lanes(term: Int32) -> Int32:
-    for step in range(5):
-        term = term + cute.arch.shuffle_sync_bfly(term, offset=1 << step)
-    return term
+    return Int32(cute.arch.warp_redux_sync(term, kind="add"))
 
 
 @cute.jit

@@ -51,7 +51,7 @@ def test_lengths(name, overhead):
 
 
 def test_slots_of_a_long_line():
-    """Positions times slots exceed 32 bits."""
+    """Positions times slots would exceed 32 bits."""
     line = Line("none", 0, [(1, 2**22), (1, 2**22)], 64, 264)
     assert line.total == 2**24
     bounds = {s["slot"]: 0 for s in line.shares}
@@ -68,4 +68,4 @@ def test_a_warp_shares_the_search(arch, tmp_path):
     options = f"--gpu-arch {arch} --keep-ptx --dump-dir {tmp_path}"
     compiled = cute.compile(divide_by_a_warp, *given, options=options)
     ptx = compiled.__ptx__
-    assert "shfl.sync.up" in ptx and "shfl.sync.bfly" in ptx and ".local" not in ptx
+    assert "shfl.sync.up" in ptx and "redux.sync.add" in ptx and ".local" not in ptx

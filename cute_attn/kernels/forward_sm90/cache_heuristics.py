@@ -7,7 +7,7 @@ from cute_attn.tiles import KvcacheSm90Tile, first_that_fits, may_pack_heads, pa
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Rows of a key head up to which a step has 64 keys."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
