@@ -79,6 +79,16 @@ def test_any_tile_equals_any_tile(name: str, tile: str) -> None:
     compare(name, tile=tile)
 
 
+@pytest.mark.parametrize("tile", [None, STREAMED + "256,dq_passes=8"])
+def test_deterministic_gradients_repeat(tile: str | None) -> None:
+    problem = BY_NAME["bf16-d512-causal"].build("cuda")
+    first, second = (
+        run(problem, problem.start(), kernel="sm80", tile=tile, deterministic=True) for _ in range(2)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
 @pytest.mark.parametrize("columns", [64, 256])
 def test_the_bias_gradient_is_added_once(columns: int) -> None:
     """A bias that is broadcast adds its gradient up; each of the CTAs of a key block has the same scores."""
