@@ -112,8 +112,8 @@ def ready(
         stage((name,))
         try:
             ways = IMPLEMENTATIONS[name](row, inputs[0])
-        except Declined as reason:
-            errors[name] = str(reason)
+        except Exception as error:
+            errors[name] = str(error) if isinstance(error, Declined) else first_line(error)
             continue
         for how, call in ways.items():
             try:

@@ -90,20 +90,22 @@ def fa3(row: Row, x: Inputs) -> dict[str, Call]:
     ways: dict[str, Call] = {f"{n} splits": functools.partial(call, num_splits=n) for n in (0, *FA3_SPLITS)}
     if row.append or row.packed:
         return ways
-    (nheads, nheads_kv), queries = row.heads, row.queries
-    metadata = get_scheduler_metadata(
-        len(row.sequences),
-        queries,
-        row.capacity,
-        nheads,
-        nheads_kv,
-        row.head_dim,
-        x.cache_seqlens,
-        qkv_dtype=x.q.dtype,
-        page_size=row.page or None,
-        **_masks(row),
-    )
-    return ways | {"metadata": functools.partial(call, scheduler_metadata=metadata)}
+
+    @functools.cache
+    def metadata() -> Any:
+        return get_scheduler_metadata(
+            len(row.sequences),
+            row.queries,
+            row.capacity,
+            *row.heads,
+            row.head_dim,
+            x.cache_seqlens,
+            qkv_dtype=x.q.dtype,
+            page_size=row.page or None,
+            **_masks(row),
+        )
+
+    return ways | {"metadata": lambda x: call(x, scheduler_metadata=metadata())}
 
 
 def fa2(row: Row, x: Inputs) -> dict[str, Call]:

@@ -140,18 +140,21 @@ def test_a_call_that_fails_or_differs_is_an_error_of_its_implementation(monkeypa
     def declines(row, x):
         raise Declined("it has no caches")
 
+    def raises(row, x):
+        raise KeyError("a")
+
     def breaks(row, x):
         return {"a": lambda x: x.missing, "b": right(row, x)[""]}
 
     def differs(row, x):
         return {"": lambda x: right(row, x)[""](x) * 1.2}
 
-    given = {"declines": declines, "right": right, "breaks": breaks, "differs": differs}
+    given = {"declines": declines, "raises": raises, "right": right, "breaks": breaks, "differs": differs}
     monkeypatch.setattr(decode_impls, "IMPLEMENTATIONS", given)
     stages = []
     calls, errors = decode.ready(row, tuple(given), inputs, stages.append)
     assert set(calls) == {("right", ""), ("breaks", "b")} and stages == [(name,) for name in given]
-    assert errors["declines"] == "it has no caches" and set(errors) == {"declines", "differs"}
+    assert errors["declines"] == "it has no caches" and set(errors) == {"declines", "raises", "differs"}
     assert errors["differs"].startswith("its output differs from right's by 0.2")
 
 
