@@ -9,10 +9,10 @@ from typing import Any
 
 
 def sdpa(folder: Path) -> None:
-    """PyTorch's attention operators on the kernels."""
+    """PyTorch's attention operators on the kernels, with PyTorch's dropout masks, which its tests compute from seeds."""
     import cute_attn.sdpa
 
-    cute_attn.sdpa.activate()
+    cute_attn.sdpa.activate(rng="torch")
 
 
 def flash_attn(folder: Path) -> None:
