@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sdpa(folder: Path) -> None:
-    """PyTorch's attention operators on the kernels, with PyTorch's dropout masks, which its tests compute from seeds."""
+    """PyTorch's attention operators on the kernels, with PyTorch's dropout masks, which its tests compute."""
     import cute_attn.sdpa
 
     cute_attn.sdpa.activate(rng="torch")
