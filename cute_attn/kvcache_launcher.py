@@ -362,15 +362,13 @@ def _kernel_and_split(
     from cute_attn import registry
 
     def kernel_of(split: str) -> Any:
-        kernel = registry.lookup(traits_of(params, arch, split, variant), params.tile or None, target)
-        if not params.tile:
-            kernel = kernel.for_cache(cache_call(params), target)
-            if reason := kernel.tile.reject(kernel.traits, target):
-                raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
-        elif params.split_keys % kernel.tile.tile_n:
-            raise registry.Unsupported(
-                f"split_keys is {params.split_keys}; accepted: multiples of tile_n, with tile {kernel.tile}"
-            )
+        kernel = registry.lookup(traits_of(params, arch, split, variant), None, target)
+        kernel = kernel.for_cache(cache_call(params), target)
+        if params.tile:
+            kernel = replace(kernel, tile=kernel.tile.override(params.tile))
+        reason = kernel.tile.reject(kernel.traits, target) or _call_reason(params, kernel.tile)
+        if reason:
+            raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
         _check_sizes(params, kernel.tile)
         return kernel
 
@@ -380,6 +378,16 @@ def _kernel_and_split(
         return kernel if split.how == "shares" else kernel_of(split.how), split
     split = _parts(params)
     return kernel_of(split.how), split
+
+
+def _call_reason(params: CacheParams, tile: Any) -> str | None:
+    """Why a tile does not fit the call's parts or pages, or None."""
+    if params.split_keys % tile.tile_n:
+        return f"split_keys is {params.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
+    box = getattr(tile, "page_rows", 0)
+    if params.page_table is not None and box and params.k_cache.shape[1] % box:
+        return f"page_rows is {box}; accepted: divisors of the page's {params.k_cache.shape[1]} rows, or 0"
+    return None
 
 
 def cache_call(params: CacheParams) -> CacheCall:

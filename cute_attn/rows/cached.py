@@ -188,20 +188,35 @@ class RowCopies:
         self, pages: cute.Tensor, rows: KeyRows, row0: Int32, head: Int32, stage: cute.Tensor, warp: Int32
     ) -> None:
         """Start copying the key block from ``row0`` on of one head into ``stage`` (tile_n, cols); ``warp``: of them."""
-        per_row, lane = self.lanes, cute.arch.lane_idx()
-        together, col = WARP // per_row, lane % per_row
         for k in cutlass.range_constexpr(cute.size(pages)):
-            groups: Constexpr = min(WARP, self.tile_n - k * WARP) // together
-            for group in cutlass.range(warp, groups, self.warps, unroll=1):
-                own = group * together + lane // per_row
-                page = cute.arch.shuffle_sync(pages[k], own)
-                row = k * WARP + own
-                within = (row0 + row) % rows.page_size
-                place = (cutlass.max(page, 0), within)
-                if col * 8 < self.cols:
-                    exists = (page >= 0) & (col * 8 < self.dim)
-                    source = rows.row(self.cache, place, head).iterator
-                    self.copy(source + cute.assume(Int64(col) * 8, divby=8), stage, row, col, exists)
+            groups: Constexpr = min(WARP, self.tile_n - k * WARP) // (WARP // self.lanes)
+            rest: Constexpr = groups % self.warps
+            for i in cutlass.range_constexpr(groups // self.warps):  # unrolled, so that addresses overlap
+                self.copy_rows(pages, k, rows, row0, head, stage, i * self.warps + warp)
+            if cutlass.const_expr(rest > 0):
+                if warp < rest:
+                    self.copy_rows(pages, k, rows, row0, head, stage, groups - rest + warp)
+
+    @cute.jit
+    def copy_rows(
+        self,
+        pages: cute.Tensor,
+        k: Constexpr,
+        rows: KeyRows,
+        row0: Int32,
+        head: Int32,
+        stage: cute.Tensor,
+        group: Int32,
+    ) -> None:
+        """Start copying the ``group``-th rows that a warp copies together, of rows [32 k, 32 (k + 1))."""
+        lane = cute.arch.lane_idx()
+        col, own = lane % self.lanes, group * (WARP // self.lanes) + lane // self.lanes
+        page, row = cute.arch.shuffle_sync(pages[k], own), k * WARP + own
+        place = (cutlass.max(page, 0), (row0 + row) % rows.page_size)
+        if col * 8 < self.cols:
+            exists = (page >= 0) & (col * 8 < self.dim)
+            source = rows.row(self.cache, place, head).iterator
+            self.copy(source + cute.assume(Int64(col) * 8, divby=8), stage, row, col, exists)
 
     @cute.jit
     def copy(self, source: cute.Pointer, stage: cute.Tensor, row: Int32, col: Int32, exists: Boolean) -> None:

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from cute_attn import append, compiler, kvcache
+from cute_attn import append, compiler, kvcache, registry
 from cute_attn.append import append_kv
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.kvcache import attention_with_kvcache
@@ -142,6 +142,28 @@ def test_boxes_of_pages(cuda_on_cpu):
         case = Case((150, 290), page=page, capacity=page * -(-300 // page), dims=(128, 128))
         check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)))
         assert cuda_on_cpu[-1].tile.page_rows == box
+
+
+WRONG_TILES = {
+    "tile_n=48": ({"split_keys": 128}, "split_keys is 128; accepted: multiples of tile_n, 48"),
+    "page_rows=32": ({}, "page_rows is 32; accepted: divisors of the page's 16 rows, or 0"),
+    "tile_m=65": ({}, "tile_m is 65; accepted"),
+}
+
+
+@pytest.mark.parametrize("tile", WRONG_TILES)
+def test_tiles_that_do_not_fit_the_call_are_told(tile, cuda_on_cpu):
+    options, message = WRONG_TILES[tile]
+    problem = Problem(Case((150, 290), page=16, capacity=304, dims=(128, 128)), dtype=torch.float16)
+    with pytest.raises(registry.Unsupported, match=f"kvcache-sm90 declined .*: {message}"):
+        kvcache.attend_cuda(*params_of(problem, tile=tile, **options))
+
+
+def test_a_tile_changes_the_one_of_the_call(cuda_on_cpu):
+    case = Case((150, 290), page=16, capacity=304, dims=(128, 128), heads=(4, 1))
+    check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)), tile="num_stages=4")
+    tile = cuda_on_cpu[-1].tile
+    assert (tile.num_stages, tile.pack_heads, tile.page_rows) == (4, 4, 16)
 
 
 def test_plans_are_kept_by_metadata(cuda_on_cpu):
