@@ -18,7 +18,8 @@ PEER = "mem_efficient"
 
 
 def workloads() -> Iterator[Workload]:
-    """4096 tokens, causal and not; fp32 at common head dims, and bf16 and fp32 at large ones."""
+    """4096 tokens, causal and not; fp32 at common head dims, bf16 and fp32 at large ones, and rows that are not aligned
+    (head dim 59) beside such that are."""
     for op in ("forward", "backward"):
         for causal in (True, False):
             shape = {"seqlen": 4096, "causal": causal, "op": op}
@@ -28,6 +29,8 @@ def workloads() -> Iterator[Workload]:
                 for dtype in ("bf16", "fp32"):
                     dims = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
                     yield Workload(batch=2, nheads=4, **dims, **shape)  # type: ignore[arg-type]
+        for head_dim in (59, 64, 123, 128):
+            yield Workload(batch=2, seqlen=4096, nheads=16, head_dim=head_dim, causal=True, op=op)
         yield Workload(batch=2, seqlen=4096, nheads=16, head_dim=64, dtype="fp32", bias="fp32", op=op)
         yield Workload(
             batch=2, seqlen=4096, nheads=16, head_dim=64, dtype="fp32", causal=True, dropout=PEER, op=op

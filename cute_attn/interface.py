@@ -9,7 +9,7 @@ from torch import Tensor
 from cute_attn import ops, random_states
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
-from cute_attn.params import NUM_TENSORS, AttentionParams, pack_epilogues
+from cute_attn.params import NUM_TENSORS, PYTORCHS, AttentionParams, pack_epilogues, pytorchs_precision
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -51,9 +51,10 @@ def attention(
     Parameters
     ----------
     q : Tensor (batch, seqlen_q, nheads, head_dim)
-        fp16 or bf16 on CUDA, any float dtype on the CPU. head_dim is a multiple of 8 up to 256, seqlens go up to
-        2**30 - 2**13. The last dimension is contiguous, other strides are multiples of 8 elements, the data is aligned
-        to 16 bytes.
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim goes up to 576, seqlens go up to 2**30 - 2**13.
+        Fastest are 16 bits and head dims up to 256, where rows are contiguous and whole 16 bytes that start at
+        multiples of 16. Rows that start anywhere, and other last strides than 1, take another kernel, of head dims up
+        to 256 in the forward; nothing is copied. Under autocast fp32 tensors are cast, as by PyTorch's attention.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
         As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
@@ -521,6 +522,9 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     q = tensors[0]
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
+    if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+        tensors, given = _under_autocast(tensors), (*given[:-1], "")
+        q = tensors[0]
     # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     direct = ops.no_dispatch_mode()
     if given[_DROPOUT_P] and tensors[-1] is None:
@@ -544,6 +548,17 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
 _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
     _Options._fields.index(name) for name in ("dropout_p", "epilogues", "return_lse")
 )
+
+
+def _under_autocast(tensors: Tensors) -> Tensors:
+    """The call's fp32 tensors in autocast's dtype, but slopes, which have a dtype of their own."""
+    q, k, v, *rest, bias, sinks, state = tensors
+    dtype = torch.get_autocast_dtype(q.device.type)
+    cast = [
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+        for x in (q, k, v, bias, sinks)
+    ]
+    return (*cast[:3], *rest, *cast[3:], state)
 
 
 def _result(outputs: Outputs, return_lse: bool) -> Result:
@@ -623,19 +638,13 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
     """
     single = isinstance(q, Tensor) and q.dtype == torch.float32
     if precision is None:
-        return "tf32" if single and _torch_uses_tf32() else ""
+        # What a compiler traces looks at PyTorch's setting when it runs.
+        following = PYTORCHS if torch.compiler.is_compiling() else pytorchs_precision()
+        return following if single else ""
     if precision not in ("fp32", "tf32") or not single:
         accepted = "'fp32', 'tf32', or None" if single else "None, for tensors that are not float32"
         raise ValueError(f"precision is {precision!r}; accepted: {accepted}")
     return "" if precision == "fp32" else precision
-
-
-def _torch_uses_tf32() -> bool:
-    """Whether PyTorch multiplies fp32 matrices in tf32 on CUDA."""
-    flags = torch.backends.cuda.matmul
-    if torch.compiler.is_compiling() or not hasattr(flags, "fp32_precision"):
-        return flags.allow_tf32  # the name that compilers know
-    return flags.fp32_precision == "tf32"  # the other raises where this one has been set
 
 
 def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:

@@ -40,6 +40,18 @@ MAX_STEPS = 2**29
 """The most steps of one CTA, a query block with a key block each; it counts them and may replay some."""
 
 
+PYTORCHS = "pytorch"
+"""A precision in a call that a compiler has traced: that of PyTorch's products when it runs."""
+
+
+def pytorchs_precision() -> str:
+    """The traits' precision that PyTorch multiplies fp32 matrices with on CUDA."""
+    flags = torch.backends.cuda.matmul
+    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
+        return "tf32" if flags.fp32_precision == "tf32" else ""
+    return "tf32" if flags.allow_tf32 else ""
+
+
 class AttentionParams(NamedTuple):
     """Parameters of the operator, in the order of its schema.
 
@@ -59,7 +71,7 @@ class AttentionParams(NamedTuple):
         tile: text of the tile's fields to change, empty for the default tile.
         deterministic: whether gradients repeat bit for bit.
         backward_tile: as ``tile``, for the backward's main kernel.
-        precision: of ``traits.PRECISIONS``, or empty for that of q's dtype.
+        precision: of ``traits.PRECISIONS``, or empty for that of q's dtype; or ``PYTORCHS``, see :meth:`resolved`.
     """
 
     q: Tensor
@@ -166,6 +178,12 @@ class AttentionParams(NamedTuple):
                 yield name, value
         for i, value in enumerate(self.epilogue_tensors):
             yield f"epilogues' tensor {i}", value
+
+    def resolved(self) -> "AttentionParams":
+        """These, with the precision of PyTorch's products now where they follow it."""
+        if self.precision != PYTORCHS:
+            return self
+        return self._replace(precision=pytorchs_precision())
 
     @property
     def aligned(self) -> bool:
@@ -322,7 +340,7 @@ def _check_numbers(params: AttentionParams) -> None:
     for name, value, accepted in (
         ("mask", params.mask, MASKS),
         ("dropout", params.dropout, DROPOUTS),
-        ("precision", params.precision, PRECISIONS if params.q.dtype == torch.float32 else ()),
+        ("precision", params.precision, (*PRECISIONS, PYTORCHS) if params.q.dtype == torch.float32 else ()),
     ):
         if value and value not in accepted:
             names = "".join(f"{item!r}, " for item in accepted)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cute_attn.interface import (
     attention_varlen_backward,
     draw_rng_state,
     resolve_mask,
+    resolve_precision,
 )
 from cute_attn.launcher import choose_kernel
 from cute_attn.params import (
@@ -679,3 +681,35 @@ def test_gradients_of_the_lse_alone_and_of_the_output_alone():
             lambda *x, which=which: attention(*x, window=(2, 1), softcap=2.0, return_lse=True)[which],
             (q, k, v),
         )
+
+
+# ---- precision and autocast ----
+
+
+def test_autocast_casts_fp32_as_pytorchs_attention_does():
+    q, k, v = (randn(1, 16, 2, 32, seed=i) for i in range(3))
+    bias = randn(1, 2, 16, 16, seed=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(q, k, v, bias=bias)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias
+        )
+        expected = attention(*(x.bfloat16() for x in (q, k, v)), bias=bias.bfloat16())
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_precision_is_that_of_pytorchs_products(allowed, monkeypatch):
+    flags = SimpleNamespace(fp32_precision="tf32" if allowed else "ieee")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
+    q = randn(1, 16, 2, 32)
+    assert resolve_precision(q) == ("tf32" if allowed else "")
+    assert resolve_precision(q, "fp32") == "" and resolve_precision(q, "tf32") == "tf32"
+    assert resolve_precision(q.half()) == ""
+    with pytest.raises(ValueError, match="precision is 'fp16'; accepted: 'fp32', 'tf32', or None"):
+        resolve_precision(q, "fp16")
+    with pytest.raises(
+        ValueError, match="precision is 'tf32'; accepted: None, for tensors that are not float32"
+    ):
+        resolve_precision(q.half(), "tf32")

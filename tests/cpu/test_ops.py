@@ -550,9 +550,10 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
             attention(q[:, :, :3], k, v)
     attention(q, k, v)
     storage = torch.zeros(q.numel() + 1, dtype=BF16)
-    with pytest.raises(ValueError, match="q starts 2 bytes past a multiple of 16"):
+    for _ in range(2):  # the same metadata, but another kernel
         attention(storage[1:].view(q.shape), k, v)
-    assert len(recorder.launched) == 1
+    assert len(recorder.launched) == 3
+    assert [traits.aligned for traits, _, _ in recorder.built] == [True, False]
 
 
 def test_unsupported_traits(recorder):

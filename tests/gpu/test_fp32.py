@@ -32,13 +32,13 @@ CASES = [replace(case, dtype="fp32") for case in CASES]
 def matmul_precision():
     """Sets the precision of PyTorch's products on CUDA, for one test."""
     flags = torch.backends.cuda.matmul
-    before = flags.fp32_precision
+    before = flags.allow_tf32
 
     def choose(name: str) -> None:
-        flags.fp32_precision = "tf32" if name == "tf32" else "ieee"
+        flags.allow_tf32 = name == "tf32"
 
     yield choose
-    flags.fp32_precision = before
+    flags.allow_tf32 = before
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
