@@ -345,7 +345,7 @@ def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[An
         arch, _, variant = name.partition(":")
         try:
             found = _kernel_and_split(params, arch, variant, target, processors)
-        except registry.Unsupported as reason:
+        except ValueError as reason:  # Unsupported, or a tile's field that the other generation has
             if len(names) == 1:
                 raise
             reasons.append(str(reason))
