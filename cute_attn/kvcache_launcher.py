@@ -298,7 +298,10 @@ def _partial_shapes(
 def units(params: CacheParams, tile: Any) -> int:
     """Query blocks of all sequences and packs of heads, at most."""
     packs = params.k_cache.shape[-2] * -(-params.group // tile.pack_heads)
-    return params.batch * packs * -(-longest(params)[0] // tile.queries)
+    blocks = params.batch * -(-longest(params)[0] // tile.queries)
+    if params.cu_seqlens_q is not None:
+        blocks = min(blocks, params.q.shape[0] // tile.queries + params.batch)
+    return packs * blocks
 
 
 def _sinks(params: CacheParams) -> str:

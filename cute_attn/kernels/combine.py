@@ -27,7 +27,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, log, reciprocal
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, warm_lengths
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels.arguments import CUTE_DTYPES, combine_fake_args, combine_shares_fake_args
 from cute_attn.kernels.limits import beyond
@@ -426,7 +426,10 @@ class Combine:
 
 @dataclass(frozen=True)
 class CombineUnits:
-    """Units, query blocks of packs of heads, in chunks of a CTA's rows: block -> (batch, pack, m_block, chunk)."""
+    """Units, query blocks of packs of heads, in chunks of a CTA's rows: block -> (batch, pack, m_block, chunk).
+
+    Packed queries have the query blocks of all sequences, padded as in :func:`first_block`.
+    """
 
     chunks: cute.FastDivmodDivisorV2
     m_blocks: cute.FastDivmodDivisorV2
@@ -443,9 +446,13 @@ class CombineUnits:
         packs_per_kvhead = cute.ceil_div(group, tile.pack_heads)
         rows = cutlass.min(Int64(seqlens.max_seqlen_q) * tile.pack_heads, Int64(tile.tile_m))
         chunks = cute.ceil_div(Int32(rows), tile.rows)
-        m_blocks = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries)
-        packs = nheads_kv * packs_per_kvhead
-        total = seqlens.batch(mO) * packs * m_blocks * chunks
+        packs, batch = nheads_kv * packs_per_kvhead, seqlens.batch(mO)
+        if seqlens.cu_seqlens_q is None:
+            m_blocks = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries)
+            total = batch * packs * m_blocks * chunks
+        else:
+            m_blocks = Int32(mO.shape[0]) // queries + batch
+            total = packs * m_blocks * chunks
         chunks, m_blocks, packs, packs_per_kvhead = (
             cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
         )
@@ -526,12 +533,18 @@ class CombineShares(Combine):
         tile, thread = self.tile, cute.arch.thread_idx()[0]
         plane, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
         plane, m_block = divmod(plane, units.m_blocks)
-        batch, pack = divmod(plane, units.packs)
+        batch, pack = Int32(0), plane
+        if cutlass.const_expr(self.traits.varlen):
+            queries: Constexpr = tile.tile_m // tile.pack_heads
+            batch = sequence_of_block(seqlens.cu_seqlens_q, m_block, queries)
+            m_block -= first_block(seqlens.cu_seqlens_q, batch, queries)
+        else:
+            batch, pack = divmod(plane, units.packs)
         warm_lengths(seqlens, seqlens.batch(mO), cute.arch.lane_idx())
         info = SeqlenInfo.read(seqlens, batch)
         row0 = m_block * (tile.tile_m // tile.pack_heads)
         first, last = Int32(0), Int32(0)
-        if row0 < info.seqlen_q:
+        if (row0 >= 0) & (row0 < info.seqlen_q):
             blocks = VisibleBlocks(seqlens, mask_args, self.mask, tile.tile_m // tile.pack_heads, tile.tile_n)
             number = seqlens.batch(mO)
             heads, lane = units.packs.divisor, cute.arch.lane_idx()

@@ -120,7 +120,7 @@ class CombineSharesTile(CombineTile):
     def after(tile: Any, traits: Traits, partials: int) -> "CombineSharesTile":
         """The tile for about so many partial results of a row, after a kernel with ``tile``."""
         groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
-        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4, 4)
+        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if tile.tile_m <= 64 else 8, 4)
         chosen = CombineSharesTile(rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads)
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
