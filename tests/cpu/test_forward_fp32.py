@@ -111,3 +111,44 @@ def test_places_of_p_in_shared_memory(shape, warps):
     found = run_on_host(lambda out: write_places(shape, warps, out), threads, rows, cols, 2)
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
     assert len(np.unique(found[..., 0])) == shape[0] * shape[1]
+
+
+@cute.jit
+def write_words(
+    which: cutlass.Constexpr, shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor
+):
+    """out[thread, piece, k, i] = coordinates of: the row of 16 bytes that the lane addresses (i 0), and by the MMA the
+    four registers that the copy fills (i 1 to 4)."""
+    tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
+    make = layouts.ldmatrix_copy_a if which == "a" else layouts.ldmatrix_copy_b
+    copy = make(tiled_mma, Float32)
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        mma = tiled_mma.get_slice(thread)
+        identity = cute.make_identity_tensor(shape)
+        held = mma.partition_A(identity) if cutlass.const_expr(which == "a") else mma.partition_B(identity)
+        registers = cute.make_rmem_tensor(held.shape, Int32)
+        for i in cutlass.range_constexpr(cute.size(registers)):
+            registers[i] = held[i][0] * 1000 + held[i][1]
+        view = copy.get_slice(thread).retile(registers)
+        source = copy.get_slice(thread).partition_S(identity)
+        for piece in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            for k in cutlass.range_constexpr(cute.size(view, mode=[2])):
+                row, col = source[0, piece, k]
+                out[thread, piece, k, 0] = row * 1000 + col
+                for i in cutlass.range_constexpr(4):
+                    out[thread, piece, k, 1 + i] = view[i, piece, k]
+
+
+@pytest.mark.parametrize("which, shape", [("a", (64, 32)), ("b", (64, 32))])
+@pytest.mark.parametrize("warps", [(2, 1), (2, 2)])
+def test_ldmatrix_fills_the_operands_of_32_bits(which, shape, warps):
+    """Lane l gets word l % 4 of the 16 bytes that lane 8 i + l // 4 addresses, in its register i."""
+    pieces = shape[0] // 16 // (warps[0] if which == "a" else warps[1])
+    found = run_on_host(
+        lambda out: write_words(which, shape, warps, out),
+        *(32 * warps[0] * warps[1], pieces, shape[1] // 8, 5),
+    ).reshape(-1, 32, pieces, shape[1] // 8, 5)
+    lanes = np.arange(32)
+    for i in range(4):
+        got = found[..., 0][:, 8 * i + lanes // 4] + (lanes % 4)[None, :, None, None]
+        np.testing.assert_array_equal(got, found[..., 1 + i])

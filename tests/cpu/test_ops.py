@@ -278,7 +278,7 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     m_q, m_k, m_v, m_o, m_lse, seqlens, scale, schedule, score_args = arguments
     assert m_q is q and m_k is k and m_v is v and m_o is out and m_lse is lse
     assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and scale == 0.3
-    assert tuple(seqlens) == (None, None, None, None, 9, 11, None) and schedule == (COUNTERS, 132)
+    assert tuple(seqlens) == (None, None, None, None, 9, 11, None, None) and schedule == (COUNTERS, 132)
     assert not any(
         isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
     )
