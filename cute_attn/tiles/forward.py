@@ -73,7 +73,7 @@ class ForwardSm80Tile(WarpTile):
         share_qk_smem: K reuses Q's shared memory, and Q is kept in registers.
         qk_unroll: steps of 16 (in fp32 of 8) along head_dim whose operands Q K^T reads at a time; 0 for all of them.
             Few steps bound the registers of operands, and in fp32 the rounding errors of a tensor core's sums. Any
-            value but 0 also keeps the row statistics in shared memory.
+            value but 0 also keeps the row statistics in shared memory, without ``key_groups``.
         swizzle_bits: log2 of the 16-byte units that shared-memory rows are permuted over; -1 for the widest.
         key_groups: groups of ``num_warps`` warps that divide the keys of every step. Each loads its own keys, waits for
             no other group until the last step, and has its own row statistics and O, which are merged at the end. For
@@ -129,7 +129,7 @@ class ForwardSm80Tile(WarpTile):
 
         Eight registers less: 64 keys with 128 queries then do not spill.
         """
-        return self.qk_unroll > 0
+        return self.qk_unroll > 0 and self.key_groups == 1
 
     @property
     def stats_bytes(self) -> int:
@@ -151,15 +151,18 @@ class ForwardSm80Tile(WarpTile):
         v_end = v_start + self.tile_n * row_v * self.num_stages
         merge = self.merge_bytes(traits)
         stats = max(v_end, o, q + merge)
+        end = stats + self.stats_bytes
+        warps = self.num_threads // 32 if traits.split == "shares" else 0
         return {
             "q": (0, q),
             "k": (k_start, k_end),
             "v": (v_start, v_end),
             "o": (0, o),
             "merge": (q, q + merge),
-            "stats": (stats, stats + self.stats_bytes),
-            **self._exchange_areas(stats + self.stats_bytes, traits),
-            **self._staging_area(stats + self.stats_bytes, traits),
+            "stats": (stats, end),
+            "share": (end, end + 4 * self.SHARE_NUMBERS * warps),
+            **self._exchange_areas(end, traits),
+            **self._staging_area(end, traits),
         }
 
     def _staging_area(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
@@ -176,6 +179,9 @@ class ForwardSm80Tile(WarpTile):
             return {}
         end = start + self.tile_m * self.tile_n * traits.element_bytes
         return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
+
+    SHARE_NUMBERS: ClassVar[int] = 8
+    """int32 numbers of each warp's share of all key blocks."""
 
     def merge_bytes(self, traits: Traits) -> int:
         """Shared memory for O and row statistics of all groups but the first one, in bytes."""
@@ -240,13 +246,6 @@ class ForwardSm80Tile(WarpTile):
             return (
                 f"qk_unroll is {self.qk_unroll}; accepted: 0 for all steps, or the number of steps at a time"
             )
-        if self.qk_unroll and self.key_groups > 1:
-            return f"qk_unroll is {self.qk_unroll}; accepted: 0 with {self.key_groups} key_groups"
-        if traits.dtype == "fp32" and self != replace(
-            self, q_in_regs=False, share_qk_smem=False, swizzle_bits=-1, key_groups=1, pack_heads=1
-        ):
-            names = "q_in_regs, share_qk_smem, swizzle_bits, key_groups and pack_heads"
-            return f"{names} are of 16-bit types; accepted for {traits}: their defaults"
         if not -1 <= self.swizzle_bits <= 3:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: 0 to 3, or -1 for the widest"
         dims = sorted({padded(traits.head_dim), padded(traits.head_dim_v)})

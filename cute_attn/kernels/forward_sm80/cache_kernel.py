@@ -71,6 +71,38 @@ class CacheParams:
 
 
 @dataclass(frozen=True)
+class KeptShare:
+    """A share in shared memory, a copy for each warp: it takes no registers while its key blocks are visited."""
+
+    numbers: cute.Tensor  # int32 (8,)
+
+    @staticmethod
+    def of(tile: ForwardSm80Tile, start: cute.Pointer) -> "KeptShare":
+        """The running warp's; ``start``: of the area."""
+        own = start + tile.SHARE_NUMBERS * cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return KeptShare(cute.make_tensor(own, cute.make_layout(tile.SHARE_NUMBERS)))
+
+    @cute.jit
+    def store(self, share: Share, slot: Int32) -> None:
+        """By a whole warp: the unit, where the next one starts, the partial result's index or -1 for a whole one."""
+        partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
+        if cute.arch.lane_idx() == 0:
+            self.numbers[0], self.numbers[1], self.numbers[2] = share.batch, share.head, share.m_block
+            self.numbers[3], self.numbers[4] = share.next, partial
+        cute.arch.sync_warp()
+
+    def load(self) -> Share:
+        """The unit and where the next one starts; without key blocks."""
+        zero, no = Int32(0), Boolean(False)
+        batch, head, m_block, after = (self.numbers[i] for i in range(4))
+        return Share(batch, head, m_block, zero, zero, no, no, after)
+
+    def partial(self) -> Int32:
+        """The index of the partial result, or -1."""
+        return self.numbers[4]
+
+
+@dataclass(frozen=True)
 class KvcacheSm80(ForwardSm80):
     """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
 
@@ -207,39 +239,43 @@ class KvcacheSm80(ForwardSm80):
             more = Boolean(True)
             while more:
                 if share.whole | (share.begin < share.end):
-                    self.run_share(params, shared, group, share, slot)
+                    kept = KeptShare.of(self.tile, shared.share)
+                    kept.store(share, slot)
+                    ctx = self.attend_share(params, shared, group, share)
+                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
+                    if group.is_first:
+                        self.finish_share(params, ctx, kept)
+                    share = kept.load()
                 more = share.next < end
                 if more:
                     share = line.following(share, end)
 
-    @cute.jit
-    def run_share(
-        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share, slot: Int32
-    ) -> None:
+    def attend_share(
+        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, share: Share
+    ) -> MainloopContext:
         """Attention of a unit with a share of its key blocks."""
+        tile = self.tile_of_share(params, share)
+        state, blocks = self.visible(params, tile)
+        blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
+        return self.attend(params, shared, group, tile, state, blocks)
+
+    def tile_of_share(self, params: CacheParams, share: Share) -> QueryTile:
+        """A share's unit as a work tile; ``head`` of a share is a pack of heads."""
         batch, pack, row0 = (
             cute.arch.make_warp_uniform(x)
             for x in (share.batch, share.head, share.m_block * self.tile.queries)
         )
-        tile = params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
-        state, blocks = self.visible(params, tile)
-        blocks = blocks.clipped(blocks.begin + share.begin, blocks.begin + share.end)
-        ctx = self.attend(params, shared, group, tile, state, blocks)
-        cute.arch.barrier()  # Q, K and V have been read and results merged: the next share may load
-        if group.is_first:
-            self.finish_share(params, ctx, tile, share, slot)
+        return params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
 
     @cute.jit
-    def finish_share(
-        self, params: CacheParams, ctx: MainloopContext, tile: QueryTile, share: Share, slot: Int32
-    ) -> None:
+    def finish_share(self, params: CacheParams, ctx: MainloopContext, kept: KeptShare) -> None:
         """Store a share's result: where it is whole, directly."""
-        lse = self.normalize(params, ctx, tile, share.whole)
-        if share.whole:
+        tile, partial = self.tile_of_share(params, kept.load()), kept.partial()
+        lse = self.normalize(params, ctx, tile, partial < 0)
+        if partial < 0:
             self.store(ctx, tile, lse, RowTarget.whole(params.mO, params.mLSE, tile, self.traits.varlen))
         else:
-            target = RowTarget.share(params.partials, share.partial(slot), self.tile.pack_heads)
-            self.store(ctx, tile, lse, target)
+            self.store(ctx, tile, lse, RowTarget.share(params.partials, partial, self.tile.pack_heads))
 
     def visible(self, params: CacheParams, tile: QueryTile) -> tuple:
         """The epilogues' state of a work tile, and the key blocks that its queries see."""

@@ -53,9 +53,11 @@ def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:
     for rows, warps, groups in ((16, 1, 4), (32, 2, 2), (64, 4, 1)):
         keys = 128 if d <= 64 else 64
         fewest = max(16 * groups, 32)
-        keeps_q = d <= 128 and not (rows == 64 and (traits.tree or traits.paged))
+        keeps_q = d <= 128 and not (rows == 64 and (traits.tree or traits.paged or traits.split == "shares"))
         tiles = [
-            ForwardSm80Tile(rows, n, warps, stages, q_in_regs=keeps_q, key_groups=groups)
+            ForwardSm80Tile(
+                rows, n, warps, stages, q_in_regs=keeps_q, qk_unroll=0 if d <= 128 else 4, key_groups=groups
+            )
             for n, stages in ((keys, 3), (keys, 2), (fewest, 2), (fewest, 1))
         ]
         tile = first_that_fits(tiles, traits, target)

@@ -274,6 +274,7 @@ class ForwardSm80:
             cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv)),
             area("stats", Float32),
             area("merge", Float32),
+            area("share", Int32),
             p,
             exchange,
             None if self.traits.aligned else area("staging", self.dtype),
@@ -608,8 +609,8 @@ class ForwardSm80:
             self.group_results(ctx, group.index - 1).store(softmax, ctx.acc_o)
         cute.arch.barrier()
         if group.index == 0:
-            for other in cutlass.range_constexpr(group.count - 1):
-                self.group_results(ctx, Int32(other)).merge_into(softmax, ctx.acc_o, ctx.acc_o_rows)
+            for other in cutlass.range(group.count - 1, unroll=1):  # unrolled, its loads would spill
+                self.group_results(ctx, other).merge_into(softmax, ctx.acc_o, ctx.acc_o_rows)
 
     def group_results(self, ctx: MainloopContext, other: Int32) -> GroupResults:
         """The results of a thread of the group ``other`` + 1 in shared memory."""
