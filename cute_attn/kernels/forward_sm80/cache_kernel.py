@@ -86,6 +86,7 @@ class KeptShare:
     def store(self, share: Share, slot: Int32) -> None:
         """By a whole warp: the unit, where the next one starts, the partial result's index or -1 for a whole one."""
         partial = cutlass.select_(share.whole, Int32(-1), share.partial(slot))
+        cute.arch.sync_warp()  # all lanes have read the last one
         if cute.arch.lane_idx() == 0:
             self.numbers[0], self.numbers[1], self.numbers[2] = share.batch, share.head, share.m_block
             self.numbers[3], self.numbers[4] = share.next, partial
