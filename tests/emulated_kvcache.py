@@ -10,14 +10,26 @@ import torch
 from cute_attn import compiler, emulate, kvcache_launcher, launcher, reference
 from cute_attn import kvcache_reference as ref
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.kernels.combine import CombineShares
+from cute_attn.tiles.inference import CombineSharesTile
 from tests import emulated_append
 
 PROCESSORS = 4
 
 
+def check_arguments(fake, given, where="arguments"):
+    """As a compiled kernel checks what it gets: nothing where it was compiled with nothing, and only there."""
+    assert (fake is None) == (given is None), f"{where} is {given!r}, compiled with {fake!r}"
+    if isinstance(fake, tuple):
+        for i, (x, y) in enumerate(zip(fake, given, strict=True)):
+            check_arguments(x, y, f"{where}[{i}]")
+    elif isinstance(given, torch.Tensor):
+        emulate._check(fake, given)
+
+
 def attend(kernel, arguments):
     """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
-    emulate._values(kernel.fake_args(), arguments)
+    check_arguments(kernel.fake_args(), arguments)
     q, k, v, out, lse, seqlens, tables, scale, schedule, score_args, partials = arguments
     traits = kernel.traits
     assert schedule[1] == PROCESSORS and k.shape[1] > 0
@@ -56,6 +68,7 @@ def merge(outs, lses, out, lse, sinks):
 
 def combine_shares(compiled_traits, arguments):
     """All results are whole here."""
+    check_arguments(CombineShares(compiled_traits, CombineSharesTile()).fake_args(), arguments)
     partials, out, lse, sinks, seqlens, _, heads_kv, slots = arguments
     assert (sinks is not None) == bool(compiled_traits.sinks)
     assert 2 * slots == partials.out.shape[0] and out.shape[-2] % heads_kv == 0

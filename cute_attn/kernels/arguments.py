@@ -260,7 +260,8 @@ def _cache_seqlens_fake(traits: Traits) -> Seqlens:
         return plain_fake(Int32, 1) if present else None
 
     cu_seqlens = lengths(traits.varlen), lengths(traits.varlen_k)
-    return Seqlens(*cu_seqlens, None, lengths(traits.seqused_k), Int32(0), Int32(0), lengths(traits.leftpad))
+    longest, added_k = (Int32(0), Int32(0)), Int32(0)
+    return Seqlens(*cu_seqlens, None, lengths(traits.seqused_k), *longest, lengths(traits.leftpad), added_k)
 
 
 def _tables_fake(traits: Traits) -> CacheTables | None:
