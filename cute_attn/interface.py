@@ -41,6 +41,7 @@ def attention(
     deterministic: bool = False,
     backward_tile: Any = None,
     precision: str | None = None,
+    out: Tensor | None = None,
 ) -> Result:
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
@@ -108,6 +109,9 @@ def attention(
     precision : {"fp32", "tf32"}, optional
         Of the products of fp32 tensors on CUDA: "fp32" for that of fp32, "tf32" for operands rounded to tf32, three
         times as fast. Default: what torch.backends.cuda.matmul says of PyTorch's own products.
+    out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
+        Written and returned in place of a new tensor, without gradients; it shares no memory with other arguments.
+        On CUDA its rows are contiguous and start at multiples of 16 bytes, if those of q, k and v do.
 
     Returns
     -------
@@ -149,7 +153,7 @@ def attention(
         backward_tile,
         resolve_precision(q, precision),
     )
-    return _attend(tensors, options)
+    return _attend(tensors, options, out)
 
 
 def attention_varlen(
@@ -181,6 +185,7 @@ def attention_varlen(
     deterministic: bool = False,
     backward_tile: Any = None,
     precision: str | None = None,
+    out: Tensor | None = None,
 ) -> Result:
     """:func:`attention` for sequences of different lengths, packed one after the other.
 
@@ -201,7 +206,7 @@ def attention_varlen(
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, epilogues, \
-return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision
+return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
         As for :func:`attention`.
 
     Returns
@@ -249,7 +254,7 @@ return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precisio
         backward_tile,
         resolve_precision(q, precision),
     )
-    return _attend(tensors, options)
+    return _attend(tensors, options, out)
 
 
 def attention_backward(
@@ -514,7 +519,7 @@ class _Options(NamedTuple):
     precision: str
 
 
-def _attend(tensors: Tensors, given: tuple) -> Result:
+def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result:
     """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
 
     given: the fields of _Options.
@@ -529,6 +534,9 @@ def _attend(tensors: Tensors, given: tuple) -> Result:
     direct = ops.no_dispatch_mode()
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
+    if out is not None:
+        params = _params_of(tensors, _Options._make(given))
+        return _result(ops.forward_into(params, out), given[_RETURN_LSE])
     if direct and not given[_EPILOGUES]:
         seen = recall(tensors, given)
         if seen is not None:

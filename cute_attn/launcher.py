@@ -155,20 +155,25 @@ class Launcher:
     multiprocessors: int = 0
     divided: Any = None
 
-    def launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Outputs:
-        """Allocate the outputs and launch on the current stream of q's device."""
+    def launch(
+        self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None
+    ) -> Outputs:
+        """Allocate the outputs and launch on the current stream of q's device.
+
+        into: out's memory, which :func:`cute_attn.params.check_out` accepts.
+        """
         device = tensors[0].get_device()
         if device == _current_device():
-            return self._launch(tensors, epilogue_tensors)
+            return self._launch(tensors, epilogue_tensors, into)
         with torch.cuda.device(device):
-            return self._launch(tensors, epilogue_tensors)
+            return self._launch(tensors, epilogue_tensors, into)
 
-    def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...]) -> Outputs:
+    def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None) -> Outputs:
         q, k, v = tensors[:3]
         if self.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
-            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors)
-        out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into)
+        out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
         lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # The kernel does not visit blocks outside the mask's band.
         softmax = None

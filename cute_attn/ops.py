@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.launcher import Launcher, Outputs, Tensors, launcher_for
-from cute_attn.params import NUM_TENSORS, AttentionParams, check, check_gradients
+from cute_attn.params import NUM_TENSORS, AttentionParams, check, check_gradients, check_out
 
 _library = torch.library.Library("cute_attn", "DEF")
 _TYPES: dict[Any, str] = {
@@ -68,6 +68,16 @@ def run(
     return launcher.launch(tensors, epilogue_tensors)
 
 
+def forward_into(params: AttentionParams, out: Tensor) -> Outputs:
+    """:func:`forward`, its first result in ``out``."""
+    check(params)
+    check_out(params, out)
+    if no_dispatch_mode() and all_plain((*params[:NUM_TENSORS], out)):
+        return forward_cuda(params, out) if params.q.is_cuda else forward_cpu(params, out)
+    result, *others = forward(params)
+    return out.copy_(result), *others  # type: ignore[return-value]
+
+
 def backward(
     params: AttentionParams,
     grad_out: Tensor | None,
@@ -122,16 +132,16 @@ def all_plain(tensors: Tensors) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
 
-def forward_cuda(params: AttentionParams) -> Outputs:
-    """Launch the call's kernel on the current stream of q's device."""
-    return launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors))
+def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+    """Launch the call's kernel on the current stream of q's device. into: out's memory."""
+    return launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors), into)
 
 
 # ---- CPU ----
 
 
-def forward_cpu(params: AttentionParams) -> Outputs:
-    """The reference, differentiable by autograd."""
+def forward_cpu(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+    """The reference, differentiable by autograd. into: out's memory."""
     if params.q.device.type != "cpu":
         raise ValueError(f"q is on {params.q.device}; accepted: cuda and cpu tensors")
     check(params)
@@ -148,6 +158,8 @@ def forward_cpu(params: AttentionParams) -> Outputs:
         reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
         return_softmax=params.return_softmax,
     )
+    if into is not None:
+        return into.copy_(out), lse, softmax
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
     inputs = [getattr(params, name) for name in DIFFERENTIABLE]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax

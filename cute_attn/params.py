@@ -544,6 +544,28 @@ def check_gradients(
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
 
 
+def check_out(params: AttentionParams, out: Tensor) -> None:
+    """Raise where ``out`` cannot be written in place of a new output. Assumes :func:`check`."""
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; accepted: a torch.Tensor")
+    wanted = {"device": params.q.device, "dtype": params.q.dtype, "shape": params.output_shapes()[0]}
+    for what, value in wanted.items():
+        own = getattr(out, what)
+        if (tuple(own) if what == "shape" else own) != value:
+            raise ValueError(f"out has {what} {own}; accepted: {value}")
+    broadcast = any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True))
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for _, x in params.tensors())
+    if out.requires_grad or differentiable:
+        raise ValueError("out is given where autograd records; accepted: without gradients")
+    regular = not out.is_cuda or not params.aligned or (rows_are_regular(out) and is_aligned(out))
+    if broadcast or not regular:
+        start = f"starts {out.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}"
+        raise ValueError(
+            f"out has strides {tuple(out.stride())} and {start}; accepted: rows of contiguous elements that start at "
+            f"multiples of {ALIGNMENT_BYTES} bytes"
+        )
+
+
 def is_aligned(x: Tensor) -> bool:
     """Whether ``x`` starts at a multiple of 16 bytes."""
     return x.data_ptr() % ALIGNMENT_BYTES == 0

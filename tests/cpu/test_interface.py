@@ -645,6 +645,7 @@ def test_a_backward_has_its_forwards_arguments():
             "return_lse",
             "return_softmax",
             "backward_tile",
+            "out",
         }
 
 
@@ -713,3 +714,38 @@ def test_precision_is_that_of_pytorchs_products(allowed, monkeypatch):
         ValueError, match="precision is 'tf32'; accepted: None, for tensors that are not float32"
     ):
         resolve_precision(q.half(), "tf32")
+
+
+# ---- a given output ----
+
+
+def test_a_given_output_is_written():
+    q, k, v = (randn(1, 16, 2, 32, seed=i) for i in range(3))
+    out = torch.full((1, 16, 4, 32), math.nan)[:, :, ::2]
+    result, lse = attention(q, k, v, out=out, return_lse=True)
+    expected, expected_lse = attention(q, k, v, return_lse=True)
+    assert result is out and torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.empty(1, 16, 2, 31), r"out has shape .*; accepted: \(1, 16, 2, 32\)"),
+        (torch.empty(1, 16, 2, 32).half(), "out has dtype torch.float16; accepted: torch.float32"),
+        (torch.empty(1, 1, 2, 32).expand(1, 16, 2, 32), "out has strides .*; accepted: rows of contiguous"),
+        (torch.empty(1, 16, 2, 32, requires_grad=True), "out is given where autograd records; accepted"),
+        (torch.empty(1, 16, 2, 32, device="meta"), "out has device meta; accepted: cpu"),
+    ],
+)
+def test_outputs_that_cannot_be_written(out, message):
+    q = randn(1, 16, 2, 32)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, out=out)
+
+
+def test_a_given_output_has_no_gradient():
+    q = randn(1, 16, 2, 32).requires_grad_()
+    with pytest.raises(ValueError, match="out is given where autograd records"):
+        attention(q, q, q, out=torch.empty(1, 16, 2, 32))
+    with torch.no_grad():
+        attention(q, q, q, out=torch.empty(1, 16, 2, 32))

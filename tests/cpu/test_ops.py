@@ -284,6 +284,13 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     )
 
 
+def test_a_kernel_writes_the_given_output(recorder):
+    q, k, v = kernel_inputs()
+    out = q.new_empty(2, 9, 4, 16)[..., :8]
+    assert attention(q, k, v, out=out) is out
+    assert recorder.launched[0][3] is out
+
+
 @pytest.mark.parametrize("kernel", ["", "sm80"])
 def test_the_softmax_is_a_separate_launch(recorder, kernel):
     """After the forward, with its LSE and arguments; the forward is the same without it."""

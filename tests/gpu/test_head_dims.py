@@ -102,3 +102,19 @@ def test_an_address_between_multiples_of_16_bytes_then_one_at_them():
             memory = torch.empty(x.numel() + 8, dtype=x.dtype, device=x.device)
             tensors.append(memory[shift : shift + x.numel()].view(x.shape).copy_(x))
         compare(replace(problem, tensors=tuple(tensors)), case)
+
+
+@pytest.mark.parametrize("head_dim", [59, 64, 128])
+def test_a_given_output(head_dim):
+    q, k, v = (torch.randn(2, 100, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    whole = torch.full((2, 100, 8, head_dim), float("nan"), device="cuda", dtype=torch.bfloat16)
+    out = whole[:, :, ::2]
+    assert attention(q, k, v, causal=True, out=out) is out
+    assert torch.equal(out, attention(q, k, v, causal=True)) and whole[:, :, 1::2].isnan().all()
+
+
+def test_a_given_output_that_no_kernel_writes():
+    q = torch.randn(2, 100, 4, 64, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(q.numel() + 8, device="cuda", dtype=q.dtype)[1 : q.numel() + 1].view(q.shape)
+    with pytest.raises(ValueError, match=r"out has strides .* and starts 2 bytes past a multiple of 16"):
+        attention(q, q, q, out=out)
