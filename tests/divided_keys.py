@@ -155,6 +155,7 @@ class Line:
 
     def __init__(self, kind, overhead, lengths, heads, slots, window=40, device="cpu"):
         self.slots, self.overhead = slots, overhead
+        self.batch, self.heads = len(lengths), heads
         self.units = {
             (b, head, m): visible_blocks(kind, seqlen_q, seqlen_k, m, window)
             for b, (seqlen_q, seqlen_k) in enumerate(lengths)
@@ -182,10 +183,20 @@ class Line:
         return [s for s in self.shares if (s["batch"], s["head"], s["m_block"]) == unit]
 
     def check(self):
-        assert self.total == self.length and self.used == min(self.slots, self.length)
+        assert self.total == self.length and self.used == self.slots_by_definition()
         self.check_blocks()
         self.check_sizes()
         self.check_partials()
+
+    def slots_by_definition(self):
+        """All, or those that get whole units where each sequence has one query block and as many key blocks."""
+        one_each = {m for _, _, m in self.units} == {0} and len(self.units) == self.batch * self.heads
+        waves = -(-len(self.units) // self.slots)
+        if one_each and len(set(self.units.values())) == 1 and len(self.units) % waves == 0:
+            used = len(self.units) // waves
+            if used >= 15 / 16 * self.slots:
+                return used
+        return min(self.slots, self.length)
 
     def check_blocks(self):
         """Every key block is in one share; a unit without keys is in one as well."""

@@ -10,6 +10,8 @@ two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The comb
 same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays with
 other lengths.
 
+Where all units are alike and a few slots less get whole units, the others stay empty.
+
 On the line a unit also takes ``overhead`` places before its key blocks, for the time that it takes beside them, and a
 unit whose queries see no key counts as one block, so that a CTA writes its zeros.
 """
@@ -27,6 +29,8 @@ from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.block_range import BlockRange
 
 WARP = 32
+EVEN = 16
+"""Of so many slots all but one have to be used where slots get whole units."""
 OVERHEAD = 1
 """Places on the line that a unit takes beside its key blocks: what its start and its end cost, in blocks."""
 
@@ -131,8 +135,26 @@ class KeyShares:
     ) -> tuple["KeyShares", Int32]:
         """As :meth:`make`, and where ``sequence`` starts on the line."""
         line = KeyShares(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
-        total, start = warp_sums(line.sequence_size, batch, sequence, lane)
-        return KeyShares(blocks, batch, heads, lane, total, cutlass.min(slots, total), overhead), start
+        total, start, largest = warp_sums(line.sequence_size, batch, sequence, lane)
+        used = line.used_slots(slots, total, largest)
+        return KeyShares(blocks, batch, heads, lane, total, used, overhead), start
+
+    @cute.jit
+    def used_slots(self, slots: Int32, total: Int32, largest: Int32) -> Int32:
+        """How many slots get a share; ``largest``: positions of the longest sequence.
+
+        Where all sequences are as long and have one query block, some fewer slots may get whole units: nearly as many
+        CTAs saturate the memory as well, and nothing is left to merge.
+        """
+        used = cutlass.min(slots, total)
+        if (total > 0) & (total == self.batch * largest):
+            if self.blocks.m_blocks(Int32(0)) == 1:
+                units = self.batch * self.heads
+                waves = cute.ceil_div(units, slots)
+                whole = units // waves
+                if (whole * waves == units) & (EVEN * whole >= (EVEN - 1) * slots):
+                    used = whole
+        return used
 
     # ---- slots ----
 
@@ -267,24 +289,29 @@ class KeyShares:
 Terms = Callable[[Int32], Int32]
 
 
-def warp_sums(compute: Terms, end: Int32, some: Int32, lane: Int32) -> tuple[Int32, Int32]:
-    """compute(0) + ... + compute(end - 1), and the sum of the first ``some`` of these terms; all lanes get both.
+def warp_sums(compute: Terms, end: Int32, some: Int32, lane: Int32) -> tuple[Int32, Int32, Int32]:
+    """compute(0) + ... + compute(end - 1), the sum of the first ``some`` of these terms, and the largest.
 
-    A lane has every 32nd term; on the host a thread has all of them.
+    All lanes get them. A lane has every 32nd term; on the host a thread has all of them.
     """
     if not on_device():
         return _sums(compute, Int32(0), end, some, 1)
-    return tuple(map(_sum_of_lanes, _sums(compute, lane, end, some, WARP)))
+    total, before, largest = _sums(compute, lane, end, some, WARP)
+    largest = Int32(cute.arch.warp_redux_sync(largest, kind="max"))
+    return _sum_of_lanes(total), _sum_of_lanes(before), largest
 
 
 @cute.jit
-def _sums(compute: Constexpr, first: Int32, end: Int32, some: Int32, step: Constexpr) -> tuple[Int32, Int32]:
-    total, before = Int32(0), Int32(0)
+def _sums(
+    compute: Constexpr, first: Int32, end: Int32, some: Int32, step: Constexpr
+) -> tuple[Int32, Int32, Int32]:
+    total, before, largest = Int32(0), Int32(0), Int32(0)
     for i in cutlass.range(first, end, step, unroll=4):  # loads of several terms overlap
         term = compute(i)
         total += term
         before += cutlass.select_(i < some, term, Int32(0))
-    return total, before
+        largest = cutlass.max(largest, term)
+    return total, before, largest
 
 
 def warp_search(

@@ -44,6 +44,16 @@ LENGTHS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("batch", "slots", "used"), [(16, 132, 128), (17, 132, 132), (128, 132, 128), (32, 264, 256)]
+)
+def test_sequences_of_one_length_leave_nothing_to_merge(batch, slots, used):
+    line = Line("causal", 1, [(1, 640)] * batch, 8, slots)
+    line.check()
+    assert line.used == used
+    assert all(s["whole"] for s in line.shares) == (used != slots)
+
+
 @pytest.mark.parametrize("overhead", [0, 2])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths(name, overhead):
