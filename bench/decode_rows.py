@@ -177,19 +177,19 @@ def rows() -> Iterator[Row]:
     for keys in (1024, 4096, 8192, 16384, 32768, 65536, 131072):
         yield Row(1, keys, ampere=keys == 32768)
     yield Row(4, 8192)
-    yield Row(16, 8192)
+    yield Row(16, 8192, ampere=True)
     yield Row(64, 4096, ampere=True)
-    yield Row(128, 2048)
+    yield Row(128, 2048, ampere=True)
     yield Row(64, RAGGED[1], ragged=True)
     for page in (64, 16, 1):
-        yield Row(16, 8192, page=page)
+        yield Row(16, 8192, page=page, ampere=True)
     yield Row(16, 4096, heads=(32, 32))
     yield Row(64, 8192, heads=(32, 1))
     yield Row(32, 4096, heads=(28, 4))
     for head_dim in (64, 256):
         yield Row(32, 4096, head_dim=head_dim)
     yield Row(32, 8192, queries=4, causal=True)
-    yield Row(8, 8192, queries=16, causal=True)
+    yield Row(8, 8192, queries=16, causal=True, ampere=True)
     for batch, keys in ((1, 32768), (64, 4096)):
         yield Row(batch, keys, append=1, causal=True)
     yield Row(16, 32768, window=4096, causal=True)
