@@ -14,6 +14,7 @@ module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -182,10 +183,12 @@ def _with_fall_through(
     """``implementation`` as the dispatcher calls it; ``stock``, PyTorch's kernel or None, takes what it declines."""
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
+        if _inside.pytorch and stock is not None:
+            return stock.call_boxed(keyset, *args, **kwargs)
         if _observer is None:
             found = implementation(options, *args, **kwargs)
         else:
-            pytorch = None if stock is None else functools.partial(stock.call_boxed, keyset)
+            pytorch = None if stock is None else functools.partial(_call_pytorch, stock, keyset)
             found = _observer(name, implementation, options, pytorch, args, kwargs)
         if not isinstance(found, str):
             served[name, ""] += 1
@@ -195,9 +198,27 @@ def _with_fall_through(
             from cute_attn.registry import Unsupported
 
             raise Unsupported(f"aten::{name} is not served: {found}")
-        return stock.call_boxed(keyset, *args, **kwargs)
+        return _call_pytorch(stock, keyset, *args, **kwargs)
 
     return run
+
+
+class _Inside(threading.local):
+    """Of a thread: whether one of PyTorch's kernels runs. Its flash operator calls another one that is overridden."""
+
+    pytorch = False
+
+
+_inside = _Inside()
+
+
+def _call_pytorch(stock: Any, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
+    """PyTorch's kernel, with PyTorch's below it."""
+    _inside.pytorch = True
+    try:
+        return stock.call_boxed(keyset, *args, **kwargs)
+    finally:
+        _inside.pytorch = False
 
 
 def _stock_kernel(name: str, key: str) -> Any:

@@ -691,3 +691,40 @@ def test_signatures_are_pytorchs_schemas(name):
         assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         assert parameter.default == default
+
+
+def test_an_operator_below_pytorchs_own_is_pytorchs():
+    """PyTorch's flash operator calls another one; where it falls through, so does that one, uncounted."""
+    calls: list[str] = []
+
+    class Kernel:
+        def __init__(self, name, below):
+            self.name, self.below = name, below
+
+        def call_boxed(self, keyset):
+            self.below()
+            calls.append(f"PyTorch's {self.name}")
+            return ()
+
+    def ours(options):
+        calls.append("ours")
+        return ()
+
+    sdpa.served.clear()
+    inner = sdpa._with_fall_through("inner", ours, Options(), Kernel("inner", lambda: None))
+    outer = sdpa._with_fall_through(
+        "outer", lambda options: "no", Options(), Kernel("outer", lambda: inner(None))
+    )
+    outer(None)
+    assert calls == ["PyTorch's inner", "PyTorch's outer"] and sdpa.served == {("outer", "no"): 1}
+    calls.clear()
+    inner(None)
+    assert calls == ["ours"]
+
+    def fail():
+        raise RuntimeError("an error of PyTorch's")
+
+    with pytest.raises(RuntimeError):
+        sdpa._with_fall_through("outer", lambda options: "no", Options(), Kernel("outer", fail))(None)
+    inner(None)
+    assert calls == ["ours", "ours"]
