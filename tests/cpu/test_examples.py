@@ -92,11 +92,14 @@ def test_a_call_names_a_variant():
         "tile": "",
     }
     chosen = {
-        kernel: type(launcher.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90"))
+        kernel: launcher.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90")
         for kernel in ("sm80", "sm80:plain", "sm80:padded")
     }
-    assert chosen["sm80:plain"] is example.PlainForward and chosen["sm80:padded"] is example.PaddedForward
-    assert chosen["sm80"] is ForwardSm80
+    classes = {name: type(kernel) for name, kernel in chosen.items()}
+    expected = (ForwardSm80, example.PlainForward, example.PaddedForward)
+    assert classes == dict(zip(chosen, expected, strict=True))
+    padded = chosen["sm80:padded"]  # keeps its tile, which has room for its layouts, for few queries too
+    assert padded.tile == padded.default_tile(padded.traits, "sm90") != chosen["sm80"].tile
 
 
 # ---- an epilogue ----

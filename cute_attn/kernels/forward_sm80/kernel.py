@@ -95,10 +95,11 @@ class ForwardSm80:
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. In fp32, for large head dims
-        and unaligned rows the default tile does not depend on them.
+        ``group``: query heads per key head. In fp32, for large head dims and unaligned rows the default tile does not
+        depend on them, and a variant keeps its own, whose layouts may be others.
         """
-        if self.single or self.tile.warps_n > 1 or not self.traits.aligned:
+        traits = self.traits
+        if self.single or self.tile.warps_n > 1 or not traits.aligned or traits.variant:
             return self
         few = tiles_for_few_rows(self.traits, target)
         tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
