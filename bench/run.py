@@ -66,7 +66,7 @@ def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
             lengths = (workload.longest, workload.longest_k, workload.nheads // workload.nheads_kv)
             try:
                 forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-                requests.append((forward.traits, forward.for_lengths(*lengths).tile, target))
+                requests.append((forward.traits, forward.for_lengths(*lengths, target).tile, target))
                 if workload.op == "backward":
                     kernel = registry.lookup(workload.traits(arch), None, target)
                     requests += [(*one, target) for one in kernels_of(kernel)]

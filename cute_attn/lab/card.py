@@ -258,11 +258,12 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
     from cute_attn import registry
 
     traits = Traits.parse(contender.kernel)
-    kernel = registry.lookup(traits, contender.tile or None, target or default_target(traits.arch))
+    target = target or default_target(traits.arch)
+    kernel = registry.lookup(traits, contender.tile or None, target)
     if contender.tile or traits.op != "forward":
         return kernel.tile
     group = workload.nheads // workload.nheads_kv
-    return kernel.for_lengths(workload.longest, workload.longest_k, group).tile
+    return kernel.for_lengths(workload.longest, workload.longest_k, group, target).tile
 
 
 def needed_kernels(

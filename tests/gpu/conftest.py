@@ -59,7 +59,7 @@ def forward_requests(
     if tile:
         yield traits, tile, target
         return
-    yield traits, kernel.for_lengths(*case.longest, case.group).tile, target
+    yield traits, kernel.for_lengths(*case.longest, case.group, target).tile, target
     if arch == "sm90" and traits.bias:
         yield traits, kernel.without_tma_bias().tile, target
 

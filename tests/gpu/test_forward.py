@@ -46,13 +46,13 @@ LONG = "pack_heads=1"
 """Nothing but the default tile, which sequences of the named cases' lengths would not be given."""
 
 
-def has_short_tile(case: Case) -> bool:
-    """Whether the Hopper kernel has another tile for the case's lengths."""
-    kernel = registry.lookup(case.traits("sm90"))
-    return kernel.for_lengths(*case.longest, case.group) is not kernel
+def has_short_tile(case: Case, arch: str) -> bool:
+    """Whether the kernel has another tile for the case's lengths."""
+    kernel = registry.lookup(case.traits(arch))
+    return kernel.for_lengths(*case.longest, case.group).tile != kernel.tile
 
 
-SHORT = [case for case in CASES if case.launches and has_short_tile(case)]
+SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and has_short_tile(case, arch)]
 
 
 @functools.lru_cache(maxsize=2)
@@ -76,7 +76,7 @@ def check_case(case: Case, **options) -> None:
 @pytest.mark.parametrize(
     "case, arch, tile",
     [
-        pytest.param(case, arch, LONG if arch == "sm90" and case in SHORT else None, id=f"{case.name}-{arch}")
+        pytest.param(case, arch, LONG if (case, arch) in SHORT else None, id=f"{case.name}-{arch}")
         for case in CASES
         for arch in ARCHS
     ],
@@ -85,8 +85,9 @@ def test_case(case, arch, tile):
     check_case(case, kernel=arch, tile=tile)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch == "sm90"])
-@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "arch"), [pytest.param(*one, id=f"{one[0].name}-{one[1]}") for one in SHORT]
+)
 def test_tile_for_short_sequences(case, arch):
     check_case(case, kernel=arch)
 
