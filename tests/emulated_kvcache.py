@@ -10,7 +10,7 @@ import torch
 from cute_attn import compiler, emulate, kvcache_launcher, launcher, reference
 from cute_attn import kvcache_reference as ref
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.kernels.combine import CombineShares
+from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.tiles.inference import CombineSharesTile
 from tests import emulated_append
 
@@ -27,6 +27,14 @@ def check_arguments(fake, given, where="arguments"):
         emulate._check(fake, given)
 
 
+def entries(packed, starts, capacity):
+    """Packed rows as a cache (sequences, capacity, heads, dim)."""
+    cache = packed.new_zeros(len(starts) - 1, capacity, *packed.shape[1:])
+    for b, rows in enumerate(ref.sequences(packed, starts)):
+        cache[b, : len(rows)] = rows
+    return cache
+
+
 def attend(kernel, arguments):
     """What the kvcache kernel of some traits writes; of parts, the first has all keys."""
     check_arguments(kernel.fake_args(), arguments)
@@ -35,6 +43,11 @@ def attend(kernel, arguments):
     assert schedule[1] == PROCESSORS and k.shape[1] > 0
     table, batch_idx = tables or (None, None)
     assert (table is not None, batch_idx is not None) == (traits.paged, traits.batch_idx)
+    if traits.varlen_k:  # as a cache with an entry for each sequence
+        k, v = (entries(x, seqlens.cu_seqlens_k, seqlens.max_seqlen_k) for x in (k, v))
+        used = seqlens.cu_seqlens_k.diff()
+        used = used if seqlens.seqused_k is None else used.minimum(seqlens.seqused_k)
+        seqlens = seqlens._replace(seqused_k=used)
     cache = ref.Cache(k, v, table, batch_idx)
     assert seqlens.max_seqlen_k == cache.capacity
     window = score_args[1] if traits.windowed else (UNBOUNDED, UNBOUNDED)
@@ -59,8 +72,10 @@ def attend(kernel, arguments):
     lse.copy_(found_lse)
 
 
-def merge(outs, lses, out, lse, sinks):
+def merge(kernel, arguments):
     """What the combine kernel writes."""
+    check_arguments(kernel.fake_args(), arguments)
+    outs, lses, out, lse, sinks = arguments
     found, found_lse = ref.merge(outs, lses, sinks)
     out.copy_(found)
     lse.copy_(found_lse)
@@ -88,7 +103,7 @@ def patch(monkeypatch) -> list:
         if traits.op == "append":
             return emulated_append.build(traits, tile, target)
         if traits.op == "combine":
-            return emulated_append.Compiled(merge)
+            return emulated_append.Compiled(lambda *arguments: merge(Combine(traits, tile), arguments))
         assert traits.op == "combine_shares" and tile.reject(traits, target) is None
         return emulated_append.Compiled(lambda *arguments: combine_shares(traits, arguments))
 

@@ -460,6 +460,19 @@ class CombineUnits:
 
 
 @dataclass(frozen=True)
+class CombineUnit:
+    """A CTA's unit and rows: ``first`` and ``last``, the slots that have parts of it, are equal if it is whole."""
+
+    batch: Int32
+    pack: Int32
+    row0: Int32
+    chunk: Int32
+    info: SeqlenInfo
+    first: Int32
+    last: Int32
+
+
+@dataclass(frozen=True)
 class CombineShares(Combine):
     """Merges what a kvcache kernel with split "shares" left in parts. A CTA handles some rows of one unit.
 
@@ -530,53 +543,66 @@ class CombineShares(Combine):
         units: CombineUnits,
         slots: Int32,
     ) -> None:
-        tile, thread = self.tile, cute.arch.thread_idx()[0]
-        plane, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
+        tile, lane = self.tile, cute.arch.lane_idx()
+        warm_lengths(seqlens, seqlens.batch(mO), lane)
+        unit = self.unit(cute.arch.block_idx()[0], seqlens.batch(mO), seqlens, mask_args, units, slots, lane)
+        if cutlass.const_expr(self.traits.arch == "sm90"):
+            # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
+            cute.arch.griddepcontrol_wait()
+        if unit.first < unit.last:
+            base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16)
+            shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
+            place, found = self.place_of_unit(cute.arch.thread_idx()[0], unit, partials, units)
+            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE, mSinks)
+
+    @cute.jit
+    def unit(
+        self,
+        block: Int32,
+        number: Int32,
+        seqlens: Seqlens,
+        mask_args: tuple,
+        units: CombineUnits,
+        slots: Int32,
+        lane: Int32,
+    ) -> CombineUnit:
+        """The unit of a CTA, by whole warps; ``number``: of sequences."""
+        tile = self.tile
+        queries: Constexpr = tile.tile_m // tile.pack_heads
+        plane, chunk = divmod(block, units.chunks)
         plane, m_block = divmod(plane, units.m_blocks)
         batch, pack = Int32(0), plane
         if cutlass.const_expr(self.traits.varlen):
-            queries: Constexpr = tile.tile_m // tile.pack_heads
             batch = sequence_of_block(seqlens.cu_seqlens_q, m_block, queries)
             m_block -= first_block(seqlens.cu_seqlens_q, batch, queries)
         else:
             batch, pack = divmod(plane, units.packs)
-        warm_lengths(seqlens, seqlens.batch(mO), cute.arch.lane_idx())
         info = SeqlenInfo.read(seqlens, batch)
-        row0 = m_block * (tile.tile_m // tile.pack_heads)
+        row0 = m_block * queries
         first, last = Int32(0), Int32(0)
         if (row0 >= 0) & (row0 < info.seqlen_q):
-            blocks = VisibleBlocks(seqlens, mask_args, self.mask, tile.tile_m // tile.pack_heads, tile.tile_n)
-            number = seqlens.batch(mO)
-            heads, lane = units.packs.divisor, cute.arch.lane_idx()
+            blocks = VisibleBlocks(seqlens, mask_args, self.mask, queries, tile.tile_n)
+            heads = units.packs.divisor
             shares, start = KeyShares.measure(blocks, number, heads, slots, lane, OVERHEAD, batch)
             first, last = shares.slots_of(start, batch, pack, m_block)
-        if cutlass.const_expr(self.traits.arch == "sm90"):
-            # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
-            cute.arch.griddepcontrol_wait()
-        if first < last:
-            base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16)
-            shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
-            row = chunk * tile.rows + thread // (tile.threads_per_row(self.traits) * tile.groups)
-            place = self.place_of_unit(thread, row, (batch, pack, row0), info, units)
-            found = self.unit_partials(partials, first, last, row)
-            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE, mSinks)
+        return CombineUnit(batch, pack, row0, chunk, info, first, last)
 
     @cute.jit
     def place_of_unit(
-        self, thread: Int32, row: Int32, unit: tuple, info: SeqlenInfo, units: CombineUnits
-    ) -> Place:
-        """What a thread works on; ``unit``: (batch, pack, first query), ``row``: of the unit's."""
-        tile, (batch, pack, row0) = self.tile, unit
-        per_row = tile.threads_per_row(self.traits)
-        head_kv, of_kvhead = divmod(pack, units.packs_per_kvhead)
-        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
-        query = row0 + row // tile.pack_heads
-        exists = (row < tile.tile_m) & (query < info.seqlen_q) & (in_group < units.group)
+        self, thread: Int32, unit: CombineUnit, partials: Partials, units: CombineUnits
+    ) -> tuple[Place, RowPartials]:
+        """What a thread works on, and where its row's partial results are."""
+        tile, per_row = self.tile, self.tile.threads_per_row(self.traits)
         own = thread // (per_row * tile.groups)
-        head = head_kv * units.group + in_group
-        return Place(
-            own, thread // per_row % tile.groups, thread % per_row, exists, batch, info.offset_q + query, head
-        )
+        row = unit.chunk * tile.rows + own
+        head_kv, of_kvhead = divmod(unit.pack, units.packs_per_kvhead)
+        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
+        query = unit.row0 + row // tile.pack_heads
+        exists = (row < tile.tile_m) & (query < unit.info.seqlen_q) & (in_group < units.group)
+        head = cutlass.min(head_kv * units.group + in_group, units.group * (head_kv + 1) - 1)
+        group, lane = thread // per_row % tile.groups, thread % per_row
+        place = Place(own, group, lane, exists, unit.batch, unit.info.offset_q + query, head)
+        return place, self.unit_partials(partials, unit.first, unit.last, row)
 
     @cute.jit
     def unit_partials(self, partials: Partials, first: Int32, last: Int32, row: Int32) -> RowPartials:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from cute_attn import divided, kvcache_launcher, registry
+from cute_attn import divided, kvcache_launcher, ops, registry
 from cute_attn.interface import _Options, _params_of
 from cute_attn.launcher import check_query_blocks, choose_kernel
+from tests import emulated_kvcache
 
 PROCESSORS = 132
 
@@ -82,6 +83,34 @@ UNWANTED = {
 @pytest.mark.parametrize("name", UNWANTED)
 def test_others_are_not(name):
     assert not wanted(UNWANTED[name])
+
+
+LAUNCHED = {
+    "shares": call(3, 4200, (4, 2), batch=2, causal=True),
+    "parts": call(2, 5000, (2, 1)),
+    "packed": call(3, 4100, (4, 2), batch=2, packed=True, window=(900, 0)),
+    "seqused": call(
+        3, 4100, (4, 2), batch=2, packed=True, seqused_k=torch.tensor([77, 0], dtype=torch.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launches_equal_the_definition(name, monkeypatch):
+    """With the arguments that the kernels are compiled for, into outputs of other strides."""
+    emulated_kvcache.patch(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    params = LAUNCHED[name]
+    params = params._replace(
+        **{x: torch.randn(getattr(params, x).shape, generator=generator).half() for x in ("q", "k", "v")}
+    )
+    plan = divided.plan_for_attention(params)
+    out_shape, lse_shape, _ = params.output_shapes()
+    out, lse = torch.full(out_shape, torch.nan).half(), torch.full((*lse_shape[:-1], 8), torch.nan)
+    lse = lse[..., : lse_shape[-1]]
+    divided.launch(plan, params, out, lse)
+    for one, whole in zip((out, lse), ops.forward_cpu(params), strict=False):
+        torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
 
 
 def test_ampere_keeps_its_forward():

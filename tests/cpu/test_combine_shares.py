@@ -1,0 +1,208 @@
+"""The combine kernel after shares, on every thread of every CTA: it finds and merges what the slots have written.
+
+Shares are the device code's (``tests.divided_keys``); what a kvcache kernel writes for each is computed in torch.
+"""
+
+import functools
+import itertools
+import math
+
+import cutlass
+import pytest
+import torch
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.kernels.combine import CombineShares, CombineUnits
+from cute_attn.tiles.inference import CombineSharesTile
+from cute_attn.traits import Traits
+from cute_attn.work.key_parts import Partials
+from cute_attn.work.key_shares import OVERHEAD
+from tests.divided_keys import QUERIES, TILE_N, Line
+
+GROUP, PACK, HEADS_KV, DIM = 3, 2, 2, 16
+"""Query heads of a key head, packed two at a time, so that a second pack has one head."""
+PACKS = HEADS_KV * 2
+
+
+@cute.jit
+def combine(
+    outs: cute.Tensor,
+    lses: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    starts: cute.Tensor,
+    lengths: cute.Tensor,
+    numbers: cute.Tensor,
+    memory: cute.Tensor,
+    kernel: Constexpr,
+):
+    """All CTAs; in each all threads through one step after the other. numbers: max_seqlen_q, slots."""
+    packed: Constexpr = kernel.traits.varlen
+    seqlens = Seqlens(
+        starts if packed else None, None, None, lengths, numbers[0], Int32(1 << 30), None, Int32(0)
+    )
+    units = CombineUnits.make(out, seqlens, Int32(HEADS_KV), kernel.tile)
+    partials, shared = Partials(outs, lses, Int32(0), Int32(0)), kernel.shared_memory(memory.iterator)
+    threads: Constexpr = kernel.tile.num_threads(kernel.traits)
+    for block in cutlass.range(units.total, unroll=1):
+        unit = kernel.unit(block, Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
+        if unit.first < unit.last:
+            for thread in cutlass.range(threads, unroll=1):
+                place, found = kernel.place_of_unit(thread, unit, partials, units)
+                kernel.load_lse(lses.iterator, found, shared, place)
+            for thread in cutlass.range(threads, unroll=1):
+                place, found = kernel.place_of_unit(thread, unit, partials, units)
+                kernel.compute_weights(found.count, shared, place)
+            for thread in cutlass.range(threads, unroll=1):
+                place, found = kernel.place_of_unit(thread, unit, partials, units)
+                row_max, largest = kernel.compute_weights(found.count, shared, place)
+                loaded = None
+                if cutlass.const_expr(kernel.tile.eager):
+                    loaded = kernel.load_first(outs.iterator, found, place)
+                acc, total = kernel.add_partials(outs.iterator, found, largest, shared, place, loaded)
+                if cutlass.const_expr(kernel.tile.groups > 1):
+                    kernel.store_sums(acc, total, shared, place)
+                elif place.exists:
+                    kernel.store(acc, total, row_max, out, lse, place)
+            if cutlass.const_expr(kernel.tile.groups > 1):
+                for thread in cutlass.range(threads, unroll=1):
+                    place, found = kernel.place_of_unit(thread, unit, partials, units)
+                    row_max, _ = kernel.compute_weights(found.count, shared, place)
+                    vectors: Constexpr = kernel.tile.vectors(kernel.traits)
+                    acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
+                    total = kernel.add_groups(acc, shared, place)
+                    if place.exists and place.group == 0:
+                        kernel.store(acc, total, row_max, out, lse, place)
+
+
+def dynamic(x):
+    return from_dlpack(x, assumed_align=16 if x.ndim > 2 else 4).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+@functools.cache
+def compiled(kernel):
+    ndim, tile = (3 if kernel.traits.varlen else 4), kernel.tile
+    tensors = (
+        torch.zeros(2, tile.tile_m, DIM),
+        torch.zeros(2, tile.tile_m),
+        torch.zeros(*(2,) * (ndim - 1), DIM, dtype=torch.float16),
+        torch.zeros(*(2,) * (ndim - 1)),
+        *(torch.zeros(2, dtype=torch.int32) for _ in range(3)),
+        torch.zeros(8),
+    )
+    return cute.compile(combine, *map(dynamic, tensors), kernel, options="--gpu-arch sm_90a")
+
+
+def attend(q, k, v, keys):
+    """One query with some of the keys, in fp64: out and LSE, of NaN and -inf without any."""
+    if not len(keys):
+        return torch.full((DIM,), math.nan), -math.inf
+    scores = k[keys] @ q
+    return scores.softmax(0) @ v[keys], float(scores.logsumexp(0))
+
+
+class Call:
+    """Random queries and keys, and results as a kvcache kernel leaves them."""
+
+    def __init__(self, kind, lengths, slots, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.kind, self.lengths = kind, lengths
+        self.line = Line(kind, OVERHEAD, lengths, PACKS, slots)
+        self.q = [randn(n, HEADS_KV * GROUP, DIM) for n, _ in lengths]
+        self.k, self.v = ([randn(n, HEADS_KV, DIM) for _, n in lengths] for _ in range(2))
+        self.outs = torch.full((2 * slots, QUERIES * PACK, DIM), math.nan)
+        self.lses = torch.full((2 * slots, QUERIES * PACK), math.nan)
+        total = sum(n for n, _ in lengths)
+        self.out = torch.full((total, HEADS_KV * GROUP, DIM), math.nan, dtype=torch.float16)
+        self.lse = torch.full((HEADS_KV * GROUP, total), math.nan)
+        self.starts = [0, *itertools.accumulate(n for n, _ in lengths)]
+        for share in self.line.shares:
+            self.write(share)
+
+    def row(self, b, head, query, begin, end):
+        """A row's result over key blocks [begin, end)."""
+        seqlen_q, seqlen_k = self.lengths[b]
+        last = query + seqlen_k - seqlen_q + 1 if self.kind == "causal" else seqlen_k
+        keys = range(begin * TILE_N, min(end * TILE_N, last, seqlen_k))
+        return attend(self.q[b][query, head], self.k[b][:, head // GROUP], self.v[b][:, head // GROUP], keys)
+
+    def write(self, share):
+        if share["begin"] >= share["end"] and not share["whole"]:
+            return
+        b, pack = share["batch"], share["head"]
+        for r in range(QUERIES * PACK):
+            query, in_group = share["m_block"] * QUERIES + r // PACK, pack % 2 * PACK + r % PACK
+            if query >= self.lengths[b][0] or in_group >= GROUP:
+                continue
+            head = pack // 2 * GROUP + in_group
+            out, lse = self.row(b, head, query, share["begin"], share["end"])
+            if share["whole"]:
+                at = self.starts[b] + query
+                self.out[at, head], self.lse[head, at] = out.nan_to_num(0.0).half(), lse
+            else:
+                self.outs[share["partial"], r], self.lses[share["partial"], r] = out.float(), lse
+
+    def check(self, kernel):
+        packed = kernel.traits.varlen
+        out, lse = self.out, self.lse
+        if not packed:
+            out = out.unflatten(0, (len(self.lengths), -1)).contiguous()
+            lse = lse.unflatten(1, (len(self.lengths), -1)).transpose(0, 1).contiguous()
+        memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
+        longest = max(n for n, _ in self.lengths)
+        int32 = functools.partial(torch.tensor, dtype=torch.int32)
+        tensors = (self.outs, self.lses, out, lse, int32(self.starts), int32([n for _, n in self.lengths]))
+        compiled(kernel)(*map(dynamic, (*tensors, int32([longest, self.line.slots]), memory)))
+        out = out if packed else out.flatten(0, 1)
+        lse = lse if packed else lse.transpose(0, 1).flatten(1)
+        for b, (queries, keys) in enumerate(self.lengths):
+            for query, head in itertools.product(range(queries), range(HEADS_KV * GROUP)):
+                whole, whole_lse = self.row(b, head, query, 0, -(-keys // TILE_N))
+                at = self.starts[b] + query
+                torch.testing.assert_close(
+                    out[at, head].double(), whole.nan_to_num(0.0).double(), rtol=2e-3, atol=2e-3
+                )
+                assert lse[head, at] == whole_lse or math.isclose(lse[head, at], whole_lse, abs_tol=1e-4)
+
+
+def kernel_of(kind, varlen, rows, groups, unroll, eager):
+    traits = Traits(
+        "combine_shares",
+        "sm80",
+        "fp16",
+        DIM,
+        mask="" if kind == "none" else kind,
+        varlen=varlen,
+        seqused_k=True,
+    )
+    tile = CombineSharesTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK)
+    assert tile.reject(traits, "sm80") is None
+    return CombineShares(traits, tile)
+
+
+TILES = [(8, 1, 4, False), (2, 8, 2, True), (4, 2, 16, True)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("slots", [1, 7, 33])
+def test_batched_queries(tile, slots):
+    Call("causal", [(2, 300), (2, 1), (2, 0), (2, 700)], slots).check(kernel_of("causal", False, *tile))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("slots", [5, 40])
+def test_packed_queries(tile, slots):
+    """Of several query blocks, and of none."""
+    lengths = [(1, 200), (0, 90), (40, 333), (17, 17), (3, 0), (16, 64)]
+    Call("causal", lengths, slots).check(kernel_of("causal", True, *tile))
+
+
+def test_all_keys():
+    Call("none", [(1, 900)], 50).check(kernel_of("none", False, *TILES[1]))
+    Call("none", [(1, 320)] * 8, 33).check(kernel_of("none", False, *TILES[0]))
