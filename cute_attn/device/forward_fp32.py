@@ -112,10 +112,15 @@ class Fp32Rows:
 
     def load(self, starts: tuple[Int32, Int32], step: int, group: int) -> cute.Tensor:
         """The (2, 4) fragment of one K step and one group of columns: four MMAs' B operands."""
-        fragment = cute.make_rmem_tensor(cute.make_layout((2, 4), stride=(4, 1)), Float32)
+        fragment, row = (
+            cute.make_rmem_tensor(cute.make_layout((2, 4)), Float32),
+            cute.make_rmem_tensor(4, Float32),
+        )
         for i in range(2):
             source = cute.make_tensor(self.address(starts[i], step, group), cute.make_layout(4))
-            cute.autovec_copy(source, fragment[i, None])
+            cute.autovec_copy(source, row)
+            for j in range(4):
+                fragment[i, j] = row[j]
         return fragment
 
     def address(self, start: Int32, step: int, group: int) -> cute.Pointer:
@@ -127,11 +132,17 @@ class Fp32Rows:
 def as_operand_a(p: cute.Tensor) -> cute.Tensor:
     """P in the layout of the scores' accumulator ((2, 2), M, N) as the A operand (4, M, N), a K step for each N.
 
-    A lane's keys 2t and 2t + 1 become places t and t + 4; an A fragment has both rows of a place together.
+    A lane's keys 2t and 2t + 1 become places t and t + 4; an A fragment has both rows of a place together. Registers
+    are renamed, since ``cute.gemm`` takes them in their order in memory.
     """
-    (key, row), m, n = p.layout.stride
     _, size_m, size_n = p.layout.shape
-    return cute.make_tensor(p.iterator, cute.make_layout(((2, 2), size_m, size_n), stride=((row, key), m, n)))
+    words = cute.make_rmem_tensor(cute.make_layout((4, size_m, size_n)), p.element_type)
+    for n in range(size_n):
+        for m in range(size_m):
+            for key in range(2):
+                for row in range(2):
+                    words[row + 2 * key, m, n] = p[(key, row), m, n]
+    return words
 
 
 @cute.jit

@@ -184,7 +184,16 @@ def _as_tf32(words: cute.Tensor) -> cute.Tensor:
 
 
 def multiply(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Split, b: Split) -> None:
-    """acc += A B^T for one step along K; acc: (4, M, N), a: (4, M), b: (2, N). The smallest terms first."""
+    """acc += A B^T for one step along K; acc: (4, M, N), a: (4, M), b: (2, N). The smallest terms first.
+
+    Raises ValueError for registers of an instruction that are not adjacent: ``cute.gemm`` would take others.
+    """
+    for name, x in (("a", a.high), ("b", b.high)):
+        offsets = [cute.crd2idx(i, x.layout[0]) for i in range(cute.size(x, mode=[0]))]
+        if offsets != list(range(len(offsets))):
+            raise ValueError(
+                f"{name} has registers {offsets} of a fragment; accepted: adjacent ones, in order"
+            )
     pairs = [(a.high, b.high)]
     if a.low is not None and b.low is not None:
         pairs = [(a.low, b.high), (a.high, b.low), *pairs]

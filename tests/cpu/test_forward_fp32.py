@@ -1,12 +1,16 @@
 """Products of a forward in fp32: every lane's operands meet the same keys and columns."""
 
+import re
+
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 import layouts
-from cute_attn.device.forward_fp32 import Fp32Rows, PermutedResult, as_operand_a
+from cute_attn.compiler import compile
+from cute_attn.device.forward_fp32 import Fp32Rows, PermutedResult, as_operand_a, store_rows
+from cute_attn.traits import Traits
 from layouts.host import run_on_host
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
@@ -29,7 +33,7 @@ def write_keys(
             for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
                 for row in cutlass.range_constexpr(2):
                     for key in cutlass.range_constexpr(2):
-                        out[thread, m, step, row, key] = a[(row, key), m, step]
+                        out[thread, m, step, row, key] = a[row + 2 * key, m, step]
 
 
 def test_places_of_an_mma_are_neighbouring_keys():
@@ -152,3 +156,57 @@ def test_ldmatrix_fills_the_operands_of_32_bits(which, shape, warps):
     for i in range(4):
         got = found[..., 0][:, 8 * i + lanes // 4] + (lanes % 4)[None, :, None, None]
         np.testing.assert_array_equal(got, found[..., 1 + i])
+
+
+SMALL = "tile_m=16,tile_n=16,num_warps=1,num_stages=1,qk_unroll=1"
+PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k8\S*\s*" + r",\s*".join([r"\{([^}]*)\}"] * 4))
+
+
+@pytest.mark.parametrize("precision", ["", "-tf32"])
+def test_products_take_each_register_of_an_operand_once(precision):
+    """cute.gemm takes registers in their order in memory: of a fragment with other strides, some twice."""
+    compiled = compile(Traits.parse(f"forward-sm80-fp32-d32{precision}"), SMALL, "sm90")
+    products = PRODUCT.findall(compiled.ptx)
+    assert len(products) >= 20
+    for _, a, b, _ in products:
+        assert len({x.strip() for x in a.split(",")}) == 4 and len({x.strip() for x in b.split(",")}) == 2, a
+
+
+@cute.jit
+def write_output(
+    shape: cutlass.Constexpr,
+    warps: cutlass.Constexpr,
+    head_dim: cutlass.Constexpr,
+    aligned: cutlass.Constexpr,
+    out,
+):
+    """Store an accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C
+    and the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j."""
+    rows, cols = shape
+    tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
+    offsets = layouts.row_col_modes(tiled_mma, *shape).rows
+    pointer = cute.recast_ptr(out.iterator, dtype=Float32)
+    o = cute.make_tensor(pointer, cute.make_layout((rows, head_dim), stride=(Int64(head_dim), 1)))
+    for thread in cutlass.range(32 * warps[0] * warps[1]):
+        lane, warp_m, warp_n = thread % 32, thread // 32 % warps[0], thread // 32 // warps[0]
+        first_row, first_col = 16 * warp_m + lane // 4, warp_n * (cols // warps[1])
+        acc = cute.make_rmem_tensor(tiled_mma.get_slice(0).partition_shape_C(shape), Float32)
+        for n in cutlass.range_constexpr(cute.size(acc, mode=[2])):
+            for m in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                for i in cutlass.range_constexpr(4):
+                    row = first_row + 16 * warps[0] * m + 8 * (i // 2)
+                    col = first_col + 32 * (n // 4) + 4 * (2 * (lane % 4) + i % 2) + n % 4
+                    acc[i, m, n] = Float32(1000 * row + col)
+        row0, _ = layouts.thread_row_col(tiled_mma, *shape, thread)
+        store_rows(o, acc, offsets, row0, rows - 3, first_col + lane % 4 * 8, head_dim, aligned)
+
+
+@pytest.mark.parametrize(
+    "shape, warps, head_dim, aligned",
+    [((64, 64), (2, 1), 60, True), ((32, 128), (2, 2), 128, True), ((64, 64), (4, 1), 59, False)],
+)
+def test_the_output_is_stored_in_place(shape, warps, head_dim, aligned):
+    found = run_on_host(lambda out: write_output(shape, warps, head_dim, aligned, out), shape[0], head_dim)
+    wanted = 1000 * np.arange(shape[0])[:, None] + np.arange(head_dim)
+    np.testing.assert_array_equal(found.view(np.float32)[:-3], wanted[:-3])
+    assert (found[-3:] == -1).all()  # rows beyond the sequence
