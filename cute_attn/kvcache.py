@@ -90,9 +90,9 @@ check_lengths
         batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
         window and no ALiBi with it, and rotary embedding before the call.
     num_splits : int
-        How the keys of a query block are divided on CUDA: 0, all key blocks into equal shares for the GPU's CTAs, where
-        whole query blocks would not fill it; 1, not at all; n up to 512, into n parts. Any of them is right; results
-        differ by rounding, and with 0 a sequence's by what else is in the batch.
+        How the keys of a query block are divided on CUDA: 0, as the shapes suggest, mostly all key blocks into equal
+        shares for the CTAs that fit the GPU at once; 1, not at all; n up to 512, into n parts. A call repeats bit for
+        bit; other divisions, and with 0 what else is in the batch, change results by rounding.
     split_keys : int, optional
         Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
         on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
