@@ -126,6 +126,7 @@ def every() -> list[Default]:
             for lengths, names in BY_LENGTHS.items()
             for rest in names
         ),
+        Default(Traits.parse("backward-sm80-fp32-d256-causal"), "sm80"),
         *(Default(Traits.parse(f"forward-sm80-bf16-{rest}"), "sm80", DECODE) for rest in ("d64", "d128")),
         Default(
             Traits.parse("forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k"), "sm80", DECODE_FEW

@@ -6,6 +6,9 @@ The tensor cores read fp32 registers as tf32, 11 significant bits. ``products``,
     3   x = high + low, each tf32: A B^T = low high + high low + high high. What is left out, low low, is 2^-24 of the
         result. Ootomo and Yokota 2022, https://arxiv.org/abs/2203.03341; CUTLASS' example 27.
 
+A tensor core rounds its sums toward zero: in long ones these errors do not average out, and exceed what ``low`` saves.
+So with three products each step along K is summed from zero, and added to the accumulator in fp32, as that paper does.
+
 ldmatrix moves 8 x 4 fp32 as it moves 8 x 8 16-bit elements, but cannot transpose them. An operand whose rows (M or N)
 are contiguous in shared memory is read by single words: lane (g, t) takes row g, and k = 2 t and 2 t + 1 instead of
 t and t + 4. Any order of k gives the same product as long as both operands have it. With this one a swizzled tile is
@@ -224,7 +227,14 @@ def _times_b(
     pieces = cute.logical_divide(acc, (None, None, 2))
     for piece in range(b.pieces):
         words = cute.make_tensor(b.load(start, piece, step).iterator, cute.make_layout((2, 2)))
-        multiply(tiled_mma, pieces[None, None, (None, piece)], a, split(words, products))
+        target = pieces[None, None, (None, piece)]
+        if products == 3:
+            total = cute.make_rmem_tensor(cute.make_layout(target.shape), Float32)
+            total.fill(0.0)
+            multiply(tiled_mma, total, a, split(words, products))
+            target.store(target.load() + total.load())
+        else:
+            multiply(tiled_mma, target, a, split(words, products))
 
 
 @cute.jit

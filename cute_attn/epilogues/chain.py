@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32
+from cutlass import Constexpr, Float16, Float32, Int32
 
 from cute_attn.device.band import Band
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
@@ -54,9 +54,10 @@ class EpilogueChain:
         if reason:
             raise NotImplementedError(reason)
         backward = traits.op == "backward"
+        slopes = Float32 if traits.dtype == "fp32" else Float16
         modifiers: list[Epilogue] = []
         if traits.softcap:
-            modifiers.append(Softcap(saves=backward))
+            modifiers.append(Softcap(slopes if backward else None))
         if traits.alibi:
             modifiers.append(Alibi())
         if traits.bias:

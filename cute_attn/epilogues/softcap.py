@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32
+from cutlass import Float32
 
 from cute_attn.device.math import TANH_UNIT, tanh_base2
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -15,12 +15,14 @@ from cute_attn.epilogues.base import Epilogue
 class Softcap(Epilogue):
     """Leaves tanh(score / cap) in ``tile.acc``; the context's score_scale is the cap.
 
-    The derivative 1 - tanh^2, in [0, 1], is saved in fp16, half a register an element. Its relative rounding is at most
-    2^-11, and dS is rounded to 16 bits anyway; below fp16's range, 6e-8, the error of tanh is larger. bf16 would round
-    more, and 1 - tanh^2 from a saved tanh would lose its digits near 1.
+    The derivative 1 - tanh^2, in [0, 1], is saved; for fp32 operands in fp32, for 16-bit ones in fp16, half a register
+    an element. fp16's relative rounding is at most 2^-11, and dS is rounded to 16 bits anyway; below its range, 6e-8,
+    the error of tanh is larger. bf16 would round more, and 1 - tanh^2 from a saved tanh would lose its digits near 1.
+
+    saves: the dtype of saved derivatives, Float16 or Float32; None to save none.
     """
 
-    saves: bool = False
+    saves: type | None = None
     name = "softcap"
 
     def begin(self, args: tuple, context: ScoreContext) -> Float32:
@@ -40,8 +42,8 @@ class Softcap(Epilogue):
     def _slopes(self, tile: ScoreTile) -> cute.Tensor:
         """Derivatives, in register order."""
         tanh = tile.registers().load()
-        slopes = cute.make_rmem_tensor(tile.registers().layout, Float16)
-        slopes.store((1.0 - tanh * tanh).to(Float16))
+        slopes = cute.make_rmem_tensor(tile.registers().layout, self.saves)
+        slopes.store((1.0 - tanh * tanh).to(self.saves))
         return slopes
 
     @cute.jit

@@ -1,6 +1,7 @@
 """The Ampere backward without a GPU: its tiles, and where its threads read and write shared memory."""
 
 import itertools
+import re
 
 import cutlass
 import numpy as np
@@ -9,6 +10,7 @@ from cutlass import Int32, cute
 
 import layouts
 from cute_attn import registry
+from cute_attn.compiler import compile
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm80.products import columns_of
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
@@ -288,6 +290,31 @@ def test_parts_of_columns_lie_where_the_whole_has_them(width, shape, parts):
     dtype = cutlass.Float16 if width == 16 else cutlass.Float32
     found = run_on_host(lambda out: write_columns(dtype, shape, parts, out), *shape, 2)
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
+
+
+MMA = re.compile(r"mma\.sync\S+\s+{(.*?)},\s+{.*?},\s+{.*?},\s+{(.*?)};", re.DOTALL)
+
+
+def summed_from_zero(ptx):
+    """How many MMAs each sum has that starts from zeros, and how many sums start from something else."""
+    zeros, lengths, others, of_result = set(re.findall(r"mov\.b32\s+(%r\d+), 0f00000000;", ptx)), [], 0, {}
+    for result, start in MMA.findall(ptx):
+        registers = start.replace(" ", "").split(",")
+        if registers[0] in of_result:
+            of_result[result.split(",")[0].strip()] = index = of_result[registers[0]]
+            lengths[index] += 1
+        else:
+            of_result[result.split(",")[0].strip()] = len(lengths)
+            lengths.append(1)
+            others += not zeros.issuperset(registers)
+    return lengths, others
+
+
+def test_products_of_fp32_are_summed_from_zero():
+    """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
+    compiled = compile(Traits.parse("backward-sm80-fp32-d256-causal"), target="sm80")
+    lengths, others = summed_from_zero(compiled.ptx)
+    assert lengths and set(lengths) == {3} and others == 0
 
 
 def test_an_epilogue_without_a_derivative_is_declined():

@@ -231,6 +231,19 @@ def test_softcap(name):
         assert got.scores.isfinite().all()
 
 
+@pytest.mark.parametrize("name", [SMALL, SMALL_TRANSPOSED])
+def test_softcap_of_fp32(name):
+    """Saved derivatives have fp32's precision."""
+    problem = Scores.random(1, 2, 70, 140, softcap=2.0, head_dim=64)
+    tiling = ALL[name].of("softcap", op="backward")
+    tiling = replace(tiling, traits=replace(tiling.traits, dtype="fp32"))
+    grad_out = torch.randn(*problem.q.shape[:3], problem.v.shape[3])
+    expected = problem.expected_gradients(tiling.traits, grad_out)
+    got = problem.differentiate(tiling, grad_out, expected.lse, -expected.dpsum)
+    error = got.scores.double() - expected.scores
+    assert error.square().mean().sqrt() < 2e-6 * expected.scores.square().mean().sqrt()
+
+
 def test_an_epilogue_without_a_derivative_is_refused():
     traits = Traits("backward", "sm80", "bf16", 64, epilogues=("bent", "one_way"))
     reason = "epilogue 'one_way' has no backward: a forward kernel can use it, no backward can"

@@ -92,9 +92,11 @@ def _fp32_in_regs(num_warps: int, tile_n: int = 128, **fields: Any) -> BackwardS
     return BackwardSm80Tile(32, tile_n, num_warps, 1, num_warps, 2, p_in_regs=True, **fields)
 
 
-def _fp32(tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int) -> BackwardSm80Tile:
-    unrolls = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1}
-    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **unrolls, **_ONE_STAGE)
+def _fp32(
+    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, stages: int = 1
+) -> BackwardSm80Tile:
+    fields = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, "stages_q": stages, "stages_do": stages}
+    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
 
 
 # For targets with less shared memory than sm80.
@@ -113,6 +115,21 @@ FIT_ALWAYS = [
 
 
 _FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
+    64: [_fp32(64, 64, 8, 4, 2, 2, 2), _fp32(64, 64, 8, 4, 2, 2)],
+    128: [
+        _fp32(64, 64, 8, 4, 2, 2, 2),
+        _fp32(64, 64, 8, 4, 2, 2),
+        _fp32(32, 64, 8, 2, 4, 2),
+        _fp32(32, 32, 4, 2, 2, 2),
+    ],
+    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2)],
+}
+"""The larger head dim -> tiles of fp32 elements, the largest first.
+
+P and dS go through shared memory: with both in registers the products of dV and dK are unrolled, and ptxas computes so
+many of their sums, which start from zero, before adding them up that it spills.
+"""
+_TF32_TILES: dict[int, list[BackwardSm80Tile]] = {
     64: [
         _fp32_in_regs(4, dq_unroll=4, sdp_unroll=2),
         _fp32_in_regs(4, queries_at_once=16, dq_unroll=2, sdp_unroll=2),
@@ -125,7 +142,7 @@ _FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
     ],
     256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2)],
 }
-"""The larger head dim -> tiles of fp32 elements, the largest first."""
+"""The same of fp32 elements rounded to tf32."""
 _LARGE_UNROLLS = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, **_ONE_STAGE}
 _LARGE_TILES = {
     2: [
@@ -158,8 +175,9 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
         return [*resident, streamed_tile(traits, vector)]
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
-        of_fp32 = next((tiles for dim, tiles in _FP32_TILES.items() if largest <= dim), _FP32_TILES[256])
-        if largest <= 64 and (_pressure(traits) or not traits.aligned):
+        of_precision = _TF32_TILES if traits.precision == "tf32" else _FP32_TILES
+        of_fp32 = next((tiles for dim, tiles in of_precision.items() if largest <= dim), of_precision[256])
+        if traits.precision == "tf32" and largest <= 64 and (_pressure(traits) or not traits.aligned):
             of_fp32 = of_fp32[1:]
         return [
             *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),
