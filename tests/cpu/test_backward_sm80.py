@@ -17,6 +17,7 @@ from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
+from tests.gpu import test_fp32_backward, test_head_dims_backward
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
@@ -290,6 +291,19 @@ def test_parts_of_columns_lie_where_the_whole_has_them(width, shape, parts):
     dtype = cutlass.Float16 if width == 16 else cutlass.Float32
     found = run_on_host(lambda out: write_columns(dtype, shape, parts, out), *shape, 2)
     np.testing.assert_array_equal(found[..., 0], found[..., 1])
+
+
+GPU_TILES = [
+    *((test_fp32_backward, name, tile) for name, tiles in test_fp32_backward.TILES.items() for tile in tiles),
+    *((test_head_dims_backward, name, tile) for name, tile in test_head_dims_backward.TILES),
+]
+
+
+@pytest.mark.parametrize("module, name, tile", GPU_TILES)
+def test_tiles_of_gpu_tests_are_accepted(module, name, tile):
+    """They change fields of a default tile, which may become another one."""
+    traits = module.BY_NAME[name].traits("sm80", "backward")
+    assert registry.lookup(traits, tile, "sm90").tile.reject(traits, "sm90") is None
 
 
 MMA = re.compile(r"mma\.sync\S+\s+{(.*?)},\s+{.*?},\s+{.*?},\s+{(.*?)};", re.DOTALL)
