@@ -389,7 +389,7 @@ def _call_reason(params: CacheParams, tile: Any) -> str | None:
         return f"split_keys is {params.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
     box = getattr(tile, "page_rows", 0)
     if params.page_table is not None and box and params.k_cache.shape[1] % box:
-        return f"page_rows is {box}; accepted: divisors of the page's {params.k_cache.shape[1]} rows, or 0"
+        return f"page_rows is {box}; accepted: divisors of the page's {params.k_cache.shape[1]} rows"
     return None
 
 

@@ -377,12 +377,12 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     Attributes:
         page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
-            multiple of it. 0: pages of any size, whose rows warps copy by cp.async.
+            multiple of it. 1: pages of any size, whose rows warps copy by cp.async. 0: no pages.
         half_registers: a CTA of one consumer warpgroup takes half of the multiprocessor's registers, although it is
             alone, so that CTAs of the combine kernel start beside it and wait.
     """
 
-    page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
+    page_rows: int = choice(0, 0, 1, 8, 16, 32, 64, 128)
     half_registers: bool = False
 
     BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
@@ -392,12 +392,19 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
         if self.blocks_per_sm > 1:
             return {2: 200, 3: 104}[self.blocks_per_sm]
+        if self.warpgroups == 2 and self.copies_rows:
+            return 208
         return 200 if self.half_registers else {1: 255, 2: 224, 3: 152}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread, which finds shares and pages."""
-        return 56
+        """Registers of a producer thread, which finds shares and pages; warps that copy rows need more."""
+        return 88 if self.copies_rows else 56
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether warps copy rows of pages, instead of TMA boxes of them."""
+        return self.page_rows == 1
 
     @property
     def min_blocks_per_sm(self) -> int:
@@ -417,11 +424,15 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         if self.bias_stages:
             return f"bias_stages is {self.bias_stages}; accepted: 0, for {traits}"
         if traits.paged:
-            if self.page_rows and (self.page_rows < 8 or self.page_rows % 8 or self.tile_n % self.page_rows):
+            boxes = self.page_rows >= 8 and self.page_rows % 8 == 0 and self.tile_n % self.page_rows == 0
+            if not (boxes or self.copies_rows):
                 return (
-                    f"page_rows is {self.page_rows}; accepted: 0, and multiples of 8 that divide tile_n, "
+                    f"page_rows is {self.page_rows}; accepted: 1, and multiples of 8 that divide tile_n, "
                     f"{self.tile_n}, for {traits}"
                 )
+            registers = 128 * (self.load_registers + self.warpgroups * self.compute_registers)
+            if self.copies_rows and self.min_blocks_per_sm * registers > 65536:
+                return f"page_rows is 1 with {self}; accepted: with registers for one CTA alone, for {traits}"
         elif self.page_rows:
             return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"
         return super().shape_reason(traits)

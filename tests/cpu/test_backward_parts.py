@@ -429,10 +429,12 @@ def convert(
             padded0 = padded_row0(seqlens, info, batch, tile.tile_m) + row0
             if row0 < info.seqlen_q:
                 for thread in cutlass.range(tile.mma_threads, unroll=1):
-                    kernel.to_shared(kernel.load(mDQaccum, query_tile, padded0, thread), s_dq, scale, thread)
+                    kernel.to_shared(
+                        kernel.load(mDQaccum, query_tile, padded0, 0, thread), s_dq, scale, thread
+                    )
             rows = sequence(mDQ, batch, head, info.offset_q, varlen)
             for thread in cutlass.range(tile.mma_threads, unroll=1):
-                kernel.store_rows(s_dq, rows, row0, info.seqlen_q - row0, exist - row0, thread)
+                kernel.store_rows(s_dq, rows, 0, row0, info.seqlen_q - row0, exist - row0, thread)
 
 
 @cute.jit

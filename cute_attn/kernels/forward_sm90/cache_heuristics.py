@@ -48,17 +48,21 @@ def _chosen(tiles: list[KvcacheSm90Tile], traits: Traits, call: CacheCall) -> Kv
 
 
 def _for_pages(tile: KvcacheSm90Tile, page_size: int) -> KvcacheSm90Tile:
-    """With boxes for such pages; or without any, when the warps that copy rows keep the pages of up to 64 keys."""
+    """With boxes for such pages; or without any: warps that copy rows keep the pages of up to 64 keys in registers."""
     rows = page_rows(page_size, tile.tile_n)
-    if rows or tile.tile_n <= 64:
-        return dataclasses.replace(tile, page_rows=rows)
+    tile = dataclasses.replace(tile, page_rows=rows)
+    if not tile.copies_rows:
+        return tile
+    tile = dataclasses.replace(tile, half_registers=False, blocks_per_sm=1)
+    if tile.tile_n <= 64:
+        return tile
     return dataclasses.replace(tile, tile_n=64, num_stages=tile.num_stages * tile.tile_n // 64)
 
 
 def page_rows(page_size: int, tile_n: int) -> int:
-    """Rows of a TMA box: the most that pages and key blocks consist of, at least 8; 0 for none."""
+    """Rows of a TMA box: the most that pages and key blocks consist of, at least 8; 1 for none."""
     rows = math.gcd(page_size, tile_n)
-    return rows if rows % 8 == 0 else 0
+    return rows if rows % 8 == 0 else 1
 
 
 def few_rows(traits: Traits, rows: int) -> list[KvcacheSm90Tile]:

@@ -87,7 +87,7 @@ class KvcacheSm90(ForwardSm90):
     @property
     def copy_warps(self) -> int:
         """Warps beside the producer that copy K and V by cp.async; 0: the producer loads them by TMA."""
-        return 3 if self.traits.paged and not self.tile.page_rows else 0
+        return 3 if self.tile.copies_rows else 0
 
     @property
     def has_values_out_of_bounds(self) -> bool:
