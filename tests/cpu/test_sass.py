@@ -12,20 +12,24 @@ from tests import toy
 from tests.defaults import Default, cover, every
 
 
+def has_one_step(default: Default) -> bool:
+    """Whether a loop of the kernel is a whole step; a tile that streams operands by columns has several a step."""
+    return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
+
+
 def each_tile() -> list[Default]:
     """Of the cover of the defaults, one kernel with a steady step for each tile."""
     chosen: dict[tuple[str, ...], Default] = {}
-    for default in cover(every()):
-        if hasattr(default.kernel, "step_content"):
-            key = (default.traits.op, default.traits.arch, str(default.kernel.tile))
-            chosen.setdefault(key, default)
+    for default in filter(has_one_step, cover(every())):
+        key = (default.traits.op, default.traits.arch, str(default.kernel.tile))
+        chosen.setdefault(key, default)
     return list(chosen.values())
 
 
 def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--every-default", default=False)
-        all_of_them = [default for default in every() if hasattr(default.kernel, "step_content")]
+        all_of_them = [default for default in every() if has_one_step(default)]
         metafunc.parametrize("default", all_of_them if whole else each_tile(), ids=str)
 
 
@@ -45,6 +49,12 @@ def test_the_steady_step_of_a_default_has_its_tiles_arithmetic(default):
     assert step.stalls >= step.count() > content.mma + content.exp2
     assert step.count("LDL", "STL") == 0
     assert all(i.address // BYTES < len(code.instructions) for i, _ in step.instructions)
+
+
+def test_streamed_operands_have_no_single_step():
+    default = next(x for x in cover(every()) if getattr(x.kernel.tile, "columns", 0))
+    with pytest.raises(StepNotFound, match="the step was not found: no loop of backward-sm80-"):
+        code_of(default).step(default.kernel.step_content())
 
 
 # ---- instructions ----
