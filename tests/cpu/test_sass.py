@@ -30,7 +30,8 @@ def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--every-default", default=False)
         all_of_them = [default for default in every() if has_one_step(default)]
-        metafunc.parametrize("default", all_of_them if whole else each_tile(), ids=str)
+        # The last first: another process builds them for test_defaults.py meanwhile, the first first.
+        metafunc.parametrize("default", (all_of_them if whole else each_tile())[::-1], ids=str)
 
 
 def code_of(default: Default) -> Code:
