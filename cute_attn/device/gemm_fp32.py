@@ -21,9 +21,9 @@ import cutlass
 from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
 from cutlass.cute.nvgpu import warp
 
-from cute_attn.device.gemm import below_1024, swizzled_bits
+from cute_attn.device.gemm import SmemResult, below_1024, swizzled_bits
 from cute_attn.device.math import on_device, rematerialize
-from layouts.mma import row_col_modes, row_col_view, thread_row_col
+from layouts.mma import row_col_modes, row_col_view
 
 K = 8
 """Elements along K of one step."""
@@ -283,19 +283,8 @@ def _accumulator_as_a(acc: cute.Tensor, k: int) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class Fp32Result:
-    """Stores a thread's part of an accumulator to row-major shared memory; see ``SmemResult``."""
-
-    tiled_mma: cute.TiledMma
-    shape: Constexpr  # (M, N) of the product
-    tile: cute.Tensor
-    thread: Int32
-
-    def start(self) -> Int32:
-        """The address of the thread's first element, rematerialized so that it occupies no register."""
-        rows, cols = self.shape
-        row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
-        return (self.tile.iterator + cute.crd2idx((row, col), self.tile.layout)).toint()
+class Fp32Result(SmemResult):
+    """As :class:`SmemResult`, in fp32."""
 
     def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
         """The address of the pair ``row`` rows and ``col`` columns after the first."""

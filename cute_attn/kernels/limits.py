@@ -30,3 +30,17 @@ def beyond(
         if dim > most or (traits.aligned and dim % multiple):
             return f"{name} is {dim}; accepted: {head_dims_text(multiple if traits.aligned else 1, most)}"
     return None
+
+
+def beyond_cache(traits: Traits, arch: str, lacks: tuple[str, ...] = ()) -> str | None:
+    """Why the kvcache kernel of ``arch`` cannot serve ``traits``, or None. lacks: features that this one has not."""
+    if (traits.op, traits.arch) != ("kvcache", arch):
+        return f"it computes kvcache-{arch}, not {traits.op}-{traits.arch}"
+    for name in ("bias", "dropout", "epilogues", "seqused_q", *lacks):
+        if getattr(traits, name):
+            return f"{name} is {getattr(traits, name)}; accepted: none"
+    if traits.split == "parts" and traits.sinks:
+        return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
+    if traits.top_left:
+        return f"mask is {traits.mask}; accepted: bottom right ones"
+    return beyond(traits)

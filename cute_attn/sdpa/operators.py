@@ -169,7 +169,7 @@ def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
 
 
 def _fresh(like: Tensor, *kinds: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-    """Memory of at most one dimension that nobody reads, on ``like``'s device; kinds: shapes and dtypes."""
+    """Memory of at most one dimension that is never read, on ``like``'s device; kinds: shapes and dtypes."""
     if like.is_cuda and like.get_device() == launcher._current_device():
         empty = launcher.new_empty_strided
         return [empty(like, shape, (1,) if shape else (), dtype) for shape, dtype in kinds]

@@ -271,15 +271,7 @@ class ForwardPlan:
             state = None
         if self.launcher is None:
             return self._by_reference(inputs, state)
-        q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
-        if self.views is not None:
-            of_q, of_k, of_v, of_bias = self.views
-            q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
-            if bias is not None:
-                bias = as_strided(bias, *of_bias)  # type: ignore[misc]
-        else:
-            q, k, v, bias, *_ = self._kernel_inputs(inputs)
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state)
+        tensors = _launched(inputs, self.views, self._kernel_inputs, state)
         out, lse, softmax = self.launcher.launch(tensors)
         if self.empty_rows:
             lse.nan_to_num_(math.nan, math.inf, math.inf)
@@ -304,6 +296,24 @@ def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = Fa
     """Inputs with rows before heads, copied where kernels cannot read them."""
     q, k, v = map(rows_first, inputs[:3]) if heads_first else inputs[:3]
     return _prepared(Inputs(q, k, v, *inputs[3:]), bias_gradient=bias_gradient)
+
+
+def _launched(
+    inputs: tuple,
+    views: tuple[Layout | None, ...] | None,
+    prepare: Callable[[tuple], Inputs],
+    state: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The tensors of a launch; q, k, v and bias as ``views`` of PyTorch's, or where it is None prepared."""
+    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
+    if views is not None:
+        of_q, of_k, of_v, of_bias = views
+        q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
+        if bias is not None:
+            bias = as_strided(bias, *of_bias)  # type: ignore[misc]
+    else:
+        q, k, v, bias, *_ = prepare(inputs)
+    return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state
 
 
 def plan_forward(
@@ -442,15 +452,7 @@ class BackwardPlan:
         return _kernel_inputs(inputs, heads_first, bias_gradient=self.bias_gradient)
 
     def _params(self, inputs: tuple, state: Tensor | None) -> AttentionParams:
-        q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
-        if self.views is not None:
-            of_q, of_k, of_v, of_bias = self.views
-            q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
-            if bias is not None:
-                bias = as_strided(bias, *of_bias)  # type: ignore[misc]
-        else:
-            q, k, v, bias, *_ = self._kernel_inputs(inputs)
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state)
+        tensors = _launched(inputs, self.views, self._kernel_inputs, state)
         return AttentionParams._make((*tensors, *self.rest))
 
 

@@ -17,7 +17,6 @@ Limits: as the forward's; the cache in its layouts of rows before heads or heads
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +29,13 @@ from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
-from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.kernels.arguments import kvcache_fake_args
 from cute_attn.kernels.forward_sm80.groups import KeyGroup
 from cute_attn.kernels.forward_sm80.heuristics import tile_for_cache
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.loads import BlockLoad, PagedLoad
 from cute_attn.kernels.forward_sm80.params import MainloopContext, SharedMemory
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
@@ -112,16 +110,7 @@ class KvcacheSm80(ForwardSm80):
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("kvcache", "sm80"):
-            return f"it computes kvcache-sm80, not {traits.op}-{traits.arch}"
-        for name in ("bias", "dropout", "epilogues", "seqused_q", "varlen_k"):
-            if getattr(traits, name):
-                return f"{name} is {getattr(traits, name)}; accepted: none"
-        if traits.split == "parts" and traits.sinks:
-            return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
-        if traits.top_left:
-            return f"mask is {traits.mask}; accepted: bottom right ones"
-        return beyond(traits)
+        return beyond_cache(traits, "sm80", lacks=("varlen_k",))
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
@@ -131,11 +120,6 @@ class KvcacheSm80(ForwardSm80):
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm80":
         """This kernel, which has its default tile, with the tile for a call."""
         return dataclasses.replace(self, tile=tile_for_cache(self.traits, call, target))
-
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""

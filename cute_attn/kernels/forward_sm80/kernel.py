@@ -639,7 +639,7 @@ class ForwardSm80:
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
-        """O in q's dtype; tile: anew, so that it occupies no registers in the main loop."""
+        """O in q's dtype; tile: computed again, so that it occupies no registers in the main loop."""
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         if cutlass.const_expr(self.single):
             self.store_single(o, ctx, tile, thread)

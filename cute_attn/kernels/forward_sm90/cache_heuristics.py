@@ -74,8 +74,8 @@ def few_rows(traits: Traits, rows: int) -> list[KvcacheSm90Tile]:
     tile = KvcacheSm90Tile(64, 128, num_stages=3, q_in_regs=True, rescale_threshold=8)
     if d <= 64:
         return [dataclasses.replace(tile, blocks_per_sm=2)]
-    narrow = dataclasses.replace(tile, tile_n=64, num_stages=6, half_registers=True)
-    return [narrow] if rows <= FEW_ROWS else [tile]
+    half = dataclasses.replace(tile, tile_n=64, num_stages=6, half_registers=True)
+    return [half] if rows <= FEW_ROWS else [tile]
 
 
 def many_rows(traits: Traits) -> list[KvcacheSm90Tile]:

@@ -17,7 +17,6 @@ Limits: as the forward's; the cache in its layouts of rows before heads or heads
 """
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +28,12 @@ from cutlass.cute.nvgpu import cpasync
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.kernels.arguments import kvcache_fake_args
 from cute_attn.kernels.forward_sm90.cache_heuristics import cache_tile, default_cache_tile
 from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer, KeyCopier
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardInputs, ForwardOutputs, make_storage
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond_cache
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles, RowCopies
 from cute_attn.tiles import KvcacheSm90Tile, padded
 from cute_attn.tiles.inference import CacheCall
@@ -55,16 +53,7 @@ class KvcacheSm90(ForwardSm90):
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if (traits.op, traits.arch) != ("kvcache", "sm90"):
-            return f"it computes kvcache-sm90, not {traits.op}-{traits.arch}"
-        for name in ("bias", "dropout", "epilogues", "seqused_q"):
-            if getattr(traits, name):
-                return f"{name} is {getattr(traits, name)}; accepted: none"
-        if traits.split == "parts" and traits.sinks:
-            return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
-        if traits.top_left:
-            return f"mask is {traits.mask}; accepted: bottom right ones"
-        return beyond(traits)
+        return beyond_cache(traits, "sm90")
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> KvcacheSm90Tile:
@@ -74,11 +63,6 @@ class KvcacheSm90(ForwardSm90):
     def for_cache(self, call: CacheCall, target: str) -> "KvcacheSm90":
         """This kernel, which has its default tile, with the tile for a call."""
         return dataclasses.replace(self, tile=cache_tile(self.traits, call))
-
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
