@@ -60,6 +60,7 @@ _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
             "prebuild_worker",
             "reference",
             "run_command",
+            "split_fp32",
             "transformers",
             "workers",
         ),

@@ -26,8 +26,9 @@ from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
 from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
+from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
-from cute_attn.traits import PARTS, Traits
+from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
@@ -47,6 +48,8 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("combine", "sm90", ""): Combine,
     ("combine_shares", "sm80", ""): CombineShares,
     ("combine_shares", "sm90", ""): CombineShares,
+    ("forward_split", "sm80", ""): SplitFp32,
+    ("backward_split", "sm80", ""): SplitFp32,
 }
 """(op, arch, variant) -> kernel class."""
 
@@ -172,6 +175,9 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         if op == "append":
             pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
+            continue
+        if op in SPLIT_TENSORS:
+            pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
             continue
         if op == "softmax":
             pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]

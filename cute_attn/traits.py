@@ -16,11 +16,17 @@ from dataclasses import dataclass, field, fields, replace
 
 OPS = (
     *("forward", "softmax", "backward", "backward_preprocess", "backward_convert"),
-    *("kvcache", "combine", "combine_shares", "append"),
+    *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q", "aligned")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
+
+SPLIT_TENSORS = {
+    "forward_split": ("head_dim", "head_dim", "head_dim_v"),
+    "backward_split": ("head_dim", "head_dim", "head_dim_v", "head_dim_v"),
+}
+"""The ops that split fp32 tensors into two fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -278,6 +284,19 @@ class Traits:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, PARTS))}")
         kept = {name: getattr(self, name) for name in PART_FIELDS}
         return Traits(op, lse_grad=lse_grad, **kept)
+
+    def split_fp32(self, op: str) -> "Traits":
+        """Traits of ``"forward_split"`` or ``"backward_split"``: dims, varlen and alignment alone.
+
+        Raises:
+            ValueError: another op.
+        """
+        if op not in SPLIT_TENSORS:
+            raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, SPLIT_TENSORS))}")
+        kept = {
+            name: getattr(self, name) for name in ("dtype", "head_dim", "head_dim_v", "varlen", "aligned")
+        }
+        return Traits(op, "sm80", **kept)
 
     def softmax(self) -> "Traits":
         """Traits of the softmax kernel of such a forward."""

@@ -3,6 +3,7 @@
 import pytest
 
 from cute_attn.compiler import compile
+from cute_attn.traits import SPLIT_TENSORS
 from tests.defaults import Default, cover, every
 
 # Instructions that kernels must have, in PTX and in SASS.
@@ -12,6 +13,7 @@ PTX = {
     "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
     "backward_convert": ("ld.global", "ld.shared", "st.global"),
     "append": ("ld.global.v4", "st.global.v4"),
+    **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
     "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
 }
@@ -21,6 +23,7 @@ SASS = {
     "backward_preprocess": ("LDG", "SHFL", "STG"),
     "backward_convert": ("LDG", "LDS", "STG"),
     "append": ("LDG", "STG"),
+    **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
     "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
 }

@@ -1,0 +1,248 @@
+"""fp32 tensors as two fp16 parts, for kernels that multiply by parts. Runs on every target.
+
+    x * 2^e = hi + lo,   2^e such that the tensor's largest element is between 2^14 and 2^15
+
+Two launches. The first reads each tensor for its largest element, and for the row whose largest element is smallest;
+each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
+than a launch between, and writes the parts, and the scale's inverse 2^-e for the kernels that follow: 0 where the
+tensor does not keep fp32's precision in two parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written
+then. No number is read by the host.
+
+All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
+another kernel has to compute then, and never changes a result.
+
+A CTA takes rows at equal distances, eight adjacent threads a row. Both kernels are bound by memory bandwidth.
+
+Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides; or
+unaligned, of any strides.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute, memory
+
+from cute_attn.device.hi_lo import NO_ROW, fits, hi_lo, magnitude, power_of_two, scale_exponent
+from cute_attn.kernels.arguments import split_fp32_fake_args
+from cute_attn.kernels.limits import beyond
+from cute_attn.tiles import padded
+from cute_attn.tiles.split_fp32 import SplitFp32Tile
+from cute_attn.traits import MAX_HEAD_DIM, SPLIT_TENSORS, Traits, head_dim_multiple
+
+VECTOR = 4
+"""Elements of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where rows of (batch, seqlen, heads, dim), or (total, heads, dim), start; heads run fastest."""
+
+    heads: cute.FastDivmodDivisorV2
+    seqlen: cute.FastDivmodDivisorV2
+    count: Int32
+
+    @staticmethod
+    def make(tensor: cute.Tensor) -> "RowPlaces":
+        """On the host. Divisors of a tensor without elements are 1 instead of 0."""
+        *outer, seqlen, heads, _ = tensor.shape
+        of_heads, of_seqlen = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (heads, seqlen))
+        count = Int32(seqlen) * heads
+        for size in outer:
+            count = count * size
+        return RowPlaces(of_heads, of_seqlen, count)
+
+    def start(self, tensor: cute.Tensor, row: Int32) -> Int64:
+        """The element at which ``row`` starts."""
+        row, head = divmod(row, self.heads)
+        if cute.rank(tensor) == 3:
+            return Int64(row) * tensor.stride[0] + Int64(head) * tensor.stride[1]
+        batch, row = divmod(row, self.seqlen)
+        return (
+            Int64(batch) * tensor.stride[0] + Int64(row) * tensor.stride[1] + Int64(head) * tensor.stride[2]
+        )
+
+
+@dataclass(frozen=True)
+class SplitFp32:
+    """Split of (traits, tile); ``__call__`` launches it."""
+
+    traits: Traits
+    tile: SplitFp32Tile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op not in SPLIT_TENSORS:
+            return f"it computes {' and '.join(SPLIT_TENSORS)}, not {traits.op}"
+        if traits != traits.split_fp32(traits.op):
+            return f"it uses no score features; accepted: {traits.split_fp32(traits.op)}"
+        multiple = head_dim_multiple("fp32")
+        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple, unaligned=True)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> SplitFp32Tile:
+        """The only default."""
+        return SplitFp32Tile()
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The head dims of the tensors, in their order."""
+        return tuple(getattr(self.traits, name) for name in SPLIT_TENSORS[self.traits.op])
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return split_fp32_fake_args(self.traits)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: tuple,
+        mParts: tuple,
+        mPartials: cute.Tensor,
+        mScales: cute.Tensor,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch both kernels. Shapes: see ``cute_attn.kernels.arguments``."""
+        places = tuple(RowPlaces.make(x) for x in mX)
+        launch = {
+            "grid": [self.tile.blocks, len(mX), 1],
+            "block": [self.tile.num_threads, 1, 1],
+            "stream": stream,
+        }
+        self.measure(mX, places, mPartials).launch(**launch)
+        self.split(mX, places, mParts, mPartials, mScales).launch(**launch)
+
+    # ---- device ----
+
+    @cute.kernel
+    def measure(self, mX: tuple, places: tuple, mPartials: cute.Tensor) -> None:
+        """The first kernel: two magnitudes of each CTA's rows."""
+        thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
+        block, which, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(len(mX)):
+            if which == i:
+                largest, smallest = self.measure_rows(mX[i], places[i], self.dims[i], block, thread)
+                largest, smallest = self.reduce(largest, smallest, numbers, thread)
+                if thread == 0:
+                    mPartials[i, 0, block] = largest
+                    mPartials[i, 1, block] = smallest
+
+    @cute.kernel
+    def split(
+        self, mX: tuple, places: tuple, mParts: tuple, mPartials: cute.Tensor, mScales: cute.Tensor
+    ) -> None:
+        """The second kernel: the parts of each CTA's rows."""
+        thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
+        block, which, _ = cute.arch.block_idx()
+        partial = cutlass.min(thread, self.tile.blocks - 1)
+        for i in cutlass.range_constexpr(len(mX)):
+            if which == i:
+                largest, smallest = self.reduce(
+                    mPartials[i, 0, partial], mPartials[i, 1, partial], numbers, thread
+                )
+                exponent, serves = scale_exponent(largest), fits(largest, smallest)
+                if thread == 0 and block == 0:
+                    mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
+                if serves:
+                    factor = power_of_two(exponent)
+                    self.split_rows(mX[i], places[i], mParts[i], self.dims[i], factor, block, thread)
+
+    def shared_numbers(self) -> cute.Tensor:
+        """(2, warps): what the warps of a CTA exchange."""
+        tile = self.tile
+        base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=16)
+        return cute.make_tensor(
+            cute.recast_ptr(base, dtype=Int32), cute.make_layout((2, tile.num_threads // 32))
+        )
+
+    @cute.jit
+    def reduce(self, largest: Int32, smallest: Int32, numbers: cute.Tensor, thread: Int32):
+        """The CTA's largest and smallest of both."""
+        largest = Int32(cute.arch.warp_redux_sync(largest, kind="max"))
+        smallest = Int32(cute.arch.warp_redux_sync(smallest, kind="min"))
+        if thread % 32 == 0:
+            numbers[0, thread // 32] = largest
+            numbers[1, thread // 32] = smallest
+        cute.arch.barrier()
+        for warp in cutlass.range_constexpr(cute.size(numbers, mode=[1])):
+            largest = cutlass.max(largest, numbers[0, warp])
+            smallest = cutlass.min(smallest, numbers[1, warp])
+        return largest, smallest
+
+    @cute.jit
+    def measure_rows(self, x: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32):
+        """(magnitude of the largest element, the least one of the rows' largest) of every blocks-th group of rows.
+
+        The second is a thread's own number, of rows that eight adjacent threads share.
+        """
+        lane, rows = thread % self.tile.LANES, self.tile.rows
+        largest, smallest = Int32(0), Int32(NO_ROW)
+        for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
+            row = first + thread // self.tile.LANES
+            values = self.load(x, places.start(x, cutlass.min(row, places.count - 1)), dim, lane)
+            most = Int32(0)
+            for i in cutlass.range_constexpr(cute.size(values)):
+                most = cutlass.max(most, magnitude(values[i]))
+            for step in cutlass.range_constexpr(self.tile.LANES.bit_length() - 1):
+                most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << step))
+            largest = cutlass.max(largest, most)
+            smallest = cutlass.min(smallest, most if most > 0 else Int32(NO_ROW))
+        return largest, smallest
+
+    # ---- device code that tests also run on the host ----
+
+    @cute.jit
+    def split_rows(
+        self,
+        x: cute.Tensor,
+        places: RowPlaces,
+        parts: cute.Tensor,
+        dim: Constexpr,
+        factor: Float32,
+        block: Int32,
+        thread: Int32,
+    ) -> None:
+        """Write the parts of every blocks-th group of rows; columns beyond ``dim`` are 0."""
+        lane, rows, cols = thread % self.tile.LANES, self.tile.rows, padded(dim)
+        for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
+            row = first + thread // self.tile.LANES
+            if row < places.count:
+                values = self.load(x, places.start(x, row), dim, lane)
+                start = parts.iterator + cute.assume(Int64(row) * (2 * cols), divby=VECTOR)
+                for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                    halves = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2)), Float16)
+                    for e in cutlass.range_constexpr(VECTOR):
+                        halves[e, 0], halves[e, 1] = hi_lo(values[e, j] * factor)
+                    for part in cutlass.range_constexpr(2):
+                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (
+                            part * cols + j * self.tile.LANES * VECTOR
+                        )
+                        cute.autovec_copy(
+                            halves[None, part], cute.make_tensor(start + col, cute.make_layout(VECTOR))
+                        )
+
+    @cute.jit
+    def load(self, x: cute.Tensor, start: Int64, dim: Constexpr, lane: Int32) -> cute.Tensor:
+        """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch."""
+        width: Constexpr = self.tile.LANES * VECTOR
+        values = cute.make_rmem_tensor(cute.make_layout((VECTOR, padded(dim) // width)), Float32)
+        for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            col = lane * VECTOR + j * width
+            if cutlass.const_expr(self.traits.aligned):
+                at = start + cutlass.min(col, dim - VECTOR)
+                source = x.iterator + cute.assume(at, divby=VECTOR)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), values[None, j])
+            else:
+                for e in cutlass.range_constexpr(VECTOR):
+                    at = start + Int64(cutlass.min(col + e, dim - 1)) * x.stride[cute.rank(x) - 1]
+                    values[e, j] = cute.make_tensor(x.iterator + at, cute.make_layout(1))[0]
+            if cutlass.const_expr((j + 1) * width > dim):
+                for e in cutlass.range_constexpr(VECTOR):
+                    exists = Boolean(col + e < dim)
+                    values[e, j] = values[e, j] if exists else Float32(0.0)
+        return values

@@ -1,0 +1,41 @@
+"""Tile of the kernels that split fp32 tensors into two fp16 parts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.tiles.base import Tile, choice, padded
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class SplitFp32Tile(Tile):
+    """Tile of the split.
+
+    Attributes:
+        num_threads: threads of a CTA; eight adjacent ones share a row.
+        blocks: CTAs of each tensor, at most ``num_threads``: each leaves one partial result of the first kernel.
+    """
+
+    num_threads: int = choice(256, 128, 256, 512)
+    blocks: int = choice(256, 128, 256)
+
+    LANES: ClassVar[int] = 8
+    """Adjacent threads of a row, each with 16 bytes of every 128."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that a CTA takes at a time."""
+        return self.num_threads // self.LANES
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        return {"numbers": (0, 2 * 4 * self.num_threads // 32)}
+
+    def registers(self, traits: Traits) -> int:
+        return padded(max(traits.head_dim, traits.head_dim_v)) // self.LANES + 40
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
+            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
+        if not 1 <= self.blocks <= self.num_threads:
+            return f"blocks is {self.blocks}; accepted: 1 to {self.num_threads}, num_threads"
+        return None

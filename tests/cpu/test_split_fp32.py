@@ -1,0 +1,139 @@
+"""fp32 tensors as two fp16 parts: the rule, its numerics, and the device code on the host."""
+
+import cutlass
+import numpy as np
+import pytest
+from cutlass import Float16, Float32, Int32, Int64, cute
+
+from cute_attn.device.hi_lo import NO_ROW, fits, power_of_two, scale_exponent
+from cute_attn.kernels.split_fp32 import RowPlaces, SplitFp32
+from cute_attn.tiles import padded
+from cute_attn.tiles.split_fp32 import SplitFp32Tile
+from cute_attn.traits import Traits
+from layouts.host import run_on_host
+
+# Fragments take static indices, so loops over them are unrolled on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
+
+
+def in_parts(x):
+    """The definition, in numpy: (hi, lo, exponent) of an fp32 array."""
+    exponent = 14 - int(np.floor(np.log2(np.abs(x).max())))
+    scaled = x * np.float32(2.0**exponent)
+    hi = scaled.astype(np.float16)
+    return hi, (scaled - hi.astype(np.float32)).astype(np.float16), exponent
+
+
+def bits(*values):
+    return [int(x) for x in np.array(values, np.float32).view(np.int32)]
+
+
+# (largest element, smallest of the rows' largest or None for rows of zeros, whether it fits, exponent if so)
+RULES = [
+    (1.0, 1.0, True, 14),
+    (1.999, 2.0**-13, True, 14),
+    (1.0, 2.0**-13 * 0.999, False, 0),
+    (3.0e4, 4.0, True, 0),
+    (2.0**62, 2.0**60, True, -48),
+    (2.0**63, 2.0**63, False, 0),
+    (2.0**-34, 2.0**-40, True, 48),
+    (2.0**-35, 2.0**-35, False, 0),
+    (1e-40, 1e-40, False, 0),
+    (0.0, None, True, 0),
+    (np.inf, 1.0, False, 0),
+    (np.nan, 1.0, False, 0),
+]
+
+
+@cute.jit
+def write_rule(largest: Int32, smallest: Int32, out: cute.Tensor):
+    out[0] = Int32(fits(largest, smallest))
+    out[1] = scale_exponent(largest)
+    out[2] = power_of_two(-scale_exponent(largest)).bitcast(Int32)
+
+
+def test_which_tensors_fit():
+    rows = [(*bits(large), NO_ROW if small is None else bits(small)[0]) for large, small, *_ in RULES]
+    found = run_on_host(
+        lambda out: [write_rule(Int32(a), Int32(b), out[i, None]) for i, (a, b) in enumerate(rows)],
+        *(len(rows), 3),
+    )
+    for (large, small, serves, exponent), (got_serves, got_exponent, inverse) in zip(
+        RULES, found, strict=True
+    ):
+        assert bool(got_serves) == serves, (large, small)
+        if serves:
+            assert got_exponent == exponent and inverse == bits(2.0**-exponent)[0], (large, small)
+
+
+@pytest.mark.parametrize("below", [0, 6, 13])
+def test_products_of_parts_have_the_precision_of_fp32(below):
+    """Rows up to 2^13 below the tensor's largest element: products of rows are as exact as sums in fp32 are."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 64, 128)).astype(np.float32)
+    x[1:] *= np.float32(2.0**-below * np.abs(x[0]).max()) / np.abs(x[1:]).max(1, keepdims=True)
+    (xh, xl, xe), (yh, yl, ye) = (
+        (*(part.astype(np.float64) for part in parts), exponent)
+        for *parts, exponent in (in_parts(x), in_parts(y))
+    )
+    products = (xh @ yh.T + (xh @ yl.T + xl @ yh.T)) * 2.0 ** -(xe + ye)
+    exact = x.astype(np.float64) @ y.astype(np.float64).T
+    size = np.abs(x).astype(np.float64) @ np.abs(y).astype(np.float64).T
+    single = np.abs((x @ y.T) - exact) / size
+    error = np.abs(products - exact) / size
+    assert error.max() <= 2.0**-22
+    assert np.sqrt((error**2).mean()) <= 2 * np.sqrt((single**2).mean())
+
+
+EXPONENT = 11
+"""Of the numbers that :func:`write_parts` makes, which are below 2^4."""
+
+
+@cute.jit
+def write_parts(
+    shape: cutlass.Constexpr, dim_step: cutlass.Constexpr, kernel: cutlass.Constexpr, out: cute.Tensor
+):
+    """Rows of arbitrary numbers at the start of ``out``, then their parts, by all threads of all CTAs."""
+    *outer, dim = shape
+    steps, step = [], dim * dim_step
+    for n in reversed(outer):
+        steps.insert(0, Int64(step))
+        step *= n
+    x = cute.make_tensor(
+        cute.recast_ptr(out.iterator, dtype=Float32),
+        cute.make_layout(shape, stride=(*steps, 1 if dim_step == 1 else Int64(dim_step))),
+    )
+    words = cute.make_tensor(out.iterator, cute.make_layout(step))
+    for i in cutlass.range(step):
+        # Of 2^-4 to 2^4, with either sign.
+        noise = Int32(i) * 1103515245 + 12345
+        words[i] = (
+            (noise & Int32(0x80FFFFFF - 2**32)) + Int32(0x3D800000) + ((noise >> 3) & Int32(0x03000000))
+        )
+    parts = cute.make_tensor(
+        cute.recast_ptr(out.iterator + step, dtype=Float16), cute.make_layout((*outer, 2, padded(dim)))
+    )
+    places = RowPlaces.make(x)
+    for thread in cutlass.range(kernel.tile.num_threads):
+        for block in cutlass.range(kernel.tile.blocks):
+            kernel.split_rows(
+                x, places, parts, dim, power_of_two(Int32(EXPONENT)), Int32(block), Int32(thread)
+            )
+
+
+@pytest.mark.parametrize("shape, dim_step", [((2, 5, 3, 40), 1), ((7, 2, 36), 1), ((2, 3, 1, 33), 2)])
+def test_parts_of_all_rows(shape, dim_step):
+    rows, dim = int(np.prod(shape[:-1])), shape[-1]
+    extra = "" if dim_step == 1 else "-unaligned"
+    traits = Traits.parse(f"forward_split-sm80-fp32-d{dim}{extra}" + ("-varlen" if len(shape) == 3 else ""))
+    kernel = SplitFp32(traits, SplitFp32Tile(num_threads=32, blocks=2))
+    step = rows * dim * dim_step
+    found = run_on_host(lambda out: write_parts(shape, dim_step, kernel, out), step + rows * padded(dim))
+    x = found[:step].view(np.float32).reshape(rows, dim, dim_step)[..., 0]
+    assert (x < 0).any() and (np.abs(x) < 0.07).any()
+    parts = found[step:].view(np.float16).reshape(rows, 2, padded(dim))
+    hi, lo, exponent = in_parts(x)
+    assert exponent == EXPONENT
+    np.testing.assert_array_equal(parts[:, 0, :dim], hi)
+    np.testing.assert_array_equal(parts[:, 1, :dim], lo)
+    assert (parts[..., dim:] == 0).all()
