@@ -5,7 +5,7 @@ compilers rely on. They run below autograd: each calls kernels, never :func:`cut
 second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Question(NamedTuple):
         causal, dropout_p, scale: the operator's.
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
-        bias_gradient, deterministic: of a backward.
+        bias_gradient: whether a backward returns the bias's.
         window, longest: as of :func:`cute_attn.sdpa.calls.call_of`.
     """
 
@@ -70,15 +70,14 @@ class Question(NamedTuple):
     wants_lse: bool = True
     debug: bool = False
     bias_gradient: bool = False
-    deterministic: bool = False
     window: tuple[int | None, int | None] = (None, None)
     longest: tuple[int, int] | None = None
 
 
-def _key(question: tuple, options: Options, inputs: tuple, kind: str) -> tuple:
+def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tuple:
     """What a plan depends on beside the tensors' metadata, and the shapes, by which it is found.
 
-    question: fields of :class:`Question`, a tuple for speed. inputs: as of :meth:`ForwardPlan.run`.
+    question: fields of :class:`Question`, a tuple for speed. inputs: as of :meth:`ForwardPlan.run`. kind: of plans.
     """
     q, k, v, bias, starts, _, used, slopes = inputs
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
@@ -139,20 +138,21 @@ def _forward(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | 
 
 
 def _backward(
-    question: Question, options: Options, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]
+    question: tuple, options: Options, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]
 ) -> BackwardPlan | str:
     """The same of a backward; grads: of out, then out and lse."""
-    question = question._replace(deterministic=torch.are_deterministic_algorithms_enabled())
-    key, present = _key(question, options, inputs, "backward"), (*grads, *_present(inputs))
+    kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "backward"
+    key, present = _key(question, options, inputs, kind), (*grads, *_present(inputs))
     plan = recall(key, present)
     if plan is not None:
         return plan
-    call = _call(question, options, inputs)
+    asked = Question(*question)
+    call = _call(asked, options, inputs)
     reason = why_not(call)
     if reason is not None:
         return remember(key, present, reason)
     made = plan_backward(
-        call, inputs, grads, heads_first=question.heads_first, bias_gradient=question.bias_gradient
+        call, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
     )
     return remember(key, present, made)
 
@@ -168,15 +168,14 @@ def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
     return None
 
 
-def _fresh(like: Tensor, *kinds: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
-    """Memory of at most one dimension that is never read, on ``like``'s device; kinds: shapes and dtypes."""
+def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
+    """Memory that is never read, on ``like``'s device; kinds: shapes, strides and dtypes."""
     if like.is_cuda and like.get_device() == launcher._current_device():
-        empty = launcher.new_empty_strided
-        return [empty(like, shape, (1,) if shape else (), dtype) for shape, dtype in kinds]
-    return [like.new_empty(shape, dtype=dtype) for shape, dtype in kinds]
+        return [launcher.new_empty_strided(like, *kind) for kind in kinds]
+    return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
 
 
-_NUMBER, _WORD, _TWO_WORDS = ((), torch.int64), ((), torch.uint64), ((2,), torch.uint64)
+_NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,), (1,), torch.uint64)
 
 
 def _numbers(found: Results) -> Sequence[Tensor]:
@@ -190,8 +189,8 @@ def _flash_state(found: Results) -> Sequence[Tensor]:
     """rng_state, an unused tensor and the debug mask."""
     out, state = found.out, found.state
     if state is None:
-        return _fresh(out, _TWO_WORDS, _WORD, ((0,), out.dtype))
-    unused, debug = _fresh(out, _WORD, ((0,), out.dtype))
+        return _fresh(out, _TWO_WORDS, _WORD, ((0,), (1,), out.dtype))
+    unused, debug = _fresh(out, _WORD, ((0,), (1,), out.dtype))
     return state.view(torch.uint64), unused, debug if found.softmax is None else _debug_mask(found.softmax)
 
 
@@ -246,7 +245,7 @@ def flash_backward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     inputs, grads = (query, key, value, None, None, None, None, None), (grad_out, out, logsumexp)
-    plan = _backward(Question("flash", is_causal, dropout_p, scale), options, inputs, grads)
+    plan = _backward(("flash", is_causal, dropout_p, scale), options, inputs, grads)
     if isinstance(plan, str):
         return plan
     return plan.run(inputs, grads, philox_seed)
@@ -296,7 +295,7 @@ def efficient_backward(
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
     inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
-    question = Question("efficient", is_causal, dropout_p, scale, bias_gradient=bias_gradient)
+    question = ("efficient", is_causal, dropout_p, scale, True, True, False, bias_gradient)
     plan = _backward(question, options, inputs, grads)
     if isinstance(plan, str):
         return plan
@@ -355,7 +354,7 @@ def cudnn_backward(
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    plan = _backward(Question("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
+    plan = _backward(("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
     if isinstance(plan, str):
         return plan
     return plan.run(inputs, grads, (philox_seed, philox_offset))

@@ -33,13 +33,13 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MAX_PLANS = 4096
 _MAX_SEEN = 8
-_seen: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}  # torch's guards, a fifth of a key's time
+_guards: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}  # torch's guards, a fifth of a key's time
 _plans: dict[Hashable, Any] = {}
 
 
 def recall(key: Hashable, tensors: Sequence[Tensor]) -> Any:
     """What :func:`remember` was given for this key and for tensors of the same metadata, or None."""
-    for check, plan in _seen.get(key, ()):
+    for check, plan in _guards.get(key, ()):
         if check(*tensors):
             return plan
     plan = _plans.get((key, *map(_metadata, tensors)))
@@ -64,7 +64,7 @@ def _metadata(x: Tensor) -> tuple:
 def forget() -> None:
     """Forget all plans."""
     _plans.clear()
-    _seen.clear()
+    _guards.clear()
 
 
 def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
@@ -73,7 +73,7 @@ def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
         return
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = launcher._tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    seen = _seen.setdefault(key, [])
+    seen = _guards.setdefault(key, [])
     seen.insert(0, (guards.check, plan))
     del seen[_MAX_SEEN:]
 
@@ -122,8 +122,19 @@ def _views(
         elif x.data_ptr() != y.data_ptr():
             return None
         else:
-            layouts.append((tuple(y.shape), tuple(y.stride())))
+            layouts.append(_other_layout(x, y))
     return tuple(layouts)
+
+
+def _other_layout(x: Tensor, y: Tensor) -> Layout | None:
+    """``y``'s layout, or None where it is ``x``'s."""
+    layout = tuple(y.shape), tuple(y.stride())
+    return None if layout == (tuple(x.shape), tuple(x.stride())) else layout
+
+
+def _viewed(x: Tensor, layout: Layout | None) -> Tensor:
+    """``x`` in that layout: a view, which costs as much host time as all else of an input, only where they differ."""
+    return x if layout is None else as_strided(x, *layout)
 
 
 def _tensors(
@@ -185,11 +196,13 @@ class Output:
         layout: as PyTorch promises it.
         heads_first: whether it has heads before rows.
         written: strides with rows before heads in which kernels write it; None where they cannot, and it is copied.
+        in_place: whether what kernels wrote has those strides, and needs no look at them.
     """
 
     layout: Layout
     heads_first: bool
     written: tuple[int, ...] | None
+    in_place: bool = False
 
     @classmethod
     def of(cls, x: Tensor, last: int, heads_first: bool, backend: str) -> "Output":
@@ -208,11 +221,9 @@ class Output:
 
     def of_rows(self, x: Tensor) -> Tensor:
         """From what kernels wrote."""
-        if self.heads_first:
-            if x.stride() == self.written:
-                return as_strided(x, *self.layout)
-            x = rows_first(x)
-        return laid_out(x, self.layout)
+        if self.in_place:
+            return as_strided(x, *self.layout) if self.heads_first else x
+        return laid_out(rows_first(x) if self.heads_first else x, self.layout)
 
 
 def _writable(strides: tuple[int, ...], element_size: int) -> bool:
@@ -247,7 +258,8 @@ class ForwardPlan:
         call: its metadata.
         rng: where dropout masks come from, see :func:`cute_attn.sdpa.activate`.
         out: how the output reaches PyTorch.
-        views: of q, k, v and bias as kernels read them; None where one has to be copied.
+        views: of q, k, v and bias as kernels read them, None for one that they read as it is; None where one has to
+            be copied.
         launcher: None on the CPU.
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
@@ -308,9 +320,9 @@ def _launched(
     q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, slopes = inputs
     if views is not None:
         of_q, of_k, of_v, of_bias = views
-        q, k, v = as_strided(q, *of_q), as_strided(k, *of_k), as_strided(v, *of_v)  # type: ignore[misc]
-        if bias is not None:
-            bias = as_strided(bias, *of_bias)  # type: ignore[misc]
+        q, k, v = _viewed(q, of_q), _viewed(k, of_k), _viewed(v, of_v)
+        if of_bias is not None:
+            bias = as_strided(bias, *of_bias)
     else:
         q, k, v, bias, *_ = prepare(inputs)
     return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, slopes, bias, None, state
@@ -346,8 +358,10 @@ def plan_forward(
         return plan
     state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
     made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
+    made = replace(made, aligned=False)  # the plan's key says where rows start
     if out.written is not None:
         made = replace(made, strides=(out.written, made.strides[1]))
+        plan = replace(plan, out=replace(out, in_place=True))
     if plan.lse_rows > call.longest[0]:
         shape = (*made.shapes[1][:2], plan.lse_rows)
         strides = (made.strides[0], contiguous_strides(shape))
@@ -414,8 +428,9 @@ class BackwardPlan:
     Attributes:
         call: its metadata.
         grads: how the gradients of q, k and v reach PyTorch.
-        views: of q, k, v and bias as kernels read them; None where one has to be copied.
-        outputs: layouts of grad_out and out with rows before heads, and of lse without padding.
+        views: as of :class:`ForwardPlan`.
+        outputs: layouts of grad_out and out with rows before heads, and of lse without padding; None for one that has
+            it.
         launcher: None on the CPU.
         rest: the parameters after the tensors.
         bias_gradient: whether the bias's gradient is wanted.
@@ -424,7 +439,7 @@ class BackwardPlan:
     call: Call
     grads: tuple[Output, Output, Output]
     views: tuple[Layout | None, ...] | None
-    outputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
     launcher: backward.BackwardLauncher | None
     rest: tuple
     bias_gradient: bool
@@ -437,15 +452,15 @@ class BackwardPlan:
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
-        grad_out, out, lse = (as_strided(x, *layout) for x, layout in zip(grads, self.outputs, strict=True))
+        grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
             params = parameters(self.call, self._kernel_inputs(inputs), state)
             needed = [True, True, True, self.bias_gradient, False]
             found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, needed, *params)
         else:
             found = self.launcher.launch(self._params(inputs, state), (grad_out, None), (out, lse))
-        pairs = zip(self.grads, found, strict=False)
-        return *(output.of_rows(x) for output, x in pairs), *found[3 : 3 + self.bias_gradient]
+        dq, dk, dv = map(Output.of_rows, self.grads, found)
+        return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         heads_first = self.grads[0].heads_first
@@ -476,7 +491,7 @@ def plan_backward(
         call=call,
         grads=results,  # type: ignore[arg-type]
         views=None,
-        outputs=tuple((tuple(x.shape), tuple(x.stride())) for x in (grad_out, out, lse)),
+        outputs=tuple(map(_other_layout, grads, (grad_out, out, lse))),
         launcher=None,
         rest=(),
         bias_gradient=bias_gradient,
@@ -487,13 +502,16 @@ def plan_backward(
     params = parameters(call, prepared, state)
     needed = (True, True, True, bias_gradient, False)
     made = backward.launcher_for(params, grad_out, None, out, lse, needed)
-    wanted = zip(made.shapes, made.strides, results, strict=True)
+    placed = tuple(
+        replace(output, in_place=output.written is not None and shape[-2] == _heads(output))
+        for shape, output in zip(made.shapes, results, strict=True)
+    )
     strides = tuple(
-        own if output.written is None or shape[-2] != _heads(output) else output.written
-        for shape, own, output in wanted
+        output.written if output.in_place else own for own, output in zip(made.strides, placed, strict=True)
     )
     return replace(
         plan,
+        grads=placed,
         views=_views(inputs[:4], prepared[:4]),
         launcher=replace(made, strides=strides),
         rest=params[NUM_TENSORS:],

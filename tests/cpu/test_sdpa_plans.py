@@ -330,7 +330,7 @@ def test_plans_are_bounded(monkeypatch):
     for n in range(10):
         plans.remember("key", made(((1, 1, n + 1, 8),) * 3), n)
     assert len(plans._plans) <= 3 and plans.recall("key", made(((1, 1, 10, 8),) * 3)) == 9
-    assert len(plans._seen["key"]) <= plans._MAX_SEEN
+    assert len(plans._guards["key"]) <= plans._MAX_SEEN
 
 
 def test_a_warm_call_decides_and_plans_once(machine, monkeypatch):
