@@ -3,9 +3,10 @@
     python -m bench.host_time                     every row
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
-Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and
-the least of some repetitions: of the forward alone, and of a forward and a backward of q, k and v. Rows of PyTorch's
-scaled_dot_product_attention come twice, by PyTorch's kernels and with cute_attn.sdpa active.
+Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
+many short runs: of the forward alone, and of a forward and a backward of q, k and v. Each row of PyTorch's
+scaled_dot_product_attention comes twice, by PyTorch's kernels and with cute_attn.sdpa active, whose runs alternate: a
+busy host slows both. Where it is busy the least is the figure to read.
 """
 
 import argparse
@@ -15,25 +16,46 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-CALLS, REPETITIONS = 100, 20
+CALLS, WARM_UP, REPETITIONS = 40, 5, 100
 
 
-def microseconds(step: Callable[[], Any]) -> tuple[float, float]:
-    """Median and least host time of a step that is repeated, with the GPU idle at first."""
+@dataclass(frozen=True)
+class Row:
+    """What is timed.
+
+    Attributes:
+        name: of the row.
+        call: makes a call; with True, of tensors that require gradients.
+        around: what the calls run in, entered before each run.
+    """
+
+    name: str
+    call: Callable[[bool], Any]
+    around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+
+
+def microseconds(steps: Sequence[tuple[Callable[[], Any], Row]]) -> list[tuple[float, float]]:
+    """Median and least host time of steps, each in its row's surroundings, in turns; the GPU is idle before a run."""
     import torch
 
-    times = []
+    times: list[list[float]] = [[] for _ in steps]
     for _ in range(REPETITIONS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            step()
-        times.append((time.perf_counter() - start) / CALLS * 1e6)
+        for (step, row), own in zip(steps, times, strict=True):
+            with row.around():
+                for _ in range(WARM_UP):
+                    step()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    step()
+                own.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(times), min(times)
+    return [(statistics.median(own), min(own)) for own in times]
 
 
 def rows() -> dict[str, Callable[[bool], Any]]:
@@ -70,11 +92,13 @@ def rows() -> dict[str, Callable[[bool], Any]]:
     }
 
 
-def sdpa_rows() -> dict[str, Callable[[bool], Any]]:
-    """Calls of scaled_dot_product_attention, by backend."""
+def sdpa_rows() -> list[list[Row]]:
+    """Calls of scaled_dot_product_attention: for each backend, PyTorch's and ours."""
     import torch
+    from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
+
+    from cute_attn import sdpa
 
     inputs = {
         flag: [
@@ -85,19 +109,26 @@ def sdpa_rows() -> dict[str, Callable[[bool], Any]]:
     }
     bias = torch.zeros(2, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
 
-    def call(backend: SDPBackend, **options: Any) -> Callable[[bool], Any]:
-        def run(gradients: bool) -> Any:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
+    @contextlib.contextmanager
+    def ours(backend: SDPBackend) -> Any:
+        with sdpa.active(unsupported="error"), sdpa_kernel(backend):
+            yield
 
-        return run
+    def pair(name: str, backend: SDPBackend, **options: Any) -> list[Row]:
+        def call(gradients: bool) -> Any:
+            return F.scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
 
-    return {
-        "SDPA flash": call(SDPBackend.FLASH_ATTENTION, is_causal=True),
-        "SDPA efficient": call(SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
-        "SDPA efficient, bias": call(SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
-        "SDPA cuDNN": call(SDPBackend.CUDNN_ATTENTION, is_causal=True),
-    }
+        return [
+            Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)),
+            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend)),
+        ]
+
+    return [
+        pair("SDPA flash", SDPBackend.FLASH_ATTENTION, is_causal=True),
+        pair("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
+        pair("SDPA efficient, bias", SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
+        pair("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, is_causal=True),
+    ]
 
 
 def _step(call: Callable[[bool], Any]) -> None:
@@ -113,21 +144,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
     print(f"{'us of host time, median (least)':34} {'forward':>16} {'forward+backward':>20}")
-    from cute_attn import sdpa
-
-    chosen = [(name, call, False) for name, call in rows().items()]
-    for name, call in sdpa_rows().items():
-        chosen += [(f"{name}, PyTorch", call, False), (f"{name}, cute_attn.sdpa", call, True)]
-    for name, call, active in chosen:
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
-            continue
-        with sdpa.active(unsupported="error") if active else contextlib.nullcontext():
-            forward = microseconds(functools.partial(call, False))
-            both = microseconds(functools.partial(_step, call))
-        print(
-            f"{name:34} {forward[0]:7.1f} ({forward[1]:5.1f}) {both[0]:11.1f} ({both[1]:5.1f})",
-            flush=True,
-        )
+    for group in [[Row(name, call)] for name, call in rows().items()] + sdpa_rows():
+        chosen = [
+            row for row in group if any(fnmatch.fnmatch(row.name, pattern) for pattern in options.patterns)
+        ]
+        forward = microseconds([(functools.partial(row.call, False), row) for row in chosen])
+        both = microseconds([(functools.partial(_step, row.call), row) for row in chosen])
+        for row, alone, pair in zip(chosen, forward, both, strict=True):
+            print(
+                f"{row.name:34} {alone[0]:7.1f} ({alone[1]:5.1f}) {pair[0]:11.1f} ({pair[1]:5.1f})",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

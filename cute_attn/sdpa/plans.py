@@ -507,11 +507,12 @@ def plan_backward(
         for shape, output in zip(made.shapes, results, strict=True)
     )
     strides = tuple(
-        output.written if output.in_place else own for own, output in zip(made.strides, placed, strict=True)
+        output.written if output.in_place and output.written else own
+        for own, output in zip(made.strides, placed, strict=True)
     )
     return replace(
         plan,
-        grads=placed,
+        grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
         launcher=replace(made, strides=strides),
         rest=params[NUM_TENSORS:],
