@@ -383,16 +383,19 @@ def _attend_pages(
         raise ValueError(
             f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
         )
-    q, k, v = (x.detach() for x in tensors)
+    scale, dim = options.softmax_scale, tensors[2].shape[-1]
+    if scale is None and tensors[0].dim() and tensors[0].shape[-1]:
+        scale = tensors[0].shape[-1] ** -0.5
+    q, k, v = (whole_head_dim(x.detach()) for x in tensors)
     found = attention_with_kvcache(
-        _contiguous(q),
+        q,
         k,
         v,
         cache_seqlens=starts_k.diff(),
         page_table=block_table,
         cu_seqlens_q=starts_q,
         max_seqlen_q=_whole_number(longest_q),
-        softmax_scale=options.softmax_scale,
+        softmax_scale=scale,
         causal=bool(options.causal),
         window=_window(options.window_size, options.causal),
         softcap=max(options.softcap, 0.0),
@@ -400,6 +403,8 @@ def _attend_pages(
         return_lse=options.return_attn_probs,
     )
     out = found if isinstance(found, Tensor) else found[0]
+    if out.shape[-1] != dim:
+        out = out[..., :dim]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _WithoutBackward.apply(out, *tensors)
     return out if isinstance(found, Tensor) else (out, _infinite(found[1]), out.new_empty(0))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.interface import resolve_mask, resolve_precision
+from cute_attn.interface import resolve_mask
 from cute_attn.params import AttentionParams, check, check_for_kernels
 from cute_attn.traits import Traits
 
@@ -33,7 +33,6 @@ class Call(NamedTuple):
         longest: max_seqlen_q and max_seqlen_k.
         causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
         drawable: whether a dropout mask can be drawn.
-        precision: of fp32 products, see :func:`cute_attn.attention`.
     """
 
     backend: str
@@ -51,7 +50,6 @@ class Call(NamedTuple):
     dropout_p: float
     scale: float | None
     drawable: bool
-    precision: str
 
     @property
     def packed(self) -> bool:
@@ -157,7 +155,7 @@ def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> A
         return_softmax=False,
         kernel="",
         tile="",
-        precision=call.precision,
+        precision="",  # of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel
     )
 
 
@@ -221,7 +219,6 @@ def call_of(
         dropout_p=dropout_p,
         scale=scale,
         drawable=rng != "torch" or not _is_capturing(q.device),
-        precision=resolve_precision(q),
     )
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from cute_attn import launcher
-from cute_attn.interface import resolve_precision
 from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, _is_capturing, call_of, why_not
 from cute_attn.sdpa.plans import (
     BackwardPlan,
@@ -86,8 +85,6 @@ def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tu
     key: tuple = (kind, question, q.shape, k.shape, aligned, masked, present)
     if question[_DROPOUT_P] and options.rng == "torch":
         key = (*key, "torch", _is_capturing(q.device))
-    if q.dtype == torch.float32:
-        key = (*key, resolve_precision(q))
     return key
 
 

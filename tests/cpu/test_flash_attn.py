@@ -401,15 +401,16 @@ def test_a_cache_without_keys():
     torch.testing.assert_close(full, plain(q, cache, cache)[0])
 
 
+@pytest.mark.parametrize("dim", [16, 11])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1), "softcap": 1.5}])
-def test_varlen_with_pages(options):
-    q, k, v = randn(16, 4, 16), randn(20, 2, 16, seed=1), randn(20, 2, 16, seed=2)
+def test_varlen_with_pages(options, dim):
+    q, k, v = randn(16, 4, dim), randn(20, 2, dim, seed=1), randn(20, 2, dim, seed=2)
     table = int32(*range(9)).flip(0).reshape(3, 3)
     pages = []
     for x in (k, v):
         sequences = [x[a:b] for a, b in pairwise(CU_K.tolist())]
-        padded = torch.stack([torch.cat([y, y.new_full((9 - len(y), 2, 16), math.nan)]) for y in sequences])
-        cache = randn(9, 3, 2, 16, seed=3)
+        padded = torch.stack([torch.cat([y, y.new_full((9 - len(y), 2, dim), math.nan)]) for y in sequences])
+        cache = randn(9, 3, 2, dim, seed=3)
         cache[table.long()] = padded.unflatten(1, (3, 3))
         pages.append(cache)
     found = package.flash_attn_varlen_func(
