@@ -274,8 +274,8 @@ def _combine(
         for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
     }
     own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
-    of_a_row = shapes[0][0] // 2 // max(units(params, kernel.tile), 1)
-    return compiler.compile(own, CombineSharesTile.after(kernel.tile, own, of_a_row), target).function
+    tile = CombineSharesTile.after(kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2)
+    return compiler.compile(own, tile, target).function
 
 
 def _partial_shapes(

@@ -428,7 +428,8 @@ class Combine:
 class CombineUnits:
     """Units, query blocks of packs of heads, in chunks of a CTA's rows: block -> (batch, pack, m_block, chunk).
 
-    Packed queries have the query blocks of all sequences, padded as in :func:`first_block`.
+    Packed queries have the query blocks of all sequences, padded as in :func:`first_block`. Where the tile says so the
+    chunks are of a slot's unit instead: block -> (slot, chunk).
     """
 
     chunks: cute.FastDivmodDivisorV2
@@ -439,7 +440,9 @@ class CombineUnits:
     total: Int32
 
     @staticmethod
-    def make(mO: cute.Tensor, seqlens: Seqlens, nheads_kv: Int32, tile: CombineSharesTile) -> "CombineUnits":
+    def make(
+        mO: cute.Tensor, seqlens: Seqlens, nheads_kv: Int32, slots: Int32, tile: CombineSharesTile
+    ) -> "CombineUnits":
         """On the host."""
         queries = tile.tile_m // tile.pack_heads
         group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
@@ -453,6 +456,8 @@ class CombineUnits:
         else:
             m_blocks = Int32(mO.shape[0]) // queries + batch
             total = packs * m_blocks * chunks
+        if cutlass.const_expr(tile.by_slot):
+            total = slots * chunks
         chunks, m_blocks, packs, packs_per_kvhead = (
             cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
         )
@@ -522,7 +527,7 @@ class CombineShares(Combine):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        units = CombineUnits.make(mO, seqlens, nheads_kv, self.tile)
+        units = CombineUnits.make(mO, seqlens, nheads_kv, slots, self.tile)
         self.kernel(partials, mO, mLSE, mSinks, seqlens, mask_args, units, slots).launch(
             grid=[units.total, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
@@ -545,7 +550,8 @@ class CombineShares(Combine):
     ) -> None:
         tile, lane = self.tile, cute.arch.lane_idx()
         warm_lengths(seqlens, seqlens.batch(mO), lane)
-        unit = self.unit(cute.arch.block_idx()[0], seqlens.batch(mO), seqlens, mask_args, units, slots, lane)
+        find = self.unit_of_slot if self.tile.by_slot else self.unit
+        unit = find(cute.arch.block_idx()[0], seqlens.batch(mO), seqlens, mask_args, units, slots, lane)
         if cutlass.const_expr(self.traits.arch == "sm90"):
             # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
             cute.arch.griddepcontrol_wait()
@@ -586,6 +592,26 @@ class CombineShares(Combine):
             shares, start = KeyShares.measure(blocks, number, heads, slots, lane, OVERHEAD, batch)
             first, last = shares.slots_of(start, batch, pack, m_block)
         return CombineUnit(batch, pack, row0, chunk, info, first, last)
+
+    @cute.jit
+    def unit_of_slot(
+        self,
+        block: Int32,
+        number: Int32,
+        seqlens: Seqlens,
+        mask_args: tuple,
+        units: CombineUnits,
+        slots: Int32,
+        lane: Int32,
+    ) -> CombineUnit:
+        """As :meth:`unit`: the one that a slot begins and does not end."""
+        queries: Constexpr = self.tile.tile_m // self.tile.pack_heads
+        slot, chunk = divmod(block, units.chunks)
+        blocks = VisibleBlocks(seqlens, mask_args, self.mask, queries, self.tile.tile_n)
+        shares = KeyShares.make(blocks, number, units.packs.divisor, slots, lane, OVERHEAD)
+        batch, pack, m_block, last = shares.divided_unit(slot)
+        info = SeqlenInfo.read(seqlens, batch)
+        return CombineUnit(batch, pack, m_block * queries, chunk, info, slot, last)
 
     @cute.jit
     def place_of_unit(

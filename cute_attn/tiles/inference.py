@@ -110,18 +110,24 @@ class CombineSharesTile(CombineTile):
 
     Attributes:
         tile_m, tile_n, pack_heads: that kernel's.
+        by_slot: whether a CTA looks for the unit that a slot begins and does not end, rather than for the slots of one
+            of all units: where units are many, most are whole.
     """
 
     tile_m: int = 64
     tile_n: int = 64
     pack_heads: int = 1
+    by_slot: bool = False
 
     @staticmethod
-    def after(tile: Any, traits: Traits, partials: int) -> "CombineSharesTile":
-        """The tile for about so many partial results of a row, after a kernel with ``tile``."""
+    def after(tile: Any, traits: Traits, units: int, slots: int) -> "CombineSharesTile":
+        """The tile after a kernel with ``tile`` for so many units, at most, divided among so many slots."""
+        partials = slots // max(units, 1)
         groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
         rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if tile.tile_m <= 64 else 8, 4)
-        chosen = CombineSharesTile(rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads)
+        chosen = CombineSharesTile(
+            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, by_slot=units > slots
+        )
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen

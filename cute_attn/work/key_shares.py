@@ -208,6 +208,12 @@ class KeyShares:
     @cute.jit
     def share(self, position: Int32, end: Int32) -> Share:
         """What a slot that ends at ``end`` has of the unit at ``position``, from there on."""
+        batch, head, m_block, start, _ = self.find_unit(position)
+        return self.share_of_unit(batch, head, m_block, start, position, end)
+
+    @cute.jit
+    def find_unit(self, position: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """The unit that has a position: its batch, head and m_block, where it starts, and its positions."""
         batch, start = self.find_sequence(position)
         size = self.head_size(batch)
         head = (position - start) // size
@@ -218,7 +224,7 @@ class KeyShares:
             start += size
             m_block += 1
             size = self.unit_size(batch, m_block)
-        return self.share_of_unit(batch, head, m_block, start, position, end)
+        return batch, head, m_block, start, size
 
     @cute.jit
     def following(self, share: Share, end: Int32) -> Share:
@@ -279,6 +285,20 @@ class KeyShares:
             position += self.unit_size(batch, before)
         last = position + self.unit_size(batch, m_block) - 1
         return self.slot_of(position + self.overhead), self.slot_of(last)
+
+    @cute.jit
+    def divided_unit(self, slot: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The unit whose first slot is ``slot`` and whose last is a later one, of which a slot has one at most.
+
+        Returns its batch, head and m_block, and its last slot: ``slot`` where there is none.
+        """
+        batch, head, m_block, last = Int32(0), Int32(0), Int32(0), slot
+        end = self.begin(slot + 1)
+        if self.begin(slot) < end:
+            batch, head, m_block, start, size = self.find_unit(end - 1)
+            if self.slot_of(start + self.overhead) == slot:
+                last = self.slot_of(start + size - 1)
+        return batch, head, m_block, last
 
     @staticmethod
     def partial(slot: Int32, first: Int32) -> Int32:

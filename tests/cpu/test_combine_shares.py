@@ -43,11 +43,12 @@ def combine(
     seqlens = Seqlens(
         starts if packed else None, None, None, lengths, numbers[0], Int32(1 << 30), None, Int32(0)
     )
-    units = CombineUnits.make(out, seqlens, Int32(HEADS_KV), kernel.tile)
+    units = CombineUnits.make(out, seqlens, Int32(HEADS_KV), numbers[1], kernel.tile)
     partials, shared = Partials(outs, lses, Int32(0), Int32(0)), kernel.shared_memory(memory.iterator)
     threads: Constexpr = kernel.tile.num_threads(kernel.traits)
     for block in cutlass.range(units.total, unroll=1):
-        unit = kernel.unit(block, Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
+        find = kernel.unit_of_slot if kernel.tile.by_slot else kernel.unit
+        unit = find(block, Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
         if unit.first < unit.last:
             for thread in cutlass.range(threads, unroll=1):
                 place, found = kernel.place_of_unit(thread, unit, partials, units)
@@ -171,7 +172,7 @@ class Call:
                 assert lse[head, at] == whole_lse or math.isclose(lse[head, at], whole_lse, abs_tol=1e-4)
 
 
-def kernel_of(kind, varlen, rows, groups, unroll, eager):
+def kernel_of(kind, varlen, rows, groups, unroll, eager, by_slot):
     traits = Traits(
         "combine_shares",
         "sm80",
@@ -181,12 +182,12 @@ def kernel_of(kind, varlen, rows, groups, unroll, eager):
         varlen=varlen,
         seqused_k=True,
     )
-    tile = CombineSharesTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK)
+    tile = CombineSharesTile(rows, groups, unroll, eager, QUERIES * PACK, TILE_N, PACK, by_slot)
     assert tile.reject(traits, "sm80") is None
     return CombineShares(traits, tile)
 
 
-TILES = [(8, 1, 4, False), (2, 8, 2, True), (4, 2, 16, True)]
+TILES = [(8, 1, 4, False, True), (2, 8, 2, True, False), (4, 2, 16, True, True)]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
