@@ -176,7 +176,9 @@ def rows() -> Iterator[Row]:
     """One sequence over its length; batches; pages; head counts and dims; queries; what a call adds; prefill."""
     for keys in (1024, 4096, 8192, 16384, 32768, 65536, 131072):
         yield Row(1, keys, ampere=keys == 32768)
+    yield Row(1, 131072, heads=(32, 1))
     yield Row(4, 8192)
+    yield Row(8, 8192)
     yield Row(16, 8192, ampere=True)
     yield Row(64, 4096, ampere=True)
     yield Row(128, 2048, ampere=True)
