@@ -5,8 +5,8 @@
 
 Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
 many short runs: of the forward alone, and of a forward and a backward of q, k and v. Each row of PyTorch's
-scaled_dot_product_attention comes twice, by PyTorch's kernels and with cute_attn.sdpa active, whose runs alternate: a
-busy host slows both. Where it is busy the least is the figure to read.
+scaled_dot_product_attention comes three times, by PyTorch's kernels and with cute_attn.sdpa active, without and with
+``direct``, whose runs alternate: a busy host slows all. Where it is busy the least is the figure to read.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def rows() -> dict[str, Callable[[bool], Any]]:
 
 
 def sdpa_rows() -> list[list[Row]]:
-    """Calls of scaled_dot_product_attention: for each backend, PyTorch's and ours."""
+    """Calls of scaled_dot_product_attention: for each backend PyTorch's, ours, and ours directly."""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -110,24 +110,25 @@ def sdpa_rows() -> list[list[Row]]:
     bias = torch.zeros(2, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
 
     @contextlib.contextmanager
-    def ours(backend: SDPBackend) -> Any:
-        with sdpa.active(unsupported="error"), sdpa_kernel(backend):
+    def ours(backend: SDPBackend, direct: bool) -> Any:
+        with sdpa.active(unsupported="error", direct=direct), sdpa_kernel(backend):
             yield
 
-    def pair(name: str, backend: SDPBackend, **options: Any) -> list[Row]:
+    def group(name: str, backend: SDPBackend, **options: Any) -> list[Row]:
         def call(gradients: bool) -> Any:
             return F.scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
 
         return [
             Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)),
-            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend)),
+            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend, False)),
+            Row(f"{name}, direct", call, functools.partial(ours, backend, True)),
         ]
 
     return [
-        pair("SDPA flash", SDPBackend.FLASH_ATTENTION, is_causal=True),
-        pair("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
-        pair("SDPA efficient, bias", SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
-        pair("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, is_causal=True),
+        group("SDPA flash", SDPBackend.FLASH_ATTENTION, is_causal=True),
+        group("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
+        group("SDPA efficient, bias", SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
+        group("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, is_causal=True),
     ]
 
 

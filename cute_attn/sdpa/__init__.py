@@ -17,25 +17,29 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_attn.sdpa import direct as _direct
+from cute_attn.sdpa import state
 from cute_attn.sdpa.calls import BACKENDS, Inputs, call_of, why_not
 from cute_attn.sdpa.operators import OPERATORS, Options
+from cute_attn.sdpa.state import served
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
 
 NAME = "cute_attn"
-served: Counter[tuple[str, str]] = Counter()
-"""Calls of PyTorch's operators while active, by (operator, "" or the reason why PyTorch's kernel ran)."""
 
 
 def activate(
-    *, backends: Sequence[str] = BACKENDS, unsupported: str = "fall_back", rng: str = "ours"
+    *,
+    backends: Sequence[str] = BACKENDS,
+    unsupported: str = "fall_back",
+    rng: str = "ours",
+    direct: bool = False,
 ) -> None:
     """Serve PyTorch's fused attention from now on; a second call replaces the options of the first.
 
@@ -49,6 +53,10 @@ def activate(
     rng : {"ours", "torch"}
         Where dropout masks come from: as :func:`cute_attn.attention` draws them, or from torch's generator as PyTorch's
         kernel would, so that every mask stays the same bit for bit. The latter falls back within CUDA graphs.
+    direct : bool
+        Whether ``torch.nn.functional.scaled_dot_product_attention`` is replaced, by a function that launches repeated
+        calls without gradients itself, in about half of the host time: see :mod:`cute_attn.sdpa.direct`. What imported
+        that name before calls PyTorch's.
 
     Raises
     ------
@@ -56,7 +64,7 @@ def activate(
         An argument is not what is described here, there is no GPU that kernels are built for, or torch is older than
         2.10. Nothing is changed then.
     """
-    options = Options(backends, unsupported, rng)
+    options = Options(backends, unsupported, rng, direct)
     _check_machine()
     if _torch_names_us():
         _register(options)
@@ -162,6 +170,8 @@ class Activation:
                         continue
                     run = _with_fall_through(name, implementation, options, _stock_kernel(name, key))
                     self.library.impl(name, run, key, with_keyset=True, allow_override=True)
+        if options.direct:
+            _direct.install(options, key.lower())
 
     def remove(self) -> None:
         """Give the operators back to PyTorch; a second call does nothing."""
@@ -169,13 +179,12 @@ class Activation:
         if self.library is not None:
             self.library._destroy()
             self.library = None
+            _direct.remove()
         if _active is self:
             _active = None
 
 
 _active: Activation | None = None
-_observer: Callable[..., Any] | None = None
-"""Of :mod:`cute_attn.sdpa.observe`, while it watches."""
 
 
 def _with_fall_through(
@@ -186,11 +195,12 @@ def _with_fall_through(
     def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
         if _inside.pytorch and stock is not None:
             return stock.call_boxed(keyset, *args, **kwargs)
-        if _observer is None:
+        observer = state.observer
+        if observer is None:
             found = implementation(options, *args, **kwargs)
         else:
             pytorch = None if stock is None else functools.partial(_call_pytorch, stock, keyset)
-            found = _observer(name, implementation, options, pytorch, args, kwargs)
+            found = observer(name, implementation, options, pytorch, args, kwargs)
         if not isinstance(found, str):
             served[name, ""] += 1
             return found

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cute_attn import sdpa
+from cute_attn.sdpa import state
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -76,11 +77,11 @@ class Observer:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active."""
-        sdpa._observer = self
+        state.observer = self
         try:
             yield
         finally:
-            sdpa._observer = None
+            state.observer = None
 
     def __call__(
         self,

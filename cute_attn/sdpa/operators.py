@@ -32,6 +32,7 @@ class Options:
     backends: Sequence[str] = BACKENDS
     unsupported: str = "fall_back"
     rng: str = "ours"
+    direct: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is not accepted."""
@@ -39,7 +40,8 @@ class Options:
             raise ValueError(
                 f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
             )
-        for name, accepted in (("unsupported", ("fall_back", "error")), ("rng", ("ours", "torch"))):
+        choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch"), "direct": (False, True)}
+        for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
@@ -110,7 +112,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
     return Inputs(q, k, v, bias)
 
 
-def _forward(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
+def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
     """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
     key, present = _key(question, options, inputs, "forward"), _present(inputs)
     plan = recall(key, present)
@@ -214,7 +216,7 @@ def flash_forward(
     """``aten::_scaled_dot_product_flash_attention``."""
     inputs = (query, key, value, None, None, None, None, None)
     question = ("flash", is_causal, dropout_p, scale, True, True, return_debug_mask)
-    plan = _forward(question, options, inputs)
+    plan = forward_plan(question, options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
@@ -262,7 +264,7 @@ def efficient_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_efficient_attention``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
-    plan = _forward(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
+    plan = forward_plan(("efficient", is_causal, dropout_p, scale, True, compute_log_sumexp), options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
@@ -321,7 +323,7 @@ def cudnn_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
     inputs = (query, key, value, attn_bias, None, None, None, None)
-    plan = _forward(("cudnn", is_causal, dropout_p, scale), options, inputs)
+    plan = forward_plan(("cudnn", is_causal, dropout_p, scale), options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
@@ -396,7 +398,7 @@ def rows_forward(
         window=(window_size_left, window_size_right),
         longest=None if cum_seq_q is None else (max_q, max_k),  # ignored on batches
     )
-    plan = _forward(question, options, inputs)
+    plan = forward_plan(question, options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)

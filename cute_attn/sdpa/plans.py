@@ -68,14 +68,23 @@ def forget() -> None:
 
 
 def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
-    """Recognise calls by torch's guards, which cannot tell one tensor that is given twice."""
+    """Let :func:`recall` find a plan by torch's guards."""
+    check = guard(tensors)
+    if check is not None:
+        seen = _guards.setdefault(key, [])
+        seen.insert(0, (check, plan))
+        del seen[_MAX_SEEN:]
+
+
+def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Torch's guards, which say whether tensors have the metadata of these; None where one of these is given twice.
+
+    They cannot tell that, and not every version of torch has them.
+    """
     if launcher._tensor_guards is None or len({id(x) for x in tensors}) < len(tensors):
-        return
+        return None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    guards = launcher._tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    seen = _guards.setdefault(key, [])
-    seen.insert(0, (guards.check, plan))
-    del seen[_MAX_SEEN:]
+    return launcher._tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 # ---- inputs as kernels read them ----

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -155,6 +156,47 @@ def test_what_no_kernel_supports_is_pytorchs():
     assert torch.equal(*found)
     ((_, reason),) = sdpa.served
     assert reason.startswith("dropout_p is 0.5; accepted under cuDNN")
+
+
+DIRECT = {"flash": {"is_causal": True}, "efficient": {"scale": 0.2}, "cudnn": {}}
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_direct_calls_are_the_operators_bit_for_bit(backend, order):
+    inputs, options = [x.detach() for x in tensors(333, order=order)], DIRECT[backend]
+    with sdpa_kernel(BACKENDS[backend]):
+        with sdpa.active():
+            wanted = F.scaled_dot_product_attention(*inputs, **options)
+        sdpa.served.clear()
+        with sdpa.active(direct=True):
+            found = [F.scaled_dot_product_attention(*inputs, **options) for _ in range(3)]
+            torch.cuda.synchronize()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.graph(graph, stream=stream):
+                captured = F.scaled_dot_product_attention(*inputs, **options)
+            captured.zero_()
+            graph.replay()
+            with torch.autocast("cuda", torch.float16):
+                assert F.scaled_dot_product_attention(*inputs, **options).dtype == torch.float16
+            learned = [inputs[0].clone().requires_grad_(), *inputs[1:]]
+            assert F.scaled_dot_product_attention(*learned, **options).requires_grad
+    name = f"_scaled_dot_product_{backend}_attention"
+    assert sdpa.served == {(name, ""): 6}
+    for x in (*found, captured):
+        assert torch.equal(x, wanted) and x.stride() == wanted.stride()
+
+
+def test_direct_calls_change_their_backend_with_pytorchs():
+    inputs = [x.detach() for x in tensors(333)]
+    with sdpa.active(direct=True):
+        for backend in (*BACKENDS, *BACKENDS):
+            with sdpa_kernel(BACKENDS[backend]):
+                for _ in range(2):
+                    F.scaled_dot_product_attention(*inputs)
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(*inputs)
+    assert sdpa.served == {(f"_scaled_dot_product_{backend}_attention", ""): 4 for backend in BACKENDS}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
