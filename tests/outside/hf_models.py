@@ -20,8 +20,9 @@ for parent, child, mixin in (
 
 import unittest  # noqa: E402
 
-from tests.test_modeling_common import ModelTesterMixin  # type: ignore[import-not-found]  # noqa: E402
 from transformers.testing_utils import torch_device  # noqa: E402
+
+from tests import test_modeling_common as common  # type: ignore[attr-defined]  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -29,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 32, "sliding_window": 20, "query_pre_attn_scalar": 32},
     "Qwen3": {"head_dim": 32},
 }
+"""Decoders of text, and what their configurations have beside sizes."""
 
 
 class Tester:
@@ -59,6 +61,62 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class ViTTester(Tester):
+    """Of an encoder of images."""
+
+    seq_length, num_masks, mask_length = 65, 7, 64
+
+    def get_config(self) -> Any:
+        """Two layers, four heads; 64 patches and one token."""
+        return transformers.ViTConfig(
+            hidden_size=128,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=4,
+        )
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Images."""
+        return self.get_config(), {
+            "pixel_values": torch.rand(self.batch_size, 3, 32, 32, device=torch_device)
+        }
+
+
+class WhisperTester(Tester):
+    """Of an encoder of sound with a decoder of text, which attends to it."""
+
+    encoder_seq_length = 30
+
+    def get_config(self) -> Any:
+        """Two layers each, four heads."""
+        return transformers.WhisperConfig(
+            vocab_size=99,
+            d_model=128,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_mel_bins=16,
+            max_source_positions=self.encoder_seq_length,
+            max_target_positions=self.seq_length,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+        )
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Features of sound, two a position, and tokens."""
+        shape = (self.batch_size, 16, 2 * self.encoder_seq_length)
+        ids = torch.randint(3, 99, (self.batch_size, self.seq_length), device=torch_device)
+        return self.get_config(), {
+            "input_features": torch.rand(shape, device=torch_device),
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": torch.ones_like(ids),
+        }
+
+
 def _equivalence(side: str) -> Any:
     def test(self: Any) -> None:
         from cute_attn import transformers as ours
@@ -69,20 +127,29 @@ def _equivalence(side: str) -> Any:
     return test
 
 
-for _name in MODELS:
-    _case = type(
-        f"{_name}ModelTest",
-        (ModelTesterMixin, unittest.TestCase),
+def _case(name: str, tester: Tester, head: str, **attributes: Any) -> type:
+    """A test case of a model and of the same with a head."""
+    case = type(
+        f"{name}ModelTest",
+        (common.ModelTesterMixin, unittest.TestCase),
         {
             "all_model_classes": (
-                getattr(transformers, f"{_name}Model"),
-                getattr(transformers, f"{_name}ForCausalLM"),
+                getattr(transformers, f"{name}Model"),
+                getattr(transformers, f"{name}{head}"),
             ),
-            "setUp": lambda self, name=_name: setattr(self, "model_tester", Tester(name)),
+            "setUp": lambda self: setattr(self, "model_tester", tester),
             "test_cute_attn_inference_equivalence": _equivalence("left"),
             "test_cute_attn_inference_equivalence_right_padding": _equivalence("right"),
+            **attributes,
         },
     )
-    _case.__module__ = __name__
-    globals()[_case.__name__] = _case
-del _case, ModelTesterMixin  # so that pytest collects each once
+    case.__module__ = __name__
+    return case
+
+
+for _name in MODELS:
+    globals()[f"{_name}ModelTest"] = _case(_name, Tester(_name), "ForCausalLM")
+ViTModelTest = _case("ViT", ViTTester("ViT"), "ForImageClassification")
+WhisperModelTest = _case(
+    "Whisper", WhisperTester("Whisper"), "ForConditionalGeneration", is_encoder_decoder=True
+)

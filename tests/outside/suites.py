@@ -165,8 +165,8 @@ SUITES = {
         paths=(str(Path(__file__).parent / "hf_models.py"),),
         adapter="sdpa",
         tests={
-            "test_cute_attn_inference_equivalence": 8,
-            "test_eager_matches_sdpa": 120,
+            "test_cute_attn_inference_equivalence": 12,
+            "test_eager_matches_sdpa": 150,
             "test_sdpa_can_dispatch_on_flash": 4,
             "test_sdpa_can_compile_dynamic": 4,
             "test_eager_matches_batched": 8,
