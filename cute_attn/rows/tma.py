@@ -5,10 +5,34 @@ from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.pipeline import Pipeline
 from cute_attn.work.query_tiles import QueryTile
+
+
+def descriptor_address(atom: cute.CopyAtom) -> Int64:
+    """Where a TMA atom's descriptor is, for :func:`start_box`."""
+    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return Int64(cute_nvgpu.get_tma_desc_addr(pointer, executable).toint())
+
+
+def start_box(
+    target: Int32, descriptor: Int64, where: tuple[Any, ...], barrier: Int32, policy: Int64
+) -> None:
+    """By one thread: start loading the box at coordinates ``where`` to the address ``target`` of shared memory.
+
+    As ``cute.copy`` does, which a whole warp has to call for each box.
+    """
+    coordinates = ", ".join(f"{{$r{i + 4}}}" for i in range(len(where)))
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.tensor.{len(where)}d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"[{{$r0}}], [{{$r1}}, {{{coordinates}}}], [{{$r2}}], {{$r3}};",
+        read_only_args=[target, descriptor, barrier, policy, *where],
+    )
 
 
 @dataclass(frozen=True)

@@ -392,14 +392,12 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         """Registers of a consumer thread: fewer than the forward's, as the producer needs more."""
         if self.blocks_per_sm > 1:
             return {2: 200, 3: 104}[self.blocks_per_sm]
-        if self.warpgroups == 2 and self.copies_rows:
-            return 208
         return 200 if self.half_registers else {1: 255, 2: 224, 3: 152}[self.warpgroups]
 
     @property
     def load_registers(self) -> int:
-        """Registers of a producer thread, which finds shares and pages; warps that copy rows need more."""
-        return 88 if self.copies_rows else 56
+        """Registers of a producer thread, which finds shares and pages."""
+        return 56
 
     @property
     def copies_rows(self) -> bool:
@@ -430,9 +428,6 @@ class KvcacheSm90Tile(ForwardSm90Tile):
                     f"page_rows is {self.page_rows}; accepted: 1, and multiples of 8 that divide tile_n, "
                     f"{self.tile_n}, for {traits}"
                 )
-            registers = 128 * (self.load_registers + self.warpgroups * self.compute_registers)
-            if self.copies_rows and self.min_blocks_per_sm * registers > 65536:
-                return f"page_rows is 1 with {self}; accepted: with registers for one CTA alone, for {traits}"
         elif self.page_rows:
             return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"
         return super().shape_reason(traits)

@@ -234,6 +234,25 @@ def test_pages_equal_entries_bit_for_bit(page, split, arch):
         assert same(call.run_paged(page, heads_first, **options), expected)
 
 
+@pytest.mark.skipif("sm90" not in ARCHS, reason="Hopper's ways to load pages")
+@pytest.mark.parametrize("tile", ["", "page_rows=1"], ids=["boxes", "rows"])
+@pytest.mark.parametrize("page", [16, 64])
+def test_long_pages_equal_entries_bit_for_bit(page, tile):
+    """Many lookups in the table by each CTA; one looks up pages of up to 32 boxes."""
+    call = Call((9000, 2049, 4097), (1,) * 3)
+    expected = call.run(kernel="sm90", num_splits=1)
+    assert same(call.run_paged(page, kernel="sm90", num_splits=1, tile=tile), expected)
+
+
+@pytest.mark.skipif("sm90" not in ARCHS, reason="Hopper's ways to load pages")
+@pytest.mark.parametrize("dims", [(32, 32), (96, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("page", [3, 8])
+def test_pages_of_any_width_equal_entries(page, dims):
+    """Rows of 4 to 32 vectors of 16 bytes, by boxes and by copies."""
+    call = Call((1, 0, 63, 700, 1030), (2,) * 5, dims=dims)
+    assert same(call.run_paged(page, kernel="sm90"), call.run(kernel="sm90"))
+
+
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [1, 3, 19])
 @pytest.mark.parametrize("queries", [1, 17, 70])

@@ -43,20 +43,8 @@ def _chosen(tiles: list[KvcacheSm90Tile], traits: Traits, call: CacheCall) -> Kv
     """The first one that fits, with boxes for pages of the call's size."""
     tiles = [tile for tile in tiles if call.part_keys % tile.tile_n == 0]
     if traits.paged:
-        tiles = [_for_pages(tile, call.page_size) for tile in tiles]
+        tiles = [dataclasses.replace(t, page_rows=page_rows(call.page_size, t.tile_n)) for t in tiles]
     return first_that_fits(tiles, traits, "sm90")
-
-
-def _for_pages(tile: KvcacheSm90Tile, page_size: int) -> KvcacheSm90Tile:
-    """With boxes for such pages; or without any: warps that copy rows keep the pages of up to 64 keys in registers."""
-    rows = page_rows(page_size, tile.tile_n)
-    tile = dataclasses.replace(tile, page_rows=rows)
-    if not tile.copies_rows:
-        return tile
-    tile = dataclasses.replace(tile, half_registers=False, blocks_per_sm=1)
-    if tile.tile_n <= 64:
-        return tile
-    return dataclasses.replace(tile, tile_n=64, num_stages=tile.num_stages * tile.tile_n // 64)
 
 
 def page_rows(page_size: int, tile_n: int) -> int:
@@ -85,4 +73,6 @@ def many_rows(traits: Traits) -> list[KvcacheSm90Tile]:
     tile = KvcacheSm90Tile(128, 128, q_in_regs=d <= 128, rescale_threshold=8, speculative=speculative)
     if d <= 64:
         return [dataclasses.replace(tile, num_stages=3)]
+    if d <= 128 and traits.softcap and traits.alibi:  # with 128 keys they spill registers
+        return [dataclasses.replace(tile, tile_n=64, num_stages=4)]
     return [tile] if d <= 128 else [dataclasses.replace(tile, tile_n=n) for n in (96, 80, 64)]

@@ -34,7 +34,8 @@ from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParam
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardInputs, ForwardOutputs, make_storage
 from cute_attn.kernels.limits import beyond_cache
-from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles, RowCopies
+from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
+from cute_attn.rows.row_copies import RowCopies
 from cute_attn.tiles import KvcacheSm90Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
@@ -144,7 +145,7 @@ class KvcacheSm90(ForwardSm90):
         """The loads of a cache's key blocks."""
         tile_n = self.tile.tile_n
         if self.copy_warps:
-            return RowCopies(cache, tile_n, padded(head_dim), head_dim, self.copy_warps)
+            return RowCopies(cache, tile_n, padded(head_dim), head_dim)
         if self.traits.paged:
             return PagedTiles.make(op, cache, tile_n, self.tile.page_rows, padded(head_dim), policy)
         tiles = self.rows(op, cache, tile_n, head_dim)

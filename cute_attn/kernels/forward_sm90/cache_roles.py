@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import rematerialize
@@ -20,7 +20,7 @@ from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardParams, 
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.outputs.partial import RowTarget, store_rows
-from cute_attn.rows.cached import RowCopies
+from cute_attn.rows.row_copies import WARP, OwnRows
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
@@ -138,7 +138,7 @@ class CacheProducer(CacheRole, Producer):
     def load_blocks(
         self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
     ) -> Int32:
-        """As :meth:`Producer.load_blocks`; where a block's rows are is looked up one block ahead."""
+        """As :meth:`Producer.load_blocks`, from a cache; none of the key blocks where other warps copy them."""
         claimed = Int32(0)
         if cutlass.const_expr(self.kernel.copy_warps > 0):
             self.storage.q.load(self.inputs.q, tile, pipeline_state.queries)
@@ -152,33 +152,36 @@ class CacheProducer(CacheRole, Producer):
     def load_by_tma(
         self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
     ) -> Int32:
-        """Q and all key blocks."""
+        """Q and all key blocks. Where their rows are is looked up some blocks ahead, so that no load waits for it."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
         count, claimed = blocks.end - blocks.begin, Int32(0)
+        step: Constexpr = inputs.k.blocks_found  # V's blocks are found with K's
         found = inputs.k.find(rows, tile.batch, last, info)
-        ahead = inputs.k.find(rows, tile.batch, last - 1, info)
+        ahead = inputs.k.find(rows, tile.batch, last - step, info)
         pipeline_k.producer_acquire(keys)
-        inputs.k.load(found, head, storage.s_k, pipeline_k, keys)
+        inputs.k.load(found, Int32(0), head, storage.s_k, pipeline_k, keys)
         storage.q.load(inputs.q, tile, pipeline_state.queries)
         claim_at = cutlass.max(count - CLAIM_AHEAD, 1)
         for i in cutlass.range(1, count, unroll=1):
             if cutlass.const_expr(claims is not None):
                 if i == claim_at:
                     claimed = claims.claim()
-            before, found = found, ahead
-            ahead = inputs.k.find(rows, tile.batch, last - i - 1, info)
+            before = found
+            if i % step == 0:
+                found = ahead
+                ahead = inputs.k.find(rows, tile.batch, last - i - step, info)
             pipeline_k.producer_acquire(keys + i)
-            inputs.k.load(found, head, storage.s_k, pipeline_k, keys + i)
+            inputs.k.load(found, i % step, head, storage.s_k, pipeline_k, keys + i)
             pipeline_v.producer_acquire(keys + i - 1)
-            inputs.v.load(before, head, storage.s_v, pipeline_v, keys + i - 1)
+            inputs.v.load(before, (i - 1) % step, head, storage.s_v, pipeline_v, keys + i - 1)
         if cutlass.const_expr(claims is not None):
             if count == 1:
                 claimed = claims.claim()
         end = keys + last - blocks.begin
         pipeline_v.producer_acquire(end)
-        inputs.v.load(found, head, storage.s_v, pipeline_v, end)
+        inputs.v.load(found, (count - 1) % step, head, storage.s_v, pipeline_v, end)
         return claimed
 
 
@@ -198,17 +201,30 @@ class KeyCopier(CacheRole):
         blocks, keys, rows = self.key_blocks(tile, state), pipeline_state.keys, self.params.rows
         inputs, storage, tile_n = self.inputs, self.storage, self.kernel.tile.tile_n
         count, last = blocks.end - blocks.begin, blocks.end - 1
-        pages = RowCopies.find(rows, tile.batch, last, tile.info, tile_n)
-        for i in cutlass.range(count, unroll=1):
-            ahead = RowCopies.find(rows, tile.batch, last - i - 1, tile.info, tile_n)
-            row0, n = (last - i) * tile_n, keys + i
+        own = OwnRows.make(tile_n, self.kernel.copy_warps, max(inputs.k.cols, inputs.v.cols), self.warp)
+        operands = tuple(
+            (source, target, pipeline, source.targets(own, cute.arch.lane_idx()))
             for source, target, pipeline in (
                 (inputs.k, storage.s_k, storage.pipeline_k),
                 (inputs.v, storage.s_v, storage.pipeline_v),
-            ):
+            )
+        )
+        pages = own.find(rows, tile.batch, last, tile.info)
+        thread = self.warp * WARP + cute.arch.lane_idx()
+        rows.prefetch_pages(
+            tile.batch,
+            blocks.begin * tile_n,
+            cutlass.min(tile.info.seqlen_k, last * tile_n),
+            thread,
+            WARP * self.kernel.copy_warps,
+        )
+        for i in cutlass.range(count, unroll=1):
+            ahead = own.find(rows, tile.batch, last - i - 1, tile.info)
+            row0, n = (last - i) * tile_n, keys + i
+            for source, target, pipeline, targets in operands:
                 pipeline.producer_wait(n)
-                stage = target[None, None, pipeline.stage(n)]
-                source.load(pages, rows, row0, tile.head_kv, stage, self.warp)
+                stage = target[None, None, pipeline.stage(n)].iterator.toint()
+                source.load(pages, own, rows, row0, tile.head_kv, stage, targets)
                 pipeline.producer_commit_copies(n)
             pages.store(ahead.load())
         return PipelineState(pipeline_state.queries, keys + count)
