@@ -55,8 +55,8 @@ def activate(
         kernel would, so that every mask stays the same bit for bit. The latter falls back within CUDA graphs.
     direct : bool
         Whether ``torch.nn.functional.scaled_dot_product_attention`` is replaced, by a function that launches repeated
-        calls without gradients itself, in about half of the host time: see :mod:`cute_attn.sdpa.direct`. What imported
-        that name before calls PyTorch's.
+        calls without gradients itself, for less host time: see :mod:`cute_attn.sdpa.direct`. What imported that name
+        before calls PyTorch's.
 
     Raises
     ------

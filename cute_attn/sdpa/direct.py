@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 from torch.overrides import has_torch_function
@@ -107,6 +108,7 @@ def scaled_dot_product_attention(
         or _options is None
         or state.observer is not None
         or not (ops.no_dispatch_mode() and _PLAIN.issuperset(map(type, inputs)))
+        or forward_ad._current_level >= 0
         or query.is_nested  # without a shape
         or key.is_nested
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))

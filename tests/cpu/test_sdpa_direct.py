@@ -171,6 +171,16 @@ def test_tensors_that_are_more_than_memory_are_pytorchs():
         assert all(map(direct._is_ordinary, (q, q + 1)))
 
 
+def test_tangents_reach_pytorch():
+    q, k, v = inputs()
+    with torch.autograd.forward_ad.dual_level():
+        for _ in range(2):
+            check(q, k, v)
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            F.scaled_dot_product_attention(dual, k, v)
+
+
 def test_inference_mode():
     with torch.inference_mode():
         for _ in range(2):
