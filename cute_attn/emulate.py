@@ -27,7 +27,7 @@ from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.device.math import LOG2_E, convert_to_16_bits, fmax
+from cute_attn.device.math import LARGEST, LOG2_E, convert_to_16_bits, fmax
 from cute_attn.device.probabilities import (
     probabilities,
     score_gradient,
@@ -171,7 +171,7 @@ def attend_on_host(
         seqlen_k,
     )
     _run(_every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
-    score_scale = inputs.softcap or softmax_scale
+    score_scale = 1.0 if kernel.epilogues.has_bias else inputs.softcap or softmax_scale
     seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
     lse = buffers.lse[seen[:3]]
     return Emulated(
@@ -234,7 +234,8 @@ def differentiate_on_host(
     )
     seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
     buffers.products[seen], buffers.grad_p[seen] = products, grad_p
-    buffers.lse_log2[seen[:3]] = (lse * LOG2_E).masked_fill(lse == -torch.inf, torch.inf)
+    lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
+    buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
     buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
     seqlens = Seqlens(
         lengths.cu_seqlens_q,
@@ -524,9 +525,9 @@ class QueryBlockContext:
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
         """A thread's current statistics."""
         stored = self.statistics(thread, rows)
-        empty = self.kernel.epilogues.may_mask_rows
-        threshold = getattr(self.kernel.tile, "rescale_threshold", 0)
-        return OnlineSoftmax(stored[None, 0], stored[None, 1], self.scale_log2, empty, threshold)
+        chain, threshold = self.kernel.epilogues, getattr(self.kernel.tile, "rescale_threshold", 0)
+        statistics = (stored[None, 0], stored[None, 1])
+        return OnlineSoftmax(*statistics, self.scale_log2, chain.may_mask_rows, threshold, chain.may_be_large)
 
 
 @cute.jit
@@ -541,7 +542,7 @@ def _every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float3
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, pack)
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
-                scale_log2 = context.score_scale * LOG2_E
+                scale_log2 = chain.scale_log2(context.score_scale)
                 ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
                 _query_block(ctx, args, pack * heads)
 
@@ -733,7 +734,7 @@ def _every_key_block(
             for col0 in cutlass.range(0, info.seqlen_k, size.tile_n):
                 blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
                 for block in cutlass.range(blocks.begin, blocks.end):
-                    row0, scale_log2 = block * size.tile_m, context.score_scale * LOG2_E
+                    row0, scale_log2 = block * size.tile_m, chain.scale_log2(context.score_scale)
                     ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
                     masked = (block < blocks.full_begin) | (block >= blocks.full_end)
                     visit = Int32(MASKED) if masked else Int32(UNMASKED)
@@ -762,7 +763,8 @@ def _differentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: 
     saved = chain.forward(ctx.state, tile, loaded, False)
     if masked:
         chain.mask.forward(ctx.state.band, tile)
-    probabilities(tile, lse_log2, ctx.scale_log2)
+    visible_keys = ctx.state.band.visible_keys if chain.may_be_large else None
+    probabilities(tile, lse_log2, ctx.scale_log2, visible_keys)
     convert_to_16_bits(acc, p)
     _copy(ctx.part(buffers.grad_p, thread, block), dp)
     chain.zero_dropped(dropout_mask, score_map.view(p))

@@ -34,6 +34,10 @@ class Band:
         """One past the last key that ``query`` sees (may be negative)."""
         return cutlass.min(query + self.right, self.seqlen_k) if self.has_right else self.seqlen_k
 
+    def visible_keys(self, query: Int32) -> Int32:
+        """How many keys ``query`` sees, at least 1."""
+        return cutlass.max(self.end_key(query) - self.first_key(query), 1)
+
     def first_query(self, key: Int32) -> Int32:
         """The first query that sees ``key``, if it exists (may be beyond the last)."""
         return cutlass.max(key - self.right + 1, 0) if self.has_right else Int32(0)

@@ -22,11 +22,27 @@ def on_device() -> bool:
     return False
 
 
+LARGEST = 3.4028234663852886e38
+"""fp32's largest number."""
+LARGE = 2.0**14
+"""log2: rows of scores beyond it are exponentiated by differences.
+
+A fused multiply-add's rounded addend errs by half of its last digit, here 2^-11; for larger scores by whole numbers.
+"""
+
+
 def fmax(a: Float32, b: Float32) -> Float32:
     """max(a, b); the other one if one is NaN."""
     if on_device():
         return Float32(cute.arch.fmax(a, b))
     return Float32(arith.maxnumf(Float32(a).ir_value(), Float32(b).ir_value()))
+
+
+@cute.jit
+def clamped(x: Float32) -> Float32:
+    """x, with infinities replaced by the largest numbers of their sign; NaN stays."""
+    x = Float32(LARGEST) if x > Float32(LARGEST) else x
+    return Float32(-LARGEST) if x < Float32(-LARGEST) else x
 
 
 def exp2(x: Float32) -> Float32:

@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Constexpr, Float32
 
-from cute_attn.device.math import exp2, optimization_barrier
+from cute_attn.device.math import LARGE, LN_2, LOG2_E, clamped, exp2, fabs, log, optimization_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 
@@ -26,18 +26,43 @@ def row_values(score_map: ScoreMap, s_rows: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def probabilities(tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32) -> None:
+def probabilities(
+    tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32, visible_keys: Constexpr = None
+) -> None:
     """Scores in ``tile.acc`` become P = exp2(scale_log2 * score - lse_log2), normalised.
 
     Args:
-        lse_log2: fp32, LSE * log2(e) of each of the thread's rows; +inf in fully masked and out-of-bounds rows, which
-            makes P 0 there.
-        scale_log2: score_scale * log2(e).
+        lse_log2: fp32, LSE * log2(e) of each of the thread's rows, infinities :func:`clamped`; +inf in fully masked and
+            out-of-bounds rows, which makes P 0 there.
+        scale_log2: log2(e) times the scores' factor to natural units.
+        visible_keys: how many keys the mask shows a query, a function of its index, where scores may be large;
+            otherwise None. See :func:`_from_largest`.
     """
     for r in cutlass.range_constexpr(len(tile.rows)):
         shift = lse_log2[r]
+        if cutlass.const_expr(visible_keys is not None):
+            if (fabs(shift) > Float32(LARGE)) & (shift < Float32.inf):
+                shift = _from_largest(tile, r, shift, scale_log2, visible_keys)
         for c in cutlass.range_constexpr(len(tile.cols)):
             tile.acc[r, c] = exp2(tile.acc[r, c] * scale_log2 - shift)
+
+
+@cute.jit
+def _from_largest(
+    tile: ScoreTile, r: Constexpr, shift: Float32, scale_log2: Float32, visible_keys: Constexpr
+) -> Float32:
+    """Row r's scores, which are large, relative to its LSE; returns what is left to subtract, in log2.
+
+    Each is rounded as the LSE was, so that equal numbers cancel. An LSE without a digit for the logarithm of a sum is
+    the largest score. Then all keys of its row count as equal, as they are where a bias is the smallest number.
+    """
+    to_score = 1.0 / scale_log2
+    for c in cutlass.range_constexpr(len(tile.cols)):
+        score = tile.acc[r, c]
+        difference = (clamped(score * scale_log2) - shift) * to_score
+        tile.acc[r, c] = score if score == -Float32.inf else difference
+    lse, log_of_keys = shift * LN_2, log(Float32(visible_keys(tile.row0 + tile.rows[r])))
+    return log_of_keys * LOG2_E if lse + log_of_keys == lse else Float32(0.0)
 
 
 @cute.jit

@@ -19,7 +19,7 @@ class ScoreContext:
 
     ``acc * score_scale`` is a score in natural units, as in the reference. An epilogue that adds to scores adds
     ``value * inv_score_scale``: one multiply-add. ``score_scale`` is the softmax scale, or the cap of a softcap,
-    after which acc is in [-1, 1].
+    after which acc is in [-1, 1]. A bias leaves scores in natural units, so for epilogues after it both are 1.
     """
 
     batch: Int32

@@ -48,13 +48,15 @@ class BiasRows:
     seqlen_q: Int32
     seqlen_k: Int32
     paired: Boolean  # rows are aligned to pairs: an element of an even column and the next one are one load
-    inv_score_scale: Float32
+    score_scale: Float32
     gradient: Any = None  # GradientRows, where one is wanted
 
 
 @dataclass(frozen=True)
 class Bias(Epilogue):
     """score + bias, in the bias's own dtype (fp16, bf16 or fp32).
+
+    Scores become natural ones: in other units the smallest number of a dtype, which masks are made of, would be -inf.
 
     A thread holds pairs of neighbouring columns. It loads pairs if rows are aligned to them, and single elements with
     clamped indices if not, or if the tile crosses the tensor's edge. Elements out of bounds are masked or not stored.
@@ -106,7 +108,7 @@ class Bias(Epilogue):
             grad, grad_stride, grad_paired = self._plane(args[1], context)
             gradient = GradientRows(grad, grad_stride, args[2], grad_paired, context.gradient_scale)
         return BiasRows(
-            pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.inv_score_scale, gradient
+            pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.score_scale, gradient
         )
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
@@ -256,7 +258,7 @@ class Bias(Epilogue):
                     wide[0], wide[1] = Float32(elements[a, line]), Float32(elements[a + 1, line])
                 for i in cutlass.range_constexpr(2):
                     index = (a + i, line) if cutlass.const_expr(tile.transposed) else (line, a + i)
-                    tile.acc[index] = tile.acc[index] + wide[i] * state.inv_score_scale
+                    tile.acc[index] = tile.acc[index] * state.score_scale + wide[i]
 
     @cute.jit
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:

@@ -1,12 +1,13 @@
 """All epilogues of one kernel, in the order of application."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Constexpr, Float16, Float32, Int32
 
 from cute_attn.device.band import Band
+from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi
@@ -95,6 +96,20 @@ class EpilogueChain:
         """Whether a modifier, without the mask, can make a whole row -inf."""
         return any(not isinstance(m, Softcap | Alibi) for m in self.modifiers)
 
+    @property
+    def may_be_large(self) -> bool:
+        """Whether a modifier can make scores so large that fp32 has no digit left for what Q K^T adds to them."""
+        return any(not isinstance(m, Softcap | Alibi | Tree) for m in self.modifiers)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether scores leave :meth:`forward` in natural units."""
+        return any(isinstance(m, Bias) for m in self.modifiers)
+
+    def scale_log2(self, score_scale: Float32) -> Float32:
+        """log2(e) times the factor to natural units after all modifiers, from ``ScoreContext.score_scale``."""
+        return Float32(LOG2_E) if self.has_bias else score_scale * LOG2_E
+
     def fake_args(self) -> tuple:
         """The cap, then each part's fake arguments: the mask's, modifiers', dropout's and sinks'."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))
@@ -164,8 +179,11 @@ class EpilogueChain:
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
         """Begin every part for one work tile."""
-        parts = self._begun_parts
-        begun = [part.begin(own, context) for part, own in zip(parts, args[1 : 1 + len(parts)], strict=True)]
+        parts, begun = self._begun_parts, []
+        for part, own in zip(parts, args[1 : 1 + len(parts)], strict=True):
+            begun.append(part.begin(own, context))
+            if isinstance(part, Bias):
+                context = replace(context, score_scale=Float32(1.0), inv_score_scale=Float32(1.0))
         dropout = begun.pop() if self.dropout else None
         return ScoreState(begun[0], tuple(begun[1:]), dropout)
 
@@ -174,7 +192,7 @@ class EpilogueChain:
         return tuple(m.load(s, tile) for m, s in zip(self.modifiers, state.modifiers, strict=True))
 
     def forward(self, state: ScoreState, tile: ScoreTile, loaded: tuple, masked: Constexpr) -> tuple:
-        """Q K^T in ``tile.acc`` becomes scores / ``context.score_scale``, with the mask if ``masked``.
+        """Q K^T in ``tile.acc`` becomes scores in units of :meth:`scale_log2`, with the mask if ``masked``.
 
         Returns what :meth:`backward` needs, from each modifier: registers, or None; () in a forward kernel.
         """

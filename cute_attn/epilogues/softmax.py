@@ -1,12 +1,12 @@
 """Online softmax (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32
 
-from cute_attn.device.math import LN_2, LOG2_E, add, exp2, fmax, log, quad_reduce, reciprocal
+from cute_attn.device.math import LARGE, LN_2, LOG2_E, add, exp2, fabs, fmax, log, quad_reduce, reciprocal
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class OnlineSoftmax:
     scale_log2: Float32  # score_scale * log2(e)
     may_be_empty: Constexpr  # rows of unmasked blocks may be all -inf
     threshold: Constexpr = 0  # powers of two by which scores may exceed row_max
+    may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
 
     @staticmethod
     def make(
@@ -30,6 +31,7 @@ class OnlineSoftmax:
         may_be_empty: bool,
         stats: cute.Tensor | None = None,
         threshold: int = 0,
+        may_be_large: bool = False,
     ) -> "OnlineSoftmax":
         """Initial statistics: row_max -inf, row_sum 0.
 
@@ -43,7 +45,7 @@ class OnlineSoftmax:
         row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, may_be_large)
 
     def load_stats(self) -> "OnlineSoftmax":
         """With the statistics in registers."""
@@ -52,7 +54,7 @@ class OnlineSoftmax:
         row_max, row_sum = cute.make_rmem_tensor_like(self.row_max), cute.make_rmem_tensor_like(self.row_sum)
         cute.autovec_copy(self.row_max, row_max)
         cute.autovec_copy(self.row_sum, row_sum)
-        return OnlineSoftmax(row_max, row_sum, self.scale_log2, self.may_be_empty, self.threshold)
+        return replace(self, row_max=row_max, row_sum=row_sum)
 
     def store_stats(self, loaded: "OnlineSoftmax") -> None:
         """Store statistics in registers, of :meth:`load_stats`, back to shared memory, if they are kept there."""
@@ -85,10 +87,16 @@ class OnlineSoftmax:
         finite_max = new_max
         max_scaled = new_max * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
-            # A fully masked row. The scaled maximum also finds a bias of -3e38, which scaling makes -inf.
-            fully_masked = max_scaled == -Float32.inf
+            # Scaling makes a maximum of -3e38 -inf as well; its row is not masked, but large.
+            largest = new_max if cutlass.const_expr(self.may_be_large) else max_scaled
+            fully_masked = largest == -Float32.inf
             finite_max = Float32(0.0) if fully_masked else finite_max
             max_scaled = Float32(0.0) if fully_masked else max_scaled
+        if cutlass.const_expr(self.may_be_large):
+            if fabs(max_scaled) > Float32(LARGE):
+                for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    acc[r, c] = acc[r, c] - finite_max
+                max_scaled = Float32(0.0)
         # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
         factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
@@ -121,8 +129,13 @@ class OnlineSoftmax:
         return self.row_sum[r] <= Float32(limit)
 
     def has_seen(self, r: Constexpr, least: Constexpr) -> Boolean:
-        """Whether row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all were masked."""
-        return self.row_max[r] * self.scale_log2 > Float32(least)
+        """Whether row r has seen a key: row_max * scale_log2 > ``least``; it is -inf if all were masked.
+
+        No maximum that is large counts: it cannot be frozen.
+        """
+        max_scaled = self.row_max[r] * self.scale_log2
+        seen = max_scaled > Float32(least)
+        return seen & (max_scaled < Float32(LARGE)) if self.may_be_large else seen
 
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:

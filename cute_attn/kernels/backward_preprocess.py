@@ -23,7 +23,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.math import LOG2_E
+from cute_attn.device.math import LOG2_E, clamped
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.kernels.arguments import preprocess_fake_args
 from cute_attn.kernels.limits import beyond
@@ -325,6 +325,6 @@ class BackwardPreprocess:
     def statistics(self, exists: Boolean, total: Float32, lse: Float32, dlse: Float32, keep_prob: Float32):
         """(lse_log2, minus_d) of a row."""
         seen = exists and lse != Float32.inf and lse != -Float32.inf
-        lse_log2 = lse * LOG2_E if seen else Float32.inf
+        lse_log2 = clamped(lse * LOG2_E) if seen else Float32.inf
         minus_d = (dlse - total) * keep_prob if seen else Float32(0.0)
         return lse_log2, minus_d

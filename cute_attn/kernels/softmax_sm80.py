@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Int64, cute, memory
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import SmemOperand, gemm
-from cute_attn.device.math import LOG2_E, convert_to_16_bits
+from cute_attn.device.math import LOG2_E, clamped, convert_to_16_bits
 from cute_attn.device.probabilities import probabilities
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -240,10 +240,9 @@ class SoftmaxSm80:
             lse = -Float32.inf
             if row < info.seqlen_q:
                 lse = g_lse[row]
-            lse_log2[r] = Float32.inf if lse == -Float32.inf else lse * LOG2_E
-        return QueryBlock(
-            tile, chain.begin(score_args, context), score_map, lse_log2, context.score_scale * LOG2_E
-        )
+            lse_log2[r] = Float32.inf if lse == -Float32.inf else clamped(lse * LOG2_E)
+        scale_log2 = chain.scale_log2(context.score_scale)
+        return QueryBlock(tile, chain.begin(score_args, context), score_map, lse_log2, scale_log2)
 
     @cute.jit
     def store(
@@ -251,7 +250,8 @@ class SoftmaxSm80:
     ) -> None:
         """Products to probabilities with their signs, and the elements within both lengths to mSoftmax."""
         self.epilogues.forward(rows.state, scores, loaded, True)
-        probabilities(scores, rows.lse_log2, rows.scale_log2)
+        visible_keys = rows.state.band.visible_keys if self.epilogues.may_be_large else None
+        probabilities(scores, rows.lse_log2, rows.scale_log2, visible_keys)
         p = cute.make_rmem_tensor_like(acc_s, mSoftmax.element_type)
         convert_to_16_bits(acc_s, p)
         p_rows = rows.score_map.view(p)

@@ -278,17 +278,32 @@ def test_bias_hides_rows_and_blocks():
     assert (got.lse[..., :3] == -torch.inf).all() and (got.out[..., :3, :] == 0).all()
 
 
-@pytest.mark.parametrize("features", ["bias_fp32", "softcap-bias_fp32"])
-def test_rows_of_the_smallest_number_count_as_hidden(features):
-    """finfo.min in a whole row, which a change of unit or base makes -inf, early, late or not at all: never NaN."""
-    bias = torch.randn(1, 1, 70, 192)
-    bias[:, :, 3:5] = torch.finfo(torch.float32).min
-    problem = Scores.random(1, 1, 70, 192, bias=bias, softcap=30.0 if "softcap" in features else 0.0)
-    got = problem.emulate(TILINGS[SMALL].of(features))
-    assert (got.lse[..., 3:5] == -torch.inf).all() and (got.out[..., 3:5, :] == 0).all()
-    problem.inputs.bias[:, :, 3:5] = -torch.inf
-    out, lse = problem.expected(TILINGS[SMALL].of(features).traits)
-    torch.testing.assert_close(got.lse, lse, atol=1e-5, rtol=1e-6)
+@pytest.mark.parametrize("features", ["bias_fp32", "softcap-bias_fp32", "alibi-bias_bf16"])
+def test_rows_of_large_numbers(features):
+    """finfo.min or -1e12 for all keys of a row, or for all that are not -inf: the average over those keys."""
+    dtype = torch.bfloat16 if "bf16" in features else torch.float32
+    smallest, bias = torch.finfo(dtype).min, torch.randn(1, 1, 70, 192).to(dtype)
+    bias[:, :, 3:5] = smallest
+    bias[:, :, 6, 30:] = smallest  # visited first, hidden by what follows
+    bias[:, :, 7, :150] = smallest
+    bias[:, :, 9] = -1e12
+    bias[:, :, 11, ::2], bias[:, :, 11, 1::2] = smallest, -torch.inf
+    bias[:, :, 13, ::2], bias[:, :, 13, 1::2] = smallest, -1e12
+    bias[:, :, 15] = 1e12
+    bias[:, :, 17] = -torch.inf
+    problem = Scores.random(
+        *(1, 1, 70, 192),
+        bias=bias,
+        softcap=30.0 if "softcap" in features else 0.0,
+        alibi_slopes=torch.rand(1, 1) if "alibi" in features else None,
+    )
+    tiling = TILINGS[SMALL].of(features)
+    got, (out, lse) = problem.emulate(tiling), problem.expected(tiling.traits)
+    of_keys = {3: slice(None), 4: slice(None), 9: slice(None), 15: slice(None), 11: slice(0, None, 2)}
+    for row, keys in (of_keys | {13: slice(1, None, 2)}).items():
+        out[:, :, row] = problem.v[:, keys].mean(1)
+    assert (got.lse[..., 3] == torch.finfo(dtype).min).all() and (got.lse[..., 17] == -torch.inf).all()
+    torch.testing.assert_close(got.lse, lse.float(), atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(got.out, out, atol=4e-3, rtol=0.0)
 
 

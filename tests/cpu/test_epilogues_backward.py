@@ -191,6 +191,25 @@ def test_rows_that_see_nothing_have_no_gradient():
         assert (got.scores[..., :140, :] == 0).all() and (got.scores[..., 150:153, :] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [(SMALL, "bias_fp32"), (SMALL_TRANSPOSED, "causal-bias_bf16"), (SMALL, "softcap-bias_fp32")],
+)
+def test_rows_of_large_numbers(name, features):
+    """finfo.min for all keys that a row's mask shows: their P are equal. Beside it what is hidden."""
+    dtype = next(DTYPES[word[5:]] for word in features.split("-") if word.startswith("bias_"))
+    smallest, bias = torch.finfo(dtype).min, torch.randn(1, 1, 100, 70).to(dtype)
+    bias[:, :, 40:42] = smallest
+    bias[:, :, 45, 3:] = smallest
+    bias[:, :, 47, :50] = smallest
+    bias[:, :, 50] = -torch.inf
+    problem = Scores.random(1, 1, 100, 70, bias=bias, softcap=3.0 if "softcap" in features else 0.0)
+    grad_bias = torch.zeros_like(bias)
+    _, expected = compare(name, features, problem, grad_bias)
+    assert (expected.p[0, 0, 41] > 0).any() and expected.scores[0, 0, 41].abs().max() > 0
+    check_bias(grad_bias, expected)
+
+
 @pytest.mark.parametrize("name", ["warps2x1-32x32", "wgmma1-32x64-transposed"])
 def test_lengths_of_each_batch(name):
     """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""

@@ -37,10 +37,11 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
+from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
+from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
@@ -202,7 +203,7 @@ class BackwardSm80:
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
-        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
+        scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
         outputs = (mDQaccum, mDK, mDV)
         scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
@@ -479,6 +480,10 @@ class BackwardSm80:
         if cutlass.const_expr(q or do):
             cute.arch.cp_async_commit_group()
 
+    def band(self, ctx: MainloopContext) -> Band:
+        """The mask's band, read again from where :meth:`spill` keeps it."""
+        return dataclasses.replace(ctx.state.band, **{name: ctx.smem.reload_int(name) for name in BAND})
+
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> None:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK."""
@@ -501,10 +506,10 @@ class BackwardSm80:
         saved = chain.forward(ctx.state, scores, loaded, False)
         full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
         if (block < full_begin) | (block >= full_end):
-            band = {name: ctx.smem.reload_int(name) for name in BAND}
-            chain.mask.forward(dataclasses.replace(ctx.state.band, **band), scores)
+            chain.mask.forward(self.band(ctx), scores)
         lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
-        probabilities(scores, lse, ctx.scale_log2)
+        visible_keys = (lambda query: self.band(ctx).visible_keys(query)) if chain.may_be_large else None
+        probabilities(scores, lse, ctx.scale_log2, visible_keys)
         stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
         minus_d = None
         if cutlass.const_expr(traits.dropout):  # zeroes elements of dP, not of D

@@ -357,7 +357,9 @@ class Streamed:
         saved = chain.forward(ctx.state, scores, loaded, False)
         if (block < ctx.blocks.full_begin) | (block >= ctx.blocks.full_end):
             chain.mask.forward(ctx.state.band, scores)
-        probabilities(scores, kernel.row_numbers(ctx, block, 0, ctx.smem.lse), ctx.scale_log2)
+        visible_keys = ctx.state.band.visible_keys if chain.may_be_large else None
+        lse = kernel.row_numbers(ctx, block, 0, ctx.smem.lse)
+        probabilities(scores, lse, ctx.scale_log2, visible_keys)
         p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
         p.store(acc_s.load().to(kernel.dtype))
         dp = kernel.score_tile(ctx, block, 0, acc_dp)

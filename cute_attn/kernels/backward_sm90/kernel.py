@@ -59,7 +59,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.convert import converted
-from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize, rematerialize_each
+from cute_attn.device.math import optimization_barrier, rematerialize, rematerialize_each
 from cute_attn.device.pipeline import WARPGROUP, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import (
     probabilities,
@@ -294,7 +294,7 @@ class BackwardSm90(BackwardSm90Predicates):
                     score_map,
                     key_tile.block * tile.tile_n,
                     key_tile.info.seqlen_q,
-                    context.score_scale * LOG2_E,
+                    self.epilogues.scale_log2(context.score_scale),
                     dq_of_head(self, params, outputs, key_tile, head),
                     steps,
                     thread,
@@ -457,7 +457,8 @@ class BackwardSm90(BackwardSm90Predicates):
             lse is None
         ):  # only here, where the registers of a TMA-loaded bias are free again
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
-        probabilities(scores, lse, ctx.scale_log2)
+        visible_keys = ctx.state.band.visible_keys if self.epilogues.may_be_large else None
+        probabilities(scores, lse, ctx.scale_log2, visible_keys)
         # Converted while dP runs, if registers are left for that.
         early: Constexpr = self.tile.p_in_smem
         p = self.p_in_16_bits(ctx, acc_s, mask) if cutlass.const_expr(early) else None

@@ -26,7 +26,6 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.key_rows import CacheTables, KeyRows
-from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
 from cute_attn.kernels.arguments import kvcache_fake_args
@@ -156,7 +155,7 @@ class KvcacheSm80(ForwardSm80):
         elif cutlass.const_expr(split == "shares"):
             blocks = Int32(partials.out.shape[0]) // 2  # type: ignore[union-attr]
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
-        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
+        scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         params = CacheParams(
             *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
             *(softmax_scale, scale_log2, score_args, nheads, batch),

@@ -42,7 +42,7 @@ from cute_attn.device.element_copy import store_elements
 from cute_attn.device.forward_fp32 import Fp32Rows, as_operand_a, gemm_pv, gemm_qk, store_rows
 from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
 from cute_attn.device.gemm_fp32 import split
-from cute_attn.device.math import LOG2_E, optimization_barrier, rematerialize
+from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.device.staged_rows import StagedRows
@@ -196,7 +196,7 @@ class ForwardSm80:
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
-        scale_log2 = (score_args[0] if self.traits.softcap else softmax_scale) * LOG2_E
+        scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         self.kernel(
             mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
         ).launch(
@@ -362,7 +362,10 @@ class ForwardSm80:
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
         own_stats = self.row_stats(shared.stats, rows, thread) if tile.stats_in_smem else None
-        softmax = OnlineSoftmax.make(rows, scale_log2, self.epilogues.may_mask_rows, own_stats)
+        chain = self.epilogues
+        softmax = OnlineSoftmax.make(
+            rows, scale_log2, chain.may_mask_rows, own_stats, may_be_large=chain.may_be_large
+        )
         return MainloopContext(
             *(operands, load_k, load_v, blocks, state, group, thread, row0),
             *(softmax, shared, acc_o, acc_o_rows),

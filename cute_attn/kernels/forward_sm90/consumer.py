@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 import layouts
-from cute_attn.device.math import LOG2_E, rematerialize
+from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.main_loop import MainLoop
@@ -71,11 +71,13 @@ class Consumer(ForwardRole):
         """The main loop of one work tile, with empty row maxima and sums."""
         context, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.kernel.score_map(self.thread.index)
+        chain = self.kernel.epilogues
         softmax = OnlineSoftmax.make(
             len(score_map.modes.rows),
-            context.score_scale * LOG2_E,
-            self.kernel.epilogues.may_mask_rows,
+            chain.scale_log2(context.score_scale),
+            chain.may_mask_rows,
             threshold=self.kernel.tile.rescale_threshold,
+            may_be_large=chain.may_be_large,
         )
         return MainLoop(
             self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, first_use
