@@ -166,6 +166,7 @@ class BackwardLauncher:
         seqlens: lengths for the main kernel and for the others, or None where some are tensors.
         score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
+        sign, softmax_scale: as of :class:`cute_attn.launcher.Launcher`.
     """
 
     preprocess: Callable[..., None] | None
@@ -190,6 +191,7 @@ class BackwardLauncher:
     dropout_p: float
     score_args: ScoreArgs | None
     rest: tuple
+    sign: int = 1
 
     def launch(
         self,
@@ -223,6 +225,7 @@ class BackwardLauncher:
         given = into or NOTHING
         if self.main is None or self.workspace is None:
             return self._without_keys(params, grads[1], outputs[1], given)
+        params = params.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
         if self.aligned:
             if not _rows_start_aligned(params):  # a launcher that is kept under other tensors' metadata
@@ -279,6 +282,8 @@ class BackwardLauncher:
         )
         if self.convert is not None:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
+            if self.sign != 1:
+                dq.mul_(self.sign)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias, given[3])
         needed, nheads_kv = self.needed, params.k.shape[-2]
@@ -487,6 +492,8 @@ def _make_launcher(
     deterministic: bool,
 ) -> BackwardLauncher:
     shapes = tuple(tuple(x.shape) for x in params[:3])
+    sign, rest, aligned = params.scale_sign, params[NUM_TENSORS + 1 :], params.aligned
+    params = params.with_positive_scale()
     backward_launcher = BackwardLauncher(
         preprocess=None,
         main=None,
@@ -497,7 +504,7 @@ def _make_launcher(
         strides=tuple(map(contiguous_strides, shapes)),
         parts=0,
         varlen=params.varlen,
-        aligned=params.aligned,
+        aligned=aligned,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,
@@ -509,7 +516,8 @@ def _make_launcher(
         softmax_scale=params.softmax_scale,
         dropout_p=params.dropout_p,
         score_args=None,
-        rest=params[NUM_TENSORS + 1 :],
+        rest=rest,
+        sign=sign,
     )
     if 0 in (params.batch, *params.longest, out.numel(), params.k.numel()):
         return backward_launcher

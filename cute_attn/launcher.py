@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -130,12 +130,13 @@ class Launcher:
         views: (index, shape, strides) of those tensors that the kernel reads through other strides.
         score_args: the epilogues' arguments, or None where each call makes its own.
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
-        softmax_scale: the call's.
+        sign, softmax_scale: the call's scale as kernels have it: see :meth:`AttentionParams.with_positive_scale`.
         rest: the call's arguments that are not tensors.
         aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
             show; another one takes the others.
         multiprocessors: of the GPU.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
+        of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
     """
 
     function: Callable[..., None] | None
@@ -154,6 +155,8 @@ class Launcher:
     aligned: bool = False
     multiprocessors: int = 0
     divided: Any = None
+    sign: int = 1
+    of_copies: "Launcher | None" = None
 
     def launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None
@@ -169,11 +172,15 @@ class Launcher:
             return self._launch(tensors, epilogue_tensors, into)
 
     def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None) -> Outputs:
+        if self.sign != 1:
+            tensors = ((tensors[0] * self.sign).contiguous(), *tensors[1:])
         q, k, v = tensors[:3]
         if self.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
-            params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
+            params = self._params(tensors, epilogue_tensors)
             return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into)
         out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
+        if self.of_copies is not None:
+            return self._launch_copies(tensors, epilogue_tensors, out)
         lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # The kernel does not visit blocks outside the mask's band.
         softmax = None
@@ -194,8 +201,7 @@ class Launcher:
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
-            params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
-            score_args = self.kernel.score_args(params.score_inputs())
+            score_args = self.kernel.score_args(self._params(tensors, epilogue_tensors).score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
@@ -204,6 +210,18 @@ class Launcher:
         if self.softmax_function is not None:
             self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
+
+    def _launch_copies(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor) -> Outputs:
+        """Launch with aligned copies of q, k, v and the output, of whose columns the first are the call's."""
+        assert self.of_copies is not None
+        copies = aligned_copies((*tensors[:3], into))
+        _, lse, softmax = self.of_copies._launch((*copies[:3], *tensors[3:]), epilogue_tensors, copies[3])
+        return into.copy_(copies[3][..., : into.shape[-1]]), lse, softmax
+
+    def _params(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> AttentionParams:
+        """The call's with a positive scale; ``tensors`` have the sign."""
+        params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
+        return params if self.sign == 1 else params._replace(softmax_scale=self.softmax_scale)
 
     def _viewed(self, tensors: Tensors) -> Tensors:
         """The tensors with the strides that kernels assume."""
@@ -217,8 +235,7 @@ class Launcher:
     def _launch_divided(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         from cute_attn import divided
 
-        params = AttentionParams._make((*self._viewed(tensors), (), *self.rest))
-        return divided.launch(self.divided, params, out, lse)
+        return divided.launch(self.divided, self._params(self._viewed(tensors)), out, lse)
 
 
 def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
@@ -379,6 +396,21 @@ def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...
     return (kernel, *(user_epilogue(name) for name in params.epilogue_names))
 
 
+MAX_UNALIGNED_HEAD_DIM = 256
+"""The largest head dim of which a forward kernel reads rows that start anywhere."""
+
+
+def aligned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous copies, with zeros up to a head dim of whole 16 bytes."""
+    copies = []
+    for x in tensors:
+        whole = ALIGNMENT_BYTES // x.element_size()
+        wide = x.new_zeros((*x.shape[:-1], -(-x.shape[-1] // whole) * whole))
+        wide[..., : x.shape[-1]].copy_(x)
+        copies.append(wide)
+    return copies
+
+
 _unaligned: dict[Launcher, Launcher] = {}
 
 
@@ -398,6 +430,7 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
     check(params)
     check_for_kernels(params, unaligned=True)
     aligned = aligned and all(map(rows_are_whole, params[:3]))
+    sign, rest, params = params.scale_sign, params[NUM_TENSORS + 1 :], params.with_positive_scale()
     out_shape, lse_shape, softmax_shape = params.output_shapes()
     launcher = Launcher(
         function=None,
@@ -412,13 +445,17 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
         score_args=None,
         prefill=True,
         softmax_scale=params.softmax_scale,
-        rest=params[NUM_TENSORS + 1 :],
+        sign=sign,
+        rest=rest,
     )
     if 0 in (params.batch, *params.longest, math.prod(out_shape), math.prod(params.k.shape)):
         return launcher
     from cute_attn import compiler
     from cute_attn.device.seqlen import Seqlens
 
+    if not aligned and max(params.q.shape[-1], params.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
+        q, k, v = aligned_copies(params[:3])
+        return replace(launcher, of_copies=_make_launcher(params._replace(q=q, k=k, v=v)))
     with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(params, target, aligned=aligned)

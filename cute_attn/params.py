@@ -186,6 +186,22 @@ class AttentionParams(NamedTuple):
         return self._replace(precision=pytorchs_precision())
 
     @property
+    def scale_sign(self) -> int:
+        """softmax_scale's sign: -1, 0 or 1."""
+        return (self.softmax_scale > 0) - (self.softmax_scale < 0)
+
+    def with_positive_scale(self) -> "AttentionParams":
+        """The call as kernels compute it: q times the scale's sign, which is a copy where that is not 1.
+
+        Online softmax takes maxima of q k^T, so the factor must be above 0.
+        """
+        sign = self.scale_sign
+        if sign == 1:
+            return self
+        scale = abs(self.softmax_scale) if sign else 1.0
+        return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
+
+    @property
     def aligned(self) -> bool:
         """Whether rows of q, k and v are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
         return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
@@ -327,8 +343,8 @@ _ONE_IN_FLOAT32 = 1 - 2**-25
 
 
 def _check_numbers(params: AttentionParams) -> None:
-    if not (math.isfinite(params.softmax_scale) and params.softmax_scale > 0):
-        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number above 0")
+    if not math.isfinite(params.softmax_scale):
+        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number")
     if not (math.isfinite(params.softcap) and params.softcap >= 0):
         raise ValueError(f"softcap is {params.softcap}; accepted: a finite number above 0, or 0 for none")
     if not 0 <= params.dropout_p < _ONE_IN_FLOAT32:

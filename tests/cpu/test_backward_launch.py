@@ -307,6 +307,29 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     assert all((stride > 0) == deterministic for stride in strides) and all(1 <= n <= 3 for n in splits)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("name", ["causal", "bias-over-hq", "varlen", "no-keys"])
+def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
+    """Kernels get a positive one and q times the sign; gradients are those of the call."""
+    problem = CASES[name].build("cpu")
+    call = the_call(problem)._replace(softmax_scale=scale)
+    if call.varlen:  # rows of no sequence are NaN
+        call = call._replace(q=call.q.nan_to_num(0), k=call.k.nan_to_num(0), v=call.v.nan_to_num(0))
+    out, lse, _ = ops.forward_cpu(call)
+    grad_out, needed = torch.randn(out.shape).to(BF16), (True, True, True, call.bias is not None, False)
+    found = gradients(call, grad_out, None, out, lse, needed)
+    inputs = [None if x is None else x.detach().float().requires_grad_() for x in (*call[:3], call.bias)]
+    exact = call._replace(q=inputs[0], k=inputs[1], v=inputs[2], bias=inputs[3])
+    expected = torch.autograd.grad(
+        ops.forward_cpu(exact)[0], [x for x in inputs if x is not None], grad_out.float()
+    )
+    for own, right in zip([x for x in found if x is not None], expected, strict=True):
+        size = max(1e-3, float(right.abs().max())) if right.numel() else 1.0
+        torch.testing.assert_close(own.float() / size, right / size, atol=0.02, rtol=0.02)
+    for traits, _, arguments in torch_kernels.launched:
+        assert traits.op != "backward" or arguments[10] == (0.3 if scale else 1.0)
+
+
 @pytest.mark.parametrize("name", ["sinks-dropout", "sinks-varlen-seqused", "sinks-no-keys", "bias"])
 def test_gradients_are_written_into_given_tensors(torch_kernels, name):
     case = CASES[name]

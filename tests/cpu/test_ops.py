@@ -284,6 +284,53 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     )
 
 
+@pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])
+def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
+    """And q times the sign, contiguous; other tensors as they are, also where q, k or v starts anywhere."""
+    storage = randn(2 * 9 * 4 * 16 + 1, dtype=BF16)
+    for first in (0, 1):
+        _, k, v = kernel_inputs()
+        q = storage[first : first + 2 * 9 * 4 * 16].view(2, 4, 9, 16).transpose(1, 2)
+        bias = randn(1, 4, 1, 11)
+        for _ in range(2):
+            attention(q, k, v, softmax_scale=scale, bias=bias)
+            m_q, m_k, *_, used, _, score_args = recorder.launched[-1]
+            assert m_q.is_contiguous() and torch.equal(m_q, q * sign) and m_k is k
+            assert used == (0.3 if sign else 1.0)
+            given = [x for part in score_args[1:] for x in part if isinstance(x, torch.Tensor)]
+            assert [x.data_ptr() for x in given] == [bias.data_ptr()]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_large_unaligned_rows_are_copied(recorder, monkeypatch, given):
+    """The kernel gets aligned rows, zeros behind them, and the call what it writes in front."""
+    q, k, v = (
+        randn(2, 9, 4, 301, dtype=BF16),
+        randn(2, 11, 2, 301, dtype=BF16),
+        randn(2, 11, 2, 4, dtype=BF16),
+    )
+    monkeypatch.setattr(recorder, "launched", Writes())
+    out = q.new_full((2, 9, 4, 4), 9.0) if given else None
+    for _ in range(2):
+        found, lse = attention(q, k, v, return_lse=True, softmax_scale=-0.5, out=out)
+        m_q, m_k, m_v, m_out, m_lse, *_ = recorder.launched.last
+        assert m_q.shape == (2, 9, 4, 304) and m_v.shape == (2, 11, 2, 8) and m_out.shape == (2, 9, 4, 8)
+        assert m_q[..., :301].equal(-q) and m_k[..., :301].equal(k) and m_v[..., :4].equal(v)
+        assert not any(x[..., d:].any() for x, d in ((m_q, 301), (m_k, 301), (m_v, 4)))
+        assert found.is_contiguous() and found.shape == (2, 9, 4, 4) and m_lse is lse
+        assert found.equal(m_out[..., :4]) and (out is None or found is out)
+    (built,) = recorder.built
+    assert built[0].name == "forward-sm80-bf16-d304x8"
+
+
+class Writes(list):
+    """Launches of a kernel that writes its place in the output."""
+
+    def append(self, arguments):
+        self.last = arguments
+        arguments[3].copy_(torch.arange(arguments[3].numel()).view(arguments[3].shape))
+
+
 def test_a_kernel_writes_the_given_output(recorder):
     q, k, v = kernel_inputs()
     out = q.new_empty(2, 9, 4, 16)[..., :8]

@@ -172,7 +172,7 @@ DECLINED = {
     ),
     "dropout": ("flash", {"dropout_p": 1.0}, "dropout_p is 1.0"),
     "cudnn_dropout": ("cudnn", {"dropout_p": 0.5}, "dropout_p is 0.5; accepted under cuDNN"),
-    "scale": ("flash", {"scale": 0.0}, "softmax_scale is 0.0"),
+    "scale": ("flash", {"scale": math.nan}, "softmax_scale is nan"),
     "bias_shape": ("efficient", {"bias": empty(2, 4, 128, 1)}, "bias has shape"),
     "bias_dtype": ("efficient", {"bias": empty(1, 1, 128, 128, dtype=torch.float64)}, "bias has dtype"),
     "lengths": ("flash", {"cu_seqlens_q": CU}, "one of cum_seq_q and cum_seq_k is missing"),
