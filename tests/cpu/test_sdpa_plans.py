@@ -55,7 +55,8 @@ def attend(params, q, k, v, bias):
 
 def made_of(kind, **fields):
     """A dataclass with these fields, others None."""
-    return kind(**dict.fromkeys(f.name for f in dataclasses.fields(kind)) | fields)
+    names = (f.name for f in dataclasses.fields(kind))
+    return kind(**dict.fromkeys(names) | {"sign": 1} | fields)
 
 
 class Machine:
