@@ -162,14 +162,20 @@ class Combine:
         rows: Int32,
         divisors: tuple,
     ) -> None:
-        if cutlass.const_expr(self.traits.arch == "sm90"):
-            cute.arch.griddepcontrol_wait()  # for the kernel that writes the partial results
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
         place = self.place(block, thread, rows, divisors)
         partials = self.row_partials(mOpartial, mLSEpartial, place)
+        self.wait_for_partials()
         self.merge(mOpartial.iterator, mLSEpartial.iterator, partials, shared, place, mO, mLSE, mSinks)
+
+    @cute.jit
+    def wait_for_partials(self) -> None:
+        """Wait for the kernel that writes the partial results; the one after this may start, and waits for its end."""
+        if cutlass.const_expr(self.traits.arch == "sm90"):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def merge(
@@ -552,9 +558,7 @@ class CombineShares(Combine):
         warm_lengths(seqlens, seqlens.batch(mO), lane)
         find = self.unit_of_slot if self.tile.by_slot else self.unit
         unit = find(cute.arch.block_idx()[0], seqlens.batch(mO), seqlens, mask_args, units, slots, lane)
-        if cutlass.const_expr(self.traits.arch == "sm90"):
-            # For the kernel that writes the partial results; what wrote the lengths has ended before that one began.
-            cute.arch.griddepcontrol_wait()
+        self.wait_for_partials()  # what wrote the lengths has ended before that kernel began
         if unit.first < unit.last:
             base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16)
             shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))

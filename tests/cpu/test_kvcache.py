@@ -138,7 +138,7 @@ def test_splits_equal_the_definition(split, packed, cuda_on_cpu):
 
 
 def test_boxes_of_pages(cuda_on_cpu):
-    for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 8), (1, 1), (12, 1)):
+    for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 1), (1, 1), (12, 1)):
         case = Case((150, 290), page=page, capacity=page * -(-300 // page), dims=(128, 128))
         check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)))
         assert cuda_on_cpu[-1].tile.page_rows == box

@@ -246,11 +246,11 @@ def test_long_pages_equal_entries_bit_for_bit(page, tile):
 
 @pytest.mark.skipif("sm90" not in ARCHS, reason="Hopper's ways to load pages")
 @pytest.mark.parametrize("dims", [(32, 32), (96, 64), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("page", [3, 8])
-def test_pages_of_any_width_equal_entries(page, dims):
+@pytest.mark.parametrize(("page", "tile"), [(3, "page_rows=1"), (8, "page_rows=8")])
+def test_pages_of_any_width_equal_entries(page, tile, dims):
     """Rows of 4 to 32 vectors of 16 bytes, by boxes and by copies."""
     call = Call((1, 0, 63, 700, 1030), (2,) * 5, dims=dims)
-    assert same(call.run_paged(page, kernel="sm90"), call.run(kernel="sm90"))
+    assert same(call.run_paged(page, kernel="sm90", tile=tile), call.run(kernel="sm90"))
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
