@@ -1,7 +1,8 @@
 """What PyTorch's and xformers' own tests of memory-efficient attention ask for, both ways, by seeded samples.
 
 PyTorch's grids: dtype, batch, lengths, head dim, causal, scale, dropout, and masks with a gradient. xformers': head
-dims from 1 to 512, unequal ones, any lengths, numbers of heads and strides.
+dims from 1 to 512, unequal ones, any lengths, numbers of heads and strides. Errors are measured against float64, and
+against PyTorch's kernel where it takes the call.
 """
 
 import random
@@ -17,9 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from cute_attn import attention, registry
 from cute_attn.backward import kernels_of
 from cute_attn.traits import Traits
-from tests.checks import CANCELLATION, FORWARD, GRADIENT, check
+from tests.checks import CANCELLATION, FORWARD, GRADIENT, Errors, check
 from tests.gpu.archs import runnable_archs
-from tests.problem import Case
+from tests.problem import Case, Problem, Start
 
 LENGTHS = (4, 8, 64, 128, 256, 512, 1024, 2048)
 
@@ -69,6 +70,46 @@ def xformers_cases() -> Iterator[Case]:
 CASES = [*pytorch_cases(), *xformers_cases()]
 
 
+MASK_TYPES = {False: 0, "top_left": 1, True: 2}
+"""PyTorch's custom_mask_type."""
+FULL = 2**14
+"""Elements from which on a largest error is no accident."""
+
+
+def pytorchs(problem: Problem, start: Start) -> dict[str, Tensor]:
+    """The same by PyTorch's memory-efficient kernels; nothing where they decline the call or would draw a mask."""
+    case, (q, k, v), bias = problem.case, problem.tensors, problem.inputs.bias
+    if case.dropout_p or case.varlen:
+        return {}
+    if bias is not None:
+        bias = bias.expand(case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
+    mask, scale = MASK_TYPES[case.causal], case.head_dim**-0.5
+    aten = torch.ops.aten
+    try:
+        out, lse, seed, offset, _, _ = aten._efficient_attention_forward(
+            q, k, v, bias, None, None, None, None, 0.0, mask, True, scale=scale
+        )
+        lengths = (None, None, case.seqlen_q, case.seqlen_k)
+        grads = aten._efficient_attention_backward(
+            *(start.out, q, k, v, bias, out, *lengths, lse, 0.0, seed, offset, mask, False), scale=scale
+        )
+    except RuntimeError as declined:
+        print(f"PyTorch declines: {declined}")
+        return {}
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=False))
+
+
+def compare_with_pytorchs(name: str, ours: Tensor, theirs: Tensor | None, exact: Tensor) -> None:
+    """Errors are at most 1.5 of PyTorch's, where that has any number to show and there are elements enough."""
+    if theirs is None or exact.numel() < FULL or not theirs.isfinite().all():
+        return
+    own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
+    print(f"{name}: error {own}, PyTorch's {other}")
+    assert own.rms <= 1.5 * other.rms, f"{name}: rms {own}, PyTorch's {other}"
+    rounding = torch.finfo(ours.dtype).eps / 2 * exact.abs().max().item()
+    assert own.largest <= 1.5 * other.largest + rounding, f"{name}: {own}, PyTorch's {other}"
+
+
 def check_both(of: Case) -> None:
     """out and all gradients by the tolerance rule; what fp32 sums differently is allowed a few roundings more."""
     problem = of.build("cuda")
@@ -76,7 +117,8 @@ def check_both(of: Case) -> None:
     dtype = problem.tensors[0].dtype
     exact, plain = problem.expected(torch.float64), problem.expected(dtype)
     single = dtype == torch.float32
-    out = problem.run()["out"]
+    out, theirs = problem.run()["out"], pytorchs(problem, start)
+    compare_with_pytorchs("out", out, theirs.get("out"), exact["out"])
     check(
         "out",
         out,
@@ -88,6 +130,7 @@ def check_both(of: Case) -> None:
     wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
     factor = 2 * GRADIENT if single else GRADIENT
     for name, value in problem.gradients(start).items():
+        compare_with_pytorchs(name, value, theirs.get(name), wanted[name])
         check(
             name,
             value,
@@ -113,7 +156,7 @@ def test_strides(layout: str, dim: int) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", [None, 1e-5])
+@pytest.mark.parametrize("scale", [None, 1e-5, -0.2, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_scale(dtype: torch.dtype, scale: float | None) -> None:
     q, k, v = (torch.randn(2, 120, 4, 64, device="cuda", dtype=dtype) for _ in range(3))

@@ -1,0 +1,184 @@
+"""Biases of finfo.min and of -1e9, as masks are made of, and softmax scales of any sign: both ways, on each arch."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import attention, attention_backward, registry
+from cute_attn.backward import kernels_of
+from cute_attn.traits import Traits, head_dim_multiple
+from tests.checks import CANCELLATION, GRADIENT, check
+from tests.gpu.archs import runnable_archs
+from tests.problem import Case, Problem
+
+ODD: dict[str, Any] = {"seqlen_q": 130, "seqlen_k": 200}
+CASES = [
+    Case("bf16-d64", bias="bf16", **ODD),
+    Case("bf16-d64-causal-over-h", bias="bf16", bias_broadcast="h", causal=True, **ODD),
+    Case("bf16-d128-window", bias="bf16", head_dim=128, window=(90, 40), **ODD),
+    Case("bf16-d64-softcap", bias="bf16", softcap=5.0, **ODD),
+    Case("fp32-d64", bias="fp32", dtype="fp32", **ODD),
+    Case("bf16-d320", bias="bf16", head_dim=320, **ODD),
+]
+SMALLEST, UNDER_ANOTHER, HALF_HIDDEN, HIDDEN = (3, 70, 128), 71, 72, 73
+"""Rows: all keys have the smallest number; some; all that are not hidden; all hidden."""
+
+
+def masked(case: Case) -> Problem:
+    """The case with rows of the bias's smallest number."""
+    problem = case.build("cuda")
+    bias = problem.inputs.bias
+    assert bias is not None
+    smallest = torch.finfo(bias.dtype).min
+    for row in SMALLEST:
+        bias[:, :, row] = smallest
+    bias[:, :, UNDER_ANOTHER, 30:], bias[:, :, UNDER_ANOTHER + 20, :60] = smallest, smallest
+    bias[:, :, HIDDEN] = -torch.inf
+    return problem
+
+
+def combinations(cases: list[Case]) -> list[Any]:
+    """Each case with each arch that computes it."""
+    return [
+        pytest.param(case, arch, id=f"{case.name}-{arch}")
+        for case in cases
+        for arch in runnable_archs()
+        if arch == "sm80" or (case.dtype != "fp32" and case.head_dim <= 256)
+    ]
+
+
+@pytest.mark.parametrize("op", ["backward"])
+@pytest.mark.parametrize(("case", "arch"), combinations(CASES))
+def test_rows_of_the_smallest_number(case: Case, arch: str, op: str) -> None:
+    """Averages of all keys that the mask shows, a finite LSE, and the gradients of both."""
+    problem = masked(case)
+    start = problem.start()
+    dtype = problem.tensors[0].dtype
+    exact, plain = problem.expected(torch.float64), problem.expected(dtype)
+    found = problem.run(kernel=arch)
+    roundings = 16 if case.dtype == "fp32" else 1
+    check("out", found["out"], exact["out"], plain["out"], roundings=roundings)
+    smallest = torch.finfo(problem.inputs.bias.dtype).min  # type: ignore[union-attr]
+    assert all((found["lse"][:, :, row] == smallest).all() for row in SMALLEST)
+    assert (found["lse"][:, :, HIDDEN] == -torch.inf).all() and not found["out"][:, HIDDEN].any()
+    wanted, rounded = (problem.expected_gradients(start, of) for of in (torch.float64, dtype))
+    for name, value in problem.gradients(start, kernel=arch).items():
+        factor = 2 * GRADIENT if case.dtype == "fp32" else GRADIENT
+        limits = {"factor": factor, "roundings": roundings, "floor": CANCELLATION}
+        check(name, value, wanted[name], rounded[name], **limits)
+
+
+@pytest.mark.parametrize("op", ["backward"])
+@pytest.mark.parametrize(("case", "arch"), combinations(CASES[:1]))
+def test_keys_of_rows_that_are_not_hidden(case: Case, arch: str, op: str) -> None:
+    """-1e12, in which scores of this size are lost, or finfo.min beside -inf: averages, and finite gradients."""
+    problem = masked(case)
+    bias = problem.inputs.bias
+    assert bias is not None
+    bias[:, :, 5], bias[:, :, HALF_HIDDEN, ::2] = -1e12, torch.finfo(bias.dtype).min
+    bias[:, :, HALF_HIDDEN, 1::2] = -torch.inf
+    v = problem.tensors[2].double().repeat_interleave(case.group, 2)
+    out = problem.run(kernel=arch)["out"].double()
+    torch.testing.assert_close(out[:, 5], v.mean(1), atol=4e-3, rtol=1e-2)
+    torch.testing.assert_close(out[:, HALF_HIDDEN], v[:, ::2].mean(1), atol=4e-3, rtol=1e-2)
+    for name, gradient in problem.gradients(problem.start(), kernel=arch).items():
+        assert gradient.isfinite().all(), name
+
+
+SCALES = [
+    Case("bf16-d64-causal", causal=True, **ODD),
+    Case("bf16-d128-bias", head_dim=128, bias="bf16", **ODD),
+    Case("fp32-d64-softcap", dtype="fp32", softcap=3.0, **ODD),
+    Case("bf16-d60", head_dim=60, **ODD),
+]
+
+
+@pytest.mark.parametrize("op", ["backward"])
+@pytest.mark.parametrize("scale", [-0.15, 0.0])
+@pytest.mark.parametrize("case", SCALES, ids=lambda case: case.name)
+def test_scales_that_are_not_positive(case: Case, scale: float, op: str) -> None:
+    """Out and gradients are those of q times -1 or 0 and a positive scale."""
+    problem = case.build("cuda")
+    start = problem.start()
+    sign, positive = (-1, -scale) if scale else (0, 1.0)
+    options = {"causal": case.causal, "softcap": case.softcap, "bias": problem.inputs.bias}
+    options |= {"return_lse": True, "deterministic": True}
+
+    def results(q: Tensor, of: float) -> list[Tensor]:
+        own = [x.detach().requires_grad_() for x in (q, *problem.tensors[1:])]
+        out, lse = attention(*own, softmax_scale=of, **options)  # type: ignore[arg-type]
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, own, start.out)]
+
+    q = problem.tensors[0]
+    found, wanted = results(q, scale), results(q * sign, positive)
+    wanted[2] = wanted[2] * sign
+    for name, own, right in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert torch.equal(own, right), name
+    given = (start.out, *problem.tensors, found[0], found[1])
+    into = [torch.full_like(x, torch.nan) for x in problem.tensors]
+    names = ("causal", "softcap", "bias", "deterministic")
+    attention_backward(*given, softmax_scale=scale, into=into, **{name: options[name] for name in names})  # type: ignore[arg-type]
+    for name, own, right in zip(("dq", "dk", "dv"), into, wanted[2:], strict=True):
+        assert torch.equal(own, right), name
+
+
+LARGE = [
+    Case("bf16-d300", head_dim=300, causal=True, **ODD),
+    Case("fp16-d513x4", head_dim=513, head_dim_v=4, dtype="fp16", **ODD),
+    Case(
+        "fp32-d301x299",
+        head_dim=301,
+        head_dim_v=299,
+        dtype="fp32",
+        lengths_q=(70, 0, 33),
+        lengths_k=(90, 41, 69),
+    ),
+    Case("bf16-d320-odd-strides", head_dim=320, **ODD),
+]
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("of", LARGE, ids=lambda case: case.name)
+def test_unaligned_rows_of_large_head_dims(of: Case, given: bool) -> None:
+    """The forward takes aligned copies, and writes what it is given; gradients follow."""
+    problem = of.build("cuda")
+    if of.name.endswith("odd-strides"):
+        apart = [torch.empty((*x.shape[:-1], 323), device="cuda", dtype=x.dtype) for x in problem.tensors]
+        q, k, v = (wide[..., :320].copy_(x) for wide, x in zip(apart, problem.tensors, strict=True))
+        problem = replace(problem, tensors=(q, k, v))
+    dtype, roundings = problem.tensors[0].dtype, 16 if of.dtype == "fp32" else 1
+    exact, plain = problem.expected(torch.float64), problem.expected(dtype)
+    q = problem.tensors[0]
+    out = q.new_full((*q.shape[:-1], of.size_v), torch.nan) if given else None
+    found = problem.run(out=out)
+    check("out", found["out"], exact["out"], plain["out"], roundings=roundings)
+    check("lse", found["lse"], exact["lse"], problem.expected(torch.float32)["lse"], roundings=32)
+    if given:
+        assert out is not None and torch.equal(out[problem.owned], found["out"])
+        return
+    start = problem.start()
+    wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
+    for name, value in problem.gradients(start).items():
+        factor = 2 * GRADIENT if of.dtype == "fp32" else GRADIENT
+        limits = {"factor": factor, "roundings": roundings, "floor": CANCELLATION}
+        check(name, value, wanted[name], rounded[name], **limits)
+
+
+def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
+    """The forward of aligned copies, and the backward of the rows as they are."""
+    of = params.get("of")
+    if of is None:
+        return
+    whole = head_dim_multiple(of.dtype)
+    dims = {
+        name: -(-dim // whole) * whole for name, dim in (("head_dim", of.head_dim), ("head_dim_v", of.size_v))
+    }
+    yield replace(of.traits("sm80"), aligned=True, **dims), None, target
+    backward = replace(of.traits("sm80", "backward"), aligned=False)
+    yield from (
+        (traits, tile, target) for traits, tile in kernels_of(registry.lookup(backward, None, target))
+    )
