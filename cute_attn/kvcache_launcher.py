@@ -30,12 +30,14 @@ from cute_attn.params import (
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
 from cute_attn.traits import Traits
 
-WAVES = 8
-"""Work tiles a CTA from which on they are claimed whole: lengths that differ then cost little."""
+WAVES = 3
+"""Work tiles a CTA from which on they are claimed whole: lengths that differ then cost less than shares."""
 EVEN = 8
 """Keys for each query of a single sequence from which on a mask leaves its units about as many keys."""
 FULL_PARTS = 0.9
 """Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
+PARTS_AT_ONCE = 128
+"""Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 FULL_WAVES = 0.85
 """Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
 
@@ -428,6 +430,8 @@ def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
             return Split()
     parts = min(slots // count, -(-longest(params)[1] // tile.tile_n), MAX_PARTIALS)
     even = not params.mask or EVEN * longest(params)[0] <= longest(params)[1]
+    if parts > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
+        parts = PARTS_AT_ONCE
     if params.batch == 1 and even and parts * count >= FULL_PARTS * slots:
         return Split("parts", parts) if parts > 1 else Split()
     return Split("shares")

@@ -189,13 +189,17 @@ class Line:
         self.check_partials()
 
     def slots_by_definition(self):
-        """All, or those that get whole units where each sequence has one query block and as many key blocks."""
+        """All, or those that cut units alike where each sequence has one query block and as many key blocks."""
         one_each = {m for _, _, m in self.units} == {0} and len(self.units) == self.batch * self.heads
-        waves = -(-len(self.units) // self.slots)
-        if one_each and len(set(self.units.values())) == 1 and len(self.units) % waves == 0:
-            used = len(self.units) // waves
-            if used >= 15 / 16 * self.slots:
-                return used
+        if one_each and len(set(self.units.values())) == 1:
+            waves = -(-len(self.units) // self.slots)
+            alike = [
+                n
+                for n in range(1, self.slots + 1)
+                if n * waves == len(self.units) or n % len(self.units) == 0
+            ]
+            if alike and 15 / 16 * self.slots <= alike[-1] <= self.length:
+                return alike[-1]
         return min(self.slots, self.length)
 
     def check_blocks(self):
@@ -209,8 +213,7 @@ class Line:
 
     def check_sizes(self):
         """Positions of slots differ by one at most; without overhead these are blocks."""
-        size, longer = divmod(self.length, self.used) if self.used else (0, 0)
-        ends = [slot * size + min(slot, longer) for slot in range(self.used + 1)]
+        ends = [slot * self.length // max(self.used, 1) for slot in range(self.used + 1)]
         sizes = [end - begin for begin, end in itertools.pairwise(ends)]
         assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
         assert all(s["slot"] < self.used for s in self.shares)

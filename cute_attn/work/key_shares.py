@@ -10,7 +10,7 @@ two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The comb
 same arithmetic, and nothing is written to say where they are. No plan is made on the host, so a CUDA graph replays with
 other lengths.
 
-Where all units are alike and a few slots less get whole units, the others stay empty.
+Where all units are alike and a few slots less get whole units, or equal parts of units, the others stay empty.
 
 On the line a unit also takes ``overhead`` places before its key blocks, for the time that it takes beside them, and a
 unit whose queries see no key counts as one block, so that a CTA writes its zeros.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, cute
+from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import on_device
 from cute_attn.device.score_tile import ScoreContext
@@ -30,7 +30,7 @@ from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 EVEN = 16
-"""Of so many slots all but one have to be used where slots get whole units."""
+"""Of so many slots all but one have to be used where units are cut alike."""
 OVERHEAD = 1
 """Places on the line that a unit takes beside its key blocks: what its start and its end cost, in blocks."""
 
@@ -143,44 +143,40 @@ class KeyShares:
     def used_slots(self, slots: Int32, total: Int32, largest: Int32) -> Int32:
         """How many slots get a share; ``largest``: positions of the longest sequence.
 
-        Where all sequences are as long and have one query block, some fewer slots may get whole units: nearly as many
-        CTAs saturate the memory as well, and nothing is left to merge.
+        Where all sequences are as long and have one query block, some fewer slots may get whole units, or units in as
+        many parts each: nearly as many CTAs saturate the memory as well, and less is left to merge.
         """
         used = cutlass.min(slots, total)
         if (total > 0) & (total == self.batch * largest):
             if self.blocks.m_blocks(Int32(0)) == 1:
                 units = self.batch * self.heads
                 waves = cute.ceil_div(units, slots)
-                whole = units // waves
-                if (whole * waves == units) & (EVEN * whole >= (EVEN - 1) * slots):
-                    used = whole
+                even = units // waves
+                fits = even * waves == units
+                if units < slots:
+                    even = slots // units * units
+                    fits = even <= total
+                if fits & (EVEN * even >= (EVEN - 1) * slots):
+                    used = even
         return used
 
     # ---- slots ----
 
     @cute.jit
     def begin(self, slot: Int32) -> Int32:
-        """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond."""
+        """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond.
+
+        It is slot * total / slots, rounded down: the sizes alternate, so that units that are alike are cut alike.
+        """
         position = self.total
         if slot < self.slots:
-            size, longer = self.slot_sizes()
-            position = slot * size + cutlass.min(slot, longer)
+            size = self.total // self.slots
+            position = slot * size + slot * (self.total - size * self.slots) // self.slots
         return position
 
-    def slot_sizes(self) -> tuple[Int32, Int32]:
-        """Positions of a slot, and how many slots, the first ones, have one more."""
-        size = self.total // self.slots
-        return size, self.total - size * self.slots
-
-    @cute.jit
     def slot_of(self, position: Int32) -> Int32:
         """The slot that has a position."""
-        size, longer = self.slot_sizes()
-        end = longer * (size + 1)  # of the slots that have one more
-        slot = longer + (position - end) // size
-        if position < end:
-            slot = position // (size + 1)
-        return slot
+        return Int32(((Int64(position) + 1) * self.slots - 1) // self.total)
 
     # ---- sizes on the line ----
 

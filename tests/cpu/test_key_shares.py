@@ -62,7 +62,7 @@ def test_lengths(name, overhead):
 
 def test_slots_of_a_long_line():
     """Positions times slots would exceed 32 bits."""
-    line = Line("none", 0, [(1, 2**22), (1, 2**22)], 64, 264)
+    line = Line("none", 0, [(1, 2**22 + 32), (1, 2**22 - 32)], 64, 264)
     assert line.total == 2**24
     bounds = {s["slot"]: 0 for s in line.shares}
     for s in line.shares:
