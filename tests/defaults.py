@@ -2,24 +2,25 @@
 
 Building all of them takes a quarter of an hour of two cores. The cover has, for each op and arch:
 
-- every default tile for each target that it is the default of;
-- every pair of features that occurs in the list: of mask, softcap, ALiBi, bias, dropout, lengths, dtype and target;
-- every head dim, and the causal kernels of head dims 64 and 128, which most users run.
+- every default tile, for one of the targets that it is the default of; of tiles that differ in how many heads they
+  pack alone, one that packs heads and one that does not;
+- every value of every trait that occurs in the list, every target and every list of lengths.
 
-Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. A head dim acts
-through its tile; features add up, so that what a pair does shows in any kernel that has both, and what a kernel lacks
-needs no registers. Errors of a single head dim with a single feature, or of three features, may be missed:
+Spills and serialised wgmma depend on the tile, and on the registers that features take beside it; what a kernel lacks
+needs no registers. Of kernels that cover as many more, the one with the largest head dim and the most features is
+built. Errors of one head dim or target with one feature, or of two features together, may be missed:
 ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
-import itertools
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from cute_attn import registry
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.traits import PARTS, Traits
+from cute_attn.traits import Traits
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -135,37 +136,35 @@ def every() -> list[Default]:
 
 
 def cover(defaults: Iterable[Default]) -> list[Default]:
-    """A greedy cover of their demands, with every preprocess and convert, in their order.
-
-    Of kernels that cover as many more, the one with the largest head dim and the most features, for its registers.
-    """
+    """A greedy cover of their demands, in their order."""
     pool = list(defaults)
-    missing = {default: demands(default) for default in pool}
-    chosen = [default for default in pool if _is_always_built(default)]
-    done = {demand for default in chosen for demand in missing[default]}
-    while any(wanted - done for wanted in missing.values()):
-        best = max(pool, key=lambda x: (len(missing[x] - done), x.traits.head_dim, len(missing[x])))
+    wanted = {default: demands(default) for default in pool}
+    return covering(pool, wanted.__getitem__, lambda default: (default.traits.head_dim, len(wanted[default])))
+
+
+def covering(
+    items: Iterable[Item], demands: Callable[[Item], set[Hashable]], rank: Callable[[Item], Any] = lambda _: 0
+) -> list[Item]:
+    """Items that have all demands of all items, in their order; of those with as many more, the highest in rank."""
+    pool = list(items)
+    missing = [demands(item) for item in pool]
+    chosen = []
+    while any(missing):
+        best = max(range(len(pool)), key=lambda i: (len(missing[i]), rank(pool[i])))
         chosen.append(best)
-        done |= missing[best]
-    return sorted(chosen, key=pool.index)
+        done = missing[best]
+        missing = [wanted - done for wanted in missing]
+    return [pool[i] for i in sorted(chosen)]
 
 
 def demands(default: Default) -> set[Hashable]:
-    """What a kernel covers: its tile on its target, its head dim, and pairs of what it has."""
+    """What a kernel covers: its tile, its target, its lengths and each of its traits."""
     traits, kernel = default.traits, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    values |= {"target": default.target, "lengths": default.lengths}
-    present = [(name, value) for name, value in values.items() if value and not name.startswith("head_dim")]
-    return {
-        (kernel, str(default.kernel.tile), default.target),
-        (kernel, traits.head_dim),
-        *((kernel, *pair) for pair in itertools.combinations(present, 2)),
-    }
+    values |= {"target": default.target, "lengths": default.lengths, "tile": _compared(default.kernel.tile)}
+    return {(kernel, name, value) for name, value in values.items() if value}
 
 
-def _is_always_built(default: Default) -> bool:
-    traits = default.traits
-    common = (f"{traits.op}-{traits.arch}-bf16-d{dim}-causal" for dim in (64, 128))
-    return traits.op in PARTS or (
-        traits.name in common and default.target == traits.arch and not default.lengths
-    )
+def _compared(tile: Any) -> str:
+    """A tile as text, in which the heads it packs are 1 or 2: more of them differ by a shift."""
+    return str(replace(tile, pack_heads=min(tile.pack_heads, 2)) if hasattr(tile, "pack_heads") else tile)

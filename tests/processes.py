@@ -67,10 +67,15 @@ def _server() -> "subprocess.Popen[str]":
 
 def _serve() -> None:
     import torch  # noqa: F401
+    from cutlass.base_dsl import dsl
 
     import cute_attn.cli
+    import cute_attn.lab.report
+    import cute_attn.lab.tune
     import cute_attn.registry  # noqa: F401
+    import layouts.show  # noqa: F401
 
+    dsl._set_enable_frame_filtering = lambda enable: None  # as no_source_locations in cpu/conftest.py
     gc.freeze()  # what is loaded need not be copied when a child collects its own garbage
     for line in sys.stdin:
         children = []

@@ -5,6 +5,7 @@ and loaded by all others, by scripts that they start and by later runs, as long 
 all of them first would gain nothing: there are as many test processes as cores.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 KERNELS = Path(__file__).parents[2] / "build" / "kernels"
 os.environ.setdefault("CUTE_ATTN_CACHE_DIR", str(KERNELS))
+
+gc.disable()  # until all tests are collected: a quarter of that time would go into looking for garbage
 
 A_WEEK = 7 * 24 * 3600  # in seconds; every version of the sources leaves 60 MB there
 
@@ -29,6 +32,11 @@ def pytest_sessionstart(session):
         from cute_attn.cache import DiskCache
 
         DiskCache(KERNELS).prune(older_than=A_WEEK)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,10 @@ from tests.cases import BACKWARD_CASES, CASES, FOR_EVERY_TILE
 from tests.checks import check, check_backward, check_forward
 
 HUGE = {"far", "beyond-2-31"}  # more memory than a test machine may have
+# Plain torch has no grid and no Philox call whose limits they could reach.
+FOR_LAUNCHES = {"batch-70000", "heads-66000", "bias-beyond-65536", "dropout-beyond-65536"} | {
+    "mem_efficient-beyond-65536"
+}
 
 
 def results(n=4096):
@@ -73,7 +77,9 @@ def test_a_wrong_dropout_mask_fails():
         check_forward(actual, exact, actual, actual)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in HUGE], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name not in HUGE | FOR_LAUNCHES], ids=lambda c: c.name
+)
 def test_the_reference_passes_its_cases(case):
     problem = case.build("cpu").compared()
     dtype = problem.tensors[0].dtype

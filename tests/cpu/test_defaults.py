@@ -54,7 +54,7 @@ def test_default_builds_without_spills(default):
 
 
 # ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled.
-KINDS = {(default.traits.op, default.traits.arch, default.target): default for default in COVER}
+KINDS = {(default.traits.op, default.traits.arch): default for default in COVER}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)

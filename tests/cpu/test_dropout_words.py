@@ -52,8 +52,13 @@ def draw(
                 mask[tile.row0 + tile.rows[r], tile.col0 + tile.cols[c]] = tile.acc[r, c]
 
 
-@pytest.mark.parametrize("tile_m, tile_n", [(64, 128), (48, 128), (128, 128), (80, 64), (16, 192)])
-@pytest.mark.parametrize("offset, dropout_p", [(8, 0.3), (2**33 - 4, 0.7), (0, 1 - 127.5 / 255)])
+@pytest.mark.parametrize(
+    "offset, dropout_p, tile_m, tile_n",
+    [
+        *((8, 0.3, *tile) for tile in ((64, 128), (48, 128), (128, 128), (80, 64), (16, 192))),
+        *((*draw, 64, 128) for draw in ((2**33 - 4, 0.7), (0, 1 - 127.5 / 255))),
+    ],
+)
 def test_words_are_the_masks_pytorch_draws(offset, dropout_p, tile_m, tile_n):
     seqlen_q, seqlen_k, corner = 640, 999, (3 * tile_m, tile_n)
     state = torch.tensor([2**40 + 7, offset])

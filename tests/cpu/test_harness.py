@@ -1,13 +1,14 @@
 """The tests' own tools: the cover of all default kernels, builds without source locations, forked processes."""
 
+from dataclasses import replace
+
 import pytest
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
 
 from cute_attn import compiler
-from cute_attn.traits import PARTS
 from tests import processes, toy
-from tests.defaults import cover, demands, every
+from tests.defaults import cover, covering, demands, every
 
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
 
@@ -18,24 +19,38 @@ def test_the_cover_meets_the_demands_of_all_defaults():
     defaults, chosen = every(), cover(every())
     assert set().union(*map(demands, chosen)) == set().union(*map(demands, defaults))
     assert len(chosen) == len(set(chosen)) < len(defaults)
-    assert {default for default in defaults if default.traits.op in PARTS} <= set(chosen)
     tiles, covered = (
-        {(d.traits.op, d.traits.arch, d.target, d.kernel.tile) for d in some} for some in (defaults, chosen)
+        {(d.traits.op, d.traits.arch, replace(d.kernel.tile, **packs(d.kernel.tile))) for d in some}
+        for some in (defaults, chosen)
     )
     assert tiles == covered
 
 
+def packs(tile):
+    """Whether a tile packs heads, in place of how many."""
+    return {"pack_heads": min(tile.pack_heads, 2)} if hasattr(tile, "pack_heads") else {}
+
+
 def test_demands_of_a_kernel():
-    """Worked out by hand: pairs and tiles are distinct demands."""
+    """Worked out by hand: tiles, targets, lengths and each trait."""
     (plain,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90")
     (short,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90-512x512x1")
     (alibi,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-alibi-sm90")
     kernel = ("forward", "sm90")
-    pair = (kernel, ("dtype", "bf16"), ("mask", "causal"))
-    assert all({pair, (kernel, 64)} <= demands(default) for default in (plain, short, alibi))
-    assert (kernel, ("mask", "causal"), ("alibi", True)) in demands(alibi) - demands(plain)
+    common = {(kernel, "dtype", "bf16"), (kernel, "mask", "causal"), (kernel, "head_dim", 64)}
+    assert all(common <= demands(default) for default in (plain, short, alibi))
+    assert demands(alibi) - demands(plain) == {(kernel, "alibi", True)}
     assert not demands(plain) - demands(alibi)  # one tile
-    assert (kernel, str(short.kernel.tile), "sm90") in demands(short) - demands(plain)
+    tile, lengths = (kernel, "tile", str(short.kernel.tile)), (kernel, "lengths", (512, 512, 1))
+    assert demands(short) - demands(plain) == {tile, lengths}
+
+
+def test_a_greedy_cover():
+    """Of sets of letters: the largest first, then what adds most, by rank among equals, in the order given."""
+    sets = ["ab", "bc", "cd", "abe", "f", "cF"]
+    assert covering(sets, lambda word: set(word.lower()), rank=str.islower) == ["cd", "abe", "f"]
+    assert covering(sets, lambda word: set(word.lower()), rank=len) == ["cd", "abe", "cF"]
+    assert covering([], set) == []
 
 
 # ---- builds ----

@@ -81,21 +81,27 @@ def test_the_schema_is_the_call():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "requires_grad", "dtype"),
+    [
+        *((name, requires_grad, torch.float32) for name in CHANGES for requires_grad in (False, True)),
+        *(("plain", True, dtype) for dtype in (torch.float64, torch.float16)),
+    ],
+)
 def test_opcheck(name, requires_grad, dtype):
     arguments = make(name, dtype=dtype, requires_grad=requires_grad)
     torch.library.opcheck(torch.ops.cute_attn.forward.default, tuple(arguments))
 
 
-@pytest.mark.parametrize("needed", [(True, True, True), (False, True, False)])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [*((name, (True, True, True)) for name in CHANGES), ("plain", (False, True, False))],
+)
 def test_opcheck_of_the_backward(name, needed):
     arguments = make(name)
     out, lse, _ = torch.ops.cute_attn.forward.default(*arguments)
     flags = [*needed, arguments.bias is not None, arguments.sinks is not None]
-    for grads in ((out, lse), (out, None), (None, lse)):
+    for grads in ((out, lse), (out, None), (None, lse)) if name == "plain" else ((out, lse),):
         torch.library.opcheck(torch.ops.cute_attn.backward.default, (*grads, out, lse, flags, *arguments))
 
 

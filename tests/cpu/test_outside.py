@@ -79,7 +79,7 @@ def suites(tmp_path):
 
 
 def test_a_sample_runs_and_is_reported(suites, capsys):
-    outcome = run.run_suite(SUITE, suites, options())
+    outcome = run.run_suite(SUITE, suites, options(workers=1))
     counts = outcome.counts()
     assert counts == {"passed": 12 + 2 + 1, "failed": 2, "skipped": 1, "fell through": 1, "not reached": 0}, (
         outcome

@@ -24,11 +24,15 @@ PACKED = ForwardSm90Tile(64, 64, pack_heads=8)
 
 
 @pytest.mark.parametrize(
-    "features", ["", "causal-alibi", "causal_top_left", "window-softcap-alibi-sinks_fp32"]
-)
-@pytest.mark.parametrize(
-    ("name", "heads"),
-    [("wgmma1-64x80", 2), ("wgmma1-64x80", 8), ("wgmma1-64x80", 64), ("wgmma2-128x176", 16)],
+    ("name", "heads", "features"),
+    [
+        ("wgmma1-64x80", 2, "causal_top_left"),
+        ("wgmma1-64x80", 8, "causal-alibi"),
+        ("wgmma1-64x80", 8, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma1-64x80", 64, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma2-128x176", 16, ""),
+        ("wgmma2-128x176", 16, "causal-alibi"),
+    ],
 )
 def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
     """Scores, softmax and log-sum-exps of every query and head, on real accumulators; two packs a batch."""

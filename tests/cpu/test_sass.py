@@ -1,5 +1,8 @@
 """The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
 
+from collections.abc import Hashable
+from dataclasses import asdict
+
 import networkx as nx
 import pytest
 
@@ -9,7 +12,7 @@ from cute_attn.kernels.step import StepContent
 from cute_attn.lab import sass
 from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
 from tests import toy
-from tests.defaults import Default, cover, every
+from tests.defaults import Default, cover, covering, every
 
 
 def has_one_step(default: Default) -> bool:
@@ -17,13 +20,15 @@ def has_one_step(default: Default) -> bool:
     return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
 
 
-def each_tile() -> list[Default]:
-    """Of the cover of the defaults, one kernel with a steady step for each tile."""
-    chosen: dict[tuple[str, ...], Default] = {}
-    for default in filter(has_one_step, cover(every())):
-        key = (default.traits.op, default.traits.arch, str(default.kernel.tile))
-        chosen.setdefault(key, default)
-    return list(chosen.values())
+def each_value() -> list[Default]:
+    """Of the cover of the defaults, kernels with a steady step that have every value of every field of their tiles."""
+    return covering(filter(has_one_step, cover(every())), what_shapes_the_step)
+
+
+def what_shapes_the_step(default: Default) -> set[Hashable]:
+    traits = default.traits
+    values = asdict(default.kernel.tile) | {"head_dim": traits.head_dim, "dtype": traits.dtype}
+    return {(traits.op, traits.arch, name, value) for name, value in values.items()}
 
 
 def pytest_generate_tests(metafunc):
@@ -31,7 +36,7 @@ def pytest_generate_tests(metafunc):
         whole = metafunc.config.getoption("--every-default", default=False)
         all_of_them = [default for default in every() if has_one_step(default)]
         # The last first: another process builds them for test_defaults.py meanwhile, the first first.
-        metafunc.parametrize("default", (all_of_them if whole else each_tile())[::-1], ids=str)
+        metafunc.parametrize("default", (all_of_them if whole else each_value())[::-1], ids=str)
 
 
 def code_of(default: Default) -> Code:
