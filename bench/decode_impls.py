@@ -109,11 +109,11 @@ def fa3(row: Row, x: Inputs) -> dict[str, Call]:
 
 
 def fa2(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-2, where its package is installed."""
+    """FlashAttention-2: its package, or where it is not installed torch's, which divides keys as well."""
     try:
         from flash_attn import flash_attn_with_kvcache
-    except ImportError as error:
-        raise Declined(f"FA2 is not installed ({error})") from error
+    except ImportError:
+        return _fa2_of_torch(row)
     if row.packed:
         raise Declined("FA2 has no packed queries with a cache")
     if row.page % _FA2_PAGE:
@@ -122,6 +122,22 @@ def fa2(row: Row, x: Inputs) -> dict[str, Call]:
     def call(x: Inputs) -> Tensor:
         given = _cached(x, "block_table")
         return flash_attn_with_kvcache(x.q, x.k_cache, x.v_cache, **given, **_masks(row))
+
+    return {"": call}
+
+
+def _fa2_of_torch(row: Row) -> dict[str, Call]:
+    """torch's FlashAttention-2: contiguous caches, all of them full."""
+    if row.page or row.ragged or row.packed or row.append:
+        raise Declined("torch's FA2 has no lengths, pages or append, and flash-attn is not installed")
+    window = {"window_size_left": row.window, "window_size_right": 0} if row.window else {}
+
+    def call(x: Inputs) -> Tensor:
+        lengths = (None, None, row.queries, row.capacity)
+        causal = row.causal and row.queries > 1 and not row.window
+        return torch.ops.aten._flash_attention_forward(
+            x.q, x.k_cache, x.v_cache, *lengths, 0.0, causal, False, **window
+        )[0]
 
     return {"": call}
 
