@@ -73,7 +73,9 @@ def attention(
     alibi_slopes : Tensor (nheads,) or (batch, nheads), float32, optional
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
     bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), fp16, bf16 or fp32, optional
-        Added to scores; its last dimension is contiguous. -inf hides a key.
+        Added to scores; its last dimension is contiguous. -inf hides a key. A finite number does not, be it the dtype's
+        smallest: where all keys that a query sees have it, out is their average, as in fp32 (and on CUDA the backward
+        of a row whose LSE leaves no digit for the logarithm of their sum takes all that the mask shows as equal).
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
         every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).

@@ -49,8 +49,20 @@ def forward(params: AttentionParams) -> Outputs:
             if params.q.is_cuda
             else forward_cpu(params)
         )
+    if _transforms_are_active():
+        from cute_attn import transforms
+
+        return transforms.forward(params)
     out, lse, softmax = torch.ops.cute_attn.forward.default(*params)
     return out, lse, softmax if params.return_softmax else None
+
+
+def _transforms_are_active() -> bool:
+    """Whether one of torch.func's transforms is, other than for a compiler."""
+    if torch.compiler.is_compiling():
+        return False
+    top = _function_transforms()
+    return top is not None and top.key() != torch._C._functorch.TransformType.Functionalize
 
 
 def run(

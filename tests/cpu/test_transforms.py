@@ -1,0 +1,188 @@
+"""torch.func's transforms of attention, against plain autograd and loops over calls."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, jacrev, vjp, vmap
+
+from cute_attn import attention, attention_varlen
+
+SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def inputs(size=None):
+    """q, k and v, of a batch of calls with a size."""
+    lead = () if size is None else (size,)
+    return tuple(randn(*lead, *shape) for shape in SHAPES.values())
+
+
+def loss(q, k, v, **options):
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return out.square().sum() + lse.sum()
+
+
+def gradients(tensors, **options):
+    own = [x.detach().requires_grad_() for x in tensors]
+    return torch.autograd.grad(loss(*own, **options), own)
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+def test_grad_and_vjp():
+    q, k, v = inputs()
+    expected = gradients((q, k, v), causal=True)
+    same(grad(lambda *x: loss(*x, causal=True), argnums=(0, 1, 2))(q, k, v), expected)
+    _, pull = vjp(lambda *x: attention(*x, causal=True), q, k, v)
+    cotangent = randn(2, 5, 4, 4)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(attention(leaf, k, v, causal=True), leaf, cotangent)
+    same(pull(cotangent)[0], expected)
+
+
+def test_jacobian():
+    """Many gradients of one call: what is batched is the gradient of its output."""
+    q, k, v = (x[:1, :2] for x in inputs())
+    found = jacrev(lambda x: attention(x, k, v)[0, 0, 0])(q)
+    leaf = q.clone().requires_grad_()
+    out = attention(leaf, k, v)[0, 0, 0]
+    same(found, torch.stack([torch.autograd.grad(y, leaf, retain_graph=True)[0] for y in out]))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (1, None, 2)])
+def test_vmap(in_dims):
+    many, one = inputs(3), inputs()
+    given = [one[i] if d is None else many[i].movedim(0, d) for i, d in enumerate(in_dims)]
+    found = vmap(lambda *x: attention(*x, causal=True, return_lse=True), in_dims)(*given)
+    calls = [[one[j] if d is None else many[j][i] for j, d in enumerate(in_dims)] for i in range(3)]
+    expected = [attention(*call, causal=True, return_lse=True) for call in calls]
+    same(found, tuple(map(torch.stack, zip(*expected, strict=True))))
+
+
+ARGUMENTS = {
+    "bias": {"bias": (2, 4, 5, 6)},
+    "broadcast": {"bias": (1, 1, 5, 6), "alibi_slopes": (4,)},
+    "slopes": {"alibi_slopes": (2, 4)},
+    "sinks": {"sinks": (4,)},
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_gradients_of_each_call(name, batched):
+    """vmap of grad, by q and by what else has a gradient; and grad of vmap, which adds them up."""
+    shapes = ARGUMENTS[name]
+    q, k, v = inputs(3)
+    extra = {key: randn(*(3,) * batched, *shape).abs() for key, shape in shapes.items()}
+    by = [key for key in extra if key != "alibi_slopes"]
+
+    def run(q, k, v, extra):
+        return loss(q, k, v, window=(3, 2), **extra)
+
+    def own(q, wanted, k, v, fixed):
+        return run(q, k, v, fixed | wanted)
+
+    wanted = {key: extra[key] for key in by}
+    fixed = {key: extra[key] for key in extra if key not in by}
+    at = 0 if batched else None
+    found = vmap(grad(own, argnums=(0, 1)), (0, at, 0, 0, at))(q, wanted, k, v, fixed)
+
+    def leaves(x, i):
+        return {key: (y[i] if batched else y).clone().requires_grad_(key in by) for key, y in x.items()}
+
+    expected_q, expected = [], {key: [] for key in by}
+    for i in range(3):
+        leaf, others = q[i].clone().requires_grad_(), leaves(extra, i)
+        grads = torch.autograd.grad(run(leaf, k[i], v[i], others), [leaf, *(others[key] for key in by)])
+        expected_q.append(grads[0])
+        for key, x in zip(by, grads[1:], strict=True):
+            expected[key].append(x)
+    same(found[0], torch.stack(expected_q))
+    for key in by:
+        same(found[1][key], torch.stack(expected[key]))
+    total = grad(lambda x: vmap(run, (0, 0, 0, at))(x, k, v, extra).sum())(q)
+    same(total, torch.stack(expected_q))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_dropout(randomness):
+    q, k, v = (x[:1].expand(3, *x.shape[1:]).contiguous() for x in inputs(3))
+    state = torch.tensor([3, 4])
+
+    def run(*x):
+        return attention(*x, dropout_p=0.5, rng_state=state)
+
+    found = vmap(run, randomness=randomness)(q, k, v)
+    same(found[0], run(q[0], k[0], v[0]))
+    assert torch.equal(found[0], found[1]) == (randomness == "same")
+    states = torch.tensor([[3, 4], [5, 6], [7, 8]])
+    found = vmap(lambda *x: attention(*x[:3], dropout_p=0.5, rng_state=x[3]))(q, k, v, states)
+    same(found[2], attention(q[2], k[2], v[2], dropout_p=0.5, rng_state=states[2]))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_gradients_have_the_mask_of_their_forward(randomness):
+    q, k, v = inputs(3)
+    state, cotangent = torch.tensor([3, 4]), randn(3, 2, 5, 4, 4)
+
+    def run(v):
+        return attention(q[0], k[0], v, dropout_p=0.5, rng_state=state)
+
+    out, pull = vjp(lambda v: vmap(run, randomness=randomness)(v), v)
+    (found,) = pull(cotangent)
+    same((found * v).sum(), (out * cotangent).sum())  # out is linear in v
+    _, pull = vjp(run, v[0])
+    (found,) = vmap(pull, randomness=randomness)(cotangent)
+    same(found, torch.stack([pull(x)[0] for x in cotangent]))
+
+
+def test_packed_sequences():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k, v = randn(3, 5, 4, 8), randn(3, 5, 2, 8), randn(3, 5, 2, 8)
+
+    def run(*x):
+        return attention_varlen(*x, ends, ends, 3, 3, causal=True)
+
+    same(vmap(run)(q, k, v), torch.stack([run(*x) for x in zip(q, k, v, strict=True)]))
+
+
+def test_the_softmax():
+    found = vmap(lambda *x: attention(*x, return_softmax=True))(*inputs(3))
+    assert [tuple(x.shape) for x in found] == [(3, 2, 5, 4, 4), (3, 2, 4, 5, 6)]
+    same(found[1].sum(-1), torch.ones(3, 2, 4, 5, dtype=torch.float64))
+
+
+def test_gradients_of_a_module_for_each_sample():
+    """As differentially private training takes them."""
+    linear = torch.nn.Linear(8, 24, dtype=torch.float64)
+    weights, x = dict(linear.named_parameters()), randn(3, 5, 8)
+
+    def of_sample(weights, sample):
+        qkv = functional_call(linear, weights, (sample[None],)).view(1, 5, 3, 2, 4)
+        return attention(*qkv.unbind(2)).square().sum()
+
+    found = vmap(grad(of_sample), (None, 0))(weights, x)
+    for i, sample in enumerate(x):
+        own = torch.autograd.grad(of_sample(weights, sample), list(weights.values()))
+        same([found[name][i] for name in weights], list(own))
+
+
+def test_wrong_calls():
+    q, k, v = inputs(3)
+    with pytest.raises(ValueError, match=r"k has head_dim 7; accepted: 8"):
+        vmap(lambda *x: attention(*x))(q, k[..., :7], v)
+    with pytest.raises(ValueError, match='randomness "error" with dropout; accepted: "same" or'):
+        vmap(lambda *x: attention(*x, dropout_p=0.5, rng_state=torch.tensor([3, 4])))(q, k, v)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad(lambda x: grad(loss)(x, k[0], v[0]).sum())(q[0])
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        grad(lambda x: loss(q[0], k[0], v[0], alibi_slopes=x))(randn(4))
