@@ -450,7 +450,7 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
     )
     if 0 in (params.batch, *params.longest, math.prod(out_shape), math.prod(params.k.shape)):
         return launcher
-    from cute_attn import compiler
+    from cute_attn import compiler, registry
     from cute_attn.device.seqlen import Seqlens
 
     if not aligned and max(params.q.shape[-1], params.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
@@ -468,7 +468,16 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
             plan = divided.plan_for_attention(params)
             divided_views = tuple(views(params))
             return replace(launcher, divided=plan, kernel=plan.kernel, views=divided_views, prefill=False)
-        function = compiler.build(kernel, target).function
+        from cute_attn.split_fp32 import SpeculativeForward, SpeculativeKernels
+
+        function: Callable[..., None]
+        speculative = SpeculativeKernels.wanted(params, kernel, target)
+        if speculative is not None:
+            check_query_blocks(params, speculative.speculative)
+            function = SpeculativeForward.of(speculative, target)
+            kernel = registry.lookup(replace(kernel.traits, variant=""), None, target)
+        else:
+            function = compiler.build(kernel, target).function
         softmax_function = _softmax_function(params, kernel.traits, target) if params.return_softmax else None
     lengths = params[3:7]
     return replace(

@@ -23,6 +23,7 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
+from cute_attn.kernels.forward_sm80.parts_kernel import ForwardExact, ForwardParts
 from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
@@ -32,6 +33,8 @@ from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
+    ("forward", "sm80", "parts"): ForwardParts,
+    ("forward", "sm80", "exact"): ForwardExact,
     ("forward", "sm90", ""): ForwardSm90,
     ("softmax", "sm80", ""): SoftmaxSm80,
     ("backward", "sm80", ""): BackwardSm80,
@@ -52,6 +55,9 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("backward_split", "sm80", ""): SplitFp32,
 }
 """(op, arch, variant) -> kernel class."""
+
+SPECULATIVE_PAIR = ("parts", "exact")
+"""Variants of the package's own that are launched together for large calls in fp32: :mod:`cute_attn.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
 """The targets of a kernel's generation."""

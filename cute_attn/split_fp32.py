@@ -1,8 +1,8 @@
-"""fp32 tensors as two fp16 parts on CUDA: the workspace and the launch of :mod:`cute_attn.kernels.split_fp32`."""
+"""fp32 tensors as two fp16 parts on CUDA: their workspace, the launch of the split, and the forward that follows it."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cute_attn import launcher
 from cute_attn.launcher import as_strided, contiguous_strides
+from cute_attn.params import AttentionParams
 from cute_attn.traits import SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
@@ -82,3 +83,97 @@ class SplitLauncher:
 def can_split(tensors: Sequence[Tensor]) -> bool:
     """Whether there are few enough rows."""
     return all(math.prod(x.shape[:-1]) <= MAX_ROWS for x in tensors)
+
+
+# ---- the forward ----
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeForward:
+    """Splits q, k and v, and launches both kernels of :mod:`cute_attn.kernels.forward_sm80.parts_kernel`.
+
+    Called as a forward kernel's function is.
+
+    Attributes:
+        split: for q, k and v.
+        speculative, exact: launch the kernel that reads parts, and the one that computes where they do not serve.
+    """
+
+    split: SplitLauncher
+    speculative: Callable[..., None]
+    exact: Callable[..., None]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        """rest: the forward's arguments from out on."""
+        parts, scales = self.split.launch((q, k, v))
+        self.speculative(*map(as_rows, parts), *rest, scales)
+        self.exact(q, k, v, *rest, scales)
+
+    @staticmethod
+    def of(kernels: "SpeculativeKernels", target: str) -> "SpeculativeForward":
+        """Builds the kernels."""
+        from cute_attn import compiler
+
+        split = SplitLauncher.of(kernels.exact.traits, "forward_split", target)
+        functions = (compiler.build(kernel, target).function for kernel in kernels)
+        return SpeculativeForward(split, *functions)
+
+
+def as_rows(parts: Tensor) -> Tensor:
+    """(..., 2, dim) as rows of both parts."""
+    *outer, two, dim = parts.shape
+    shape = (*outer, two * dim)
+    return as_strided(parts, shape, contiguous_strides(shape))
+
+
+class SpeculativeKernels(NamedTuple):
+    """Both kernels, with their tiles."""
+
+    speculative: Any
+    exact: Any
+
+    @staticmethod
+    def wanted(params: AttentionParams, kernel: Any, target: str) -> "SpeculativeKernels | None":
+        """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
+
+        A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
+        enough to pay for the launches before (:func:`cute_attn.kernels.forward_sm80.heuristics.parts_pay`).
+
+        Raises:
+            Unsupported: the call names one of them, and the other does not support it.
+            ValueError: the call names one of them, and has too many rows.
+        """
+        from cute_attn import registry
+        from cute_attn.kernels.forward_sm80.heuristics import parts_pay
+
+        traits, few_rows = kernel.traits, can_split((params.q, params.k, params.v))
+        if traits.variant in registry.SPECULATIVE_PAIR:
+            if not few_rows:
+                raise ValueError(
+                    f"q, k or v has more than {MAX_ROWS} rows of heads; accepted: fewer, for {traits}"
+                )
+            return SpeculativeKernels._pair(kernel, target)
+        if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or params.tile or not few_rows:
+            return None
+        rows = math.prod(params.q.shape[:-1])
+        if not parts_pay(traits, rows, *params.longest, params.group):
+            return None
+        try:
+            return SpeculativeKernels._pair(kernel, target)
+        except registry.Unsupported:  # head dims beyond the speculative kernel's, or precision tf32
+            return None
+
+    @staticmethod
+    def _pair(kernel: Any, target: str) -> "SpeculativeKernels":
+        """Both kernels, ``kernel`` with its tile."""
+        from cute_attn import registry
+
+        traits = kernel.traits
+        return SpeculativeKernels(
+            *(
+                kernel
+                if traits.variant == name
+                else registry.lookup(replace(traits, variant=name), None, target)
+                for name in registry.SPECULATIVE_PAIR
+            )
+        )

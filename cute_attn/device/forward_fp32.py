@@ -173,7 +173,7 @@ def gemm_pv(
             own = Split(a.high[None, None, step], None if a.low is None else a.low[None, None, step])
             multiply(tiled_mma, total, own, split(v.load(starts, step, group), products))
         if cutlass.const_expr(products == 3):
-            _scale_and_add(target, total, factors)
+            scale_and_add(target, total, factors)
 
 
 @cute.jit
@@ -185,7 +185,7 @@ def _scale(target: cute.Tensor, factors: cute.Tensor) -> None:
 
 
 @cute.jit
-def _scale_and_add(target: cute.Tensor, total: cute.Tensor, factors: cute.Tensor) -> None:
+def scale_and_add(target: cute.Tensor, total: cute.Tensor, factors: cute.Tensor) -> None:
     for n in cutlass.range_constexpr(cute.size(target, mode=[2])):
         for m in cutlass.range_constexpr(cute.size(target, mode=[1])):
             for i in cutlass.range_constexpr(4):

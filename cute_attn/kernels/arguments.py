@@ -109,7 +109,7 @@ def split_fp32_fake_args(traits: Traits) -> tuple:
         tuple(head_rows_fake(traits) for _ in range(count)),
         tuple(rows_fake(cutlass.Float16, 4 if traits.varlen else 5) for _ in range(count)),
         make_fake_tensor(Int32, (count, 2, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)),
-        plain_fake(Float32, 1),
+        scales_fake(),
     )
 
 
@@ -124,6 +124,11 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
         ForwardSchedule(make_fake_tensor(Int32, (4,), stride=(1,), assumed_align=16), Int32(0)),
         score_args,
     )
+
+
+def scales_fake() -> cute.Tensor:
+    """Scales of tensors in parts, as of :func:`split_fp32_fake_args`."""
+    return plain_fake(Float32, 1)
 
 
 def softmax_fake_args(traits: Traits, score_args: tuple) -> tuple:

@@ -3,6 +3,7 @@
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
 from cute_attn.tiles.forward import (
+    ForwardPartsTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
     KvcacheSm90Tile,
@@ -17,6 +18,7 @@ __all__ = [
     "BackwardPreprocessTile",
     "BackwardSm80Tile",
     "BackwardSm90Tile",
+    "ForwardPartsTile",
     "ForwardSm80Tile",
     "ForwardSm90Tile",
     "KvcacheSm90Tile",

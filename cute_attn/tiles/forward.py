@@ -259,6 +259,40 @@ class ForwardSm80Tile(WarpTile):
 
 
 @dataclass(frozen=True)
+class ForwardPartsTile(ForwardSm80Tile):
+    """Tile of the Ampere forward of fp32 in two fp16 parts; ``qk_unroll`` steps of 16 are summed from zero."""
+
+    qk_unroll: int = choice(2, 1, 2)
+
+    @staticmethod
+    def mma_depth(traits: Traits) -> int:
+        """Elements of a step along K, in 16 bits."""
+        return 16
+
+    def registers(self, traits: Traits) -> int:
+        rows = self.tile_m // self.warps_m
+        acc_o, acc_s = rows * padded(traits.head_dim_v) // 32, rows * self.tile_n // 32
+        return acc_o + acc_s + rows // 2 + rows // 4 * max(2 * self.qk_unroll, 1) + 40
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        plain = replace(
+            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1, warps_n=1
+        )
+        if self != plain:
+            return f"tile is {self}; accepted for fp32 in parts: {plain}"
+        if self.qk_unroll not in (1, 2):
+            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in parts"
+        return super().shape_reason(traits)
+
+    def _unaligned_reason(self, traits: Traits) -> str | None:
+        """None: rows of parts are aligned, wherever those of q, k and v start."""
+        return None
+
+    def _staging_area(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
+        return {}
+
+
+@dataclass(frozen=True)
 class ForwardSm90Tile(Tile):
     """Tile of the Hopper forward.
 

@@ -109,3 +109,16 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         for part, where in ((storage[:GUARD], "before"), (storage[GUARD + size :], "behind")):
             intact = part.isnan() if part.dtype.is_floating_point else part == INTEGER_POISON
             assert intact.all(), f"a kernel wrote {where} its output"
+
+
+@pytest.fixture
+def matmul_precision():
+    """Sets the precision of PyTorch's products on CUDA, for one test."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_tf32
+
+    def choose(name: str) -> None:
+        flags.allow_tf32 = name == "tf32"
+
+    yield choose
+    flags.allow_tf32 = before

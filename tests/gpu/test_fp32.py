@@ -28,19 +28,6 @@ CASES = [
 CASES = [replace(case, dtype="fp32") for case in CASES]
 
 
-@pytest.fixture
-def matmul_precision():
-    """Sets the precision of PyTorch's products on CUDA, for one test."""
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_tf32
-
-    def choose(name: str) -> None:
-        flags.allow_tf32 = name == "tf32"
-
-    yield choose
-    flags.allow_tf32 = before
-
-
 def in_tf32(problem: Problem) -> Problem:
     """The problem with q, k and v rounded to tf32, 11 significant bits, half-way cases away from 0.
 

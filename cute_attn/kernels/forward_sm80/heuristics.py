@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
+from cute_attn.tiles import (
+    ForwardPartsTile,
+    ForwardSm80Tile,
+    best_packing,
+    first_that_fits,
+    may_pack_heads,
+    padded,
+)
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
@@ -158,6 +165,54 @@ _FIT_ALWAYS_FP32 = [
     _tile(32, 32, 2, 1, 1),
     _tile(16, 16, 1, 1, 1),
 ]
+
+
+# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Not measured yet:
+# those that do not spill, of 32 rows a warp where they fit, which read K and V from shared memory half as often as 16,
+# and two CTAs of four warps a multiprocessor, so that one's softmax overlaps the other's products.
+_PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
+    64: {"none": [ForwardPartsTile(128, 64, 4, 1)], "high": [ForwardPartsTile(128, 32, 4, 1)]},
+    96: {
+        "none": [ForwardPartsTile(128, 32, 4, 2)],
+        "high": [ForwardPartsTile(128, 32, 4, 1)],
+        "highest": [ForwardPartsTile(64, 64, 4, 1)],
+    },
+    128: {"none": [ForwardPartsTile(128, 32, 4, 1)], "high": [ForwardPartsTile(64, 64, 4, 1)]},
+    256: {"none": [ForwardPartsTile(128, 32, 8, 1)]},
+}
+_PARTS_FIT_ALWAYS = [
+    ForwardPartsTile(64, 32, 4, 1),
+    ForwardPartsTile(64, 16, 4, 1),
+    ForwardPartsTile(32, 16, 2, 1),
+]
+
+
+def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
+    """Tiles for fp32 in two fp16 parts, best first."""
+    table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
+    need = _register_need(traits)
+    if need not in table:
+        need = "high" if need != "none" and "high" in table else "none"
+    return [*table[need], *_PARTS_FIT_ALWAYS]
+
+
+PARTS_LEAST_USES = 512
+"""Keys of a query, and queries of a key, from which on products by parts pay for splitting the rows."""
+PARTS_LEAST_FLOP = 2**32
+"""Floating-point operations of a call from which on they pay for three more launches."""
+
+
+def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:
+    """Whether a call in fp32 is large enough for kernels that split its tensors first.
+
+    Args:
+        rows: queries of all heads and sequences.
+        seqlen_q, seqlen_k: of the longest sequences.
+        group: query heads of a key head.
+    """
+    flop = 2 * rows * seqlen_k * (traits.head_dim + traits.head_dim_v)
+    uses = min(seqlen_k, seqlen_q * group)
+    return uses >= PARTS_LEAST_USES and flop >= PARTS_LEAST_FLOP
 
 
 # A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. Not measured yet. The second one of fp32

@@ -58,7 +58,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
     tiles_for_few_rows,
 )
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
-from cute_attn.kernels.forward_sm80.params import MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad, step_of_unaligned_rows
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
@@ -138,6 +138,16 @@ class ForwardSm80:
         return CUTE_DTYPES[self.traits.dtype]
 
     @property
+    def row_widths(self) -> tuple[int, int]:
+        """Elements of a row of Q and K, and of V, as they are loaded."""
+        return self.traits.head_dim, self.traits.head_dim_v
+
+    @property
+    def loads_aligned(self) -> bool:
+        """Whether rows of Q, K and V start at multiples of 16 bytes."""
+        return self.traits.aligned
+
+    @property
     def single(self) -> bool:
         """Whether elements are fp32, so that products are on tf32."""
         return self.traits.dtype == "fp32"
@@ -191,24 +201,9 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        batch = seqlens.batch(mQ)
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
-        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
-        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
-        scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
-        self.kernel(
-            mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, scale_log2, grid, nheads
-        ).launch(
-            grid=[m_blocks * grid.planes * batch, 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
-        )
+        self.start(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, None, stream)
 
-    # ---- device ----
-
-    @cute.kernel
-    def kernel(
+    def start(
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
@@ -218,40 +213,65 @@ class ForwardSm80:
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
-        scale_log2: Float32,
-        grid: QueryGrid,
-        nheads: Int32,
+        scales: cute.Tensor | None,
+        stream: cuda.CUstream,
     ) -> None:
+        """Launch; scales: of q, k and v, which the kernels of :mod:`.parts_kernel` read."""
+        batch = seqlens.batch(mQ)
+        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
+        # A kernel argument takes no register. With softcap, score_args[0] is the cap.
+        scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
+        tensors = (mQ, mK, mV, mO, mLSE, seqlens)
+        params = ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
+        self.kernel(params).launch(
+            grid=[m_blocks * grid.planes * batch, 1, 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams) -> None:
+        self.run(params)
+
+    @cute.jit
+    def run(self, params: ForwardParams) -> None:
+        """The CTA's work tile."""
+        seqlens, score_args, mQ = params.seqlens, params.score_args, params.mQ
         thread, _, _ = cute.arch.thread_idx()
         group = KeyGroup.of(self.tile, thread)
         thread = group.thread
-        tile = grid.tile(seqlens, self.tile.queries)
+        tile = params.grid.tile(seqlens, self.tile.queries)
         row0, info = tile.row0, tile.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
             q = sequence(mQ, tile.batch, tile.head, info.offset_q, self.traits.varlen)
-            context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, softmax_scale)
+            scale, nheads = params.softmax_scale, params.nheads
+            context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, scale)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)
-            operands = self.operands(shared, thread)
-            load_k = self.block_load(mK, shared.k, self.traits.head_dim, tile, group, shared.staging)
-            load_v = self.block_load(mV, shared.v, self.traits.head_dim_v, tile, group, shared.staging)
+            operands, (width, width_v) = self.operands(shared, thread, params.scales), self.row_widths
+            load_k = self.block_load(params.mK, shared.k, width, tile, group, shared.staging)
+            load_v = self.block_load(params.mV, shared.v, width_v, tile, group, shared.staging)
             ctx = self.mainloop_context(
-                operands, load_k, load_v, blocks, state, row0, scale_log2, shared, group
+                operands, load_k, load_v, blocks, state, row0, params.scale_log2, shared, group
             )
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):
                 self.merge_groups(ctx)
             if group.is_first:
-                tile = grid.tile(seqlens, self.tile.queries)
-                self.finish(mO, mLSE, ctx, tile, score_args)
+                tile = params.grid.tile(seqlens, self.tile.queries)
+                self.finish(params.mO, params.mLSE, ctx, tile, score_args)
 
     def shared_memory(self, group: KeyGroup) -> SharedMemory:
         """All areas; each group has its own stages of K and V."""
-        d, dv, tile = self.traits.head_dim, self.traits.head_dim_v, self.tile
+        (d, dv), tile = self.row_widths, self.tile
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
         areas = tile.smem_areas(self.traits)
 
@@ -278,7 +298,7 @@ class ForwardSm80:
             area("share", Int32),
             p,
             exchange,
-            None if self.traits.aligned else area("staging", self.dtype),
+            None if self.loads_aligned else area("staging", self.dtype),
         )
 
     def v_rows(self, shared: SharedMemory, thread: Int32) -> Fp32Rows:
@@ -302,7 +322,7 @@ class ForwardSm80:
         layout = cute.make_layout((rows, 2, threads), stride=(1, rows * threads, rows))
         return cute.make_tensor(stats, layout)[None, None, thread]
 
-    def operands(self, shared: SharedMemory, thread: Int32) -> Operands:
+    def operands(self, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None = None) -> Operands:
         """Operands of both products in shared memory; V is read transposed."""
         tiled_mma = self.tiled_mma()
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
@@ -374,12 +394,12 @@ class ForwardSm80:
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Start loading Q; if K reuses its memory, wait and read it."""
-        if cutlass.const_expr(not self.traits.aligned):
+        if cutlass.const_expr(not self.loads_aligned):
             staged = self.staged_rows(q, self.traits.head_dim, ctx.thread, ctx.shared.staging)
             rows = tile.info.seqlen_q - ctx.row0
             staged.load(ctx.shared.q[None, None, 0], ctx.row0, rows, self.tile.tile_n)
         elif ctx.group.is_first:
-            d = self.traits.head_dim
+            d, _ = self.row_widths
             rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
             copy = self.row_copy(self.gmem_load(d), d, tile, ctx.thread)
             copy.copy(self.rows(q, mQ, d, ctx.row0), ctx.shared.q[None, None, 0], rows, False)
@@ -463,7 +483,7 @@ class ForwardSm80:
     def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
         """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
-            if cutlass.const_expr(not self.traits.aligned):
+            if cutlass.const_expr(not self.loads_aligned):
                 step_of_unaligned_rows(self, ctx, block, masked)
             elif cutlass.const_expr(self.tile.warps_n > 1):
                 step_of_divided_columns(self, ctx, block, masked)
@@ -635,10 +655,14 @@ class ForwardSm80:
         chain, sinks = self.epilogues, None
         if cutlass.const_expr(chain.sinks is not None):
             sinks = chain.sinks_of_rows(score_args, tile.head, tile.heads_left, self.score_map(ctx, thread))
-        softmax.normalize(ctx.acc_o_rows, lse, chain.rescale(ctx.state), sinks)
+        softmax.normalize(ctx.acc_o_rows, lse, self.output_scale(ctx), sinks)
         thread = optimization_barrier(thread)
         store_lse(mLSE, lse, self.score_map(ctx, thread), tile, self.traits.varlen)
         self.store_output(mO, ctx, tile, thread)
+
+    def output_scale(self, ctx: MainloopContext) -> Any:
+        """The factor of the output beside that of its row."""
+        return self.epilogues.rescale(ctx.state)
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:

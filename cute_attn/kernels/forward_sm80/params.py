@@ -3,14 +3,34 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 from cute_attn.device.forward_fp32 import Fp32Rows
 from cute_attn.device.gemm import SmemOperand
+from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm80.groups import KeyGroup
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.query_tiles import QueryGrid
+
+
+@dataclass(frozen=True)
+class ForwardParams:
+    """A launch: tensors and lengths as of ``cute_attn.kernels.arguments``, and what follows from them."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mO: cute.Tensor
+    mLSE: cute.Tensor
+    seqlens: Seqlens
+    softmax_scale: Float32
+    score_args: tuple
+    scale_log2: Float32
+    grid: QueryGrid
+    nheads: Int32
+    scales: cute.Tensor | None  # of q, k and v, for kernels that follow a split into parts
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,9 @@ class Operands:
     k: SmemOperand
     v: SmemOperand | Fp32Rows
     p: SmemOperand | None = None  # where warps divide columns
+    scales: Any = (
+        None  # of operands in parts: 2^-e of Q, K and V, in global memory, so that they take no registers
+    )
 
 
 @dataclass(frozen=True)

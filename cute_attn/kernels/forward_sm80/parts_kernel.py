@@ -1,0 +1,227 @@
+"""The Ampere forward of fp32 in two fp16 parts, and the exact kernel that computes where parts do not serve.
+
+A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of Q, K and V, and their scales. Then both kernels of
+this file are launched. Each reads the scales first. Where none is 0, the speculative kernel computes: products of
+parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V themselves, by three
+products of tf32. The other one's CTAs return at once. So results are right for any input, without a number that the
+host reads.
+
+The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. Scores
+and the output are in natural units, so that epilogues are the same. Rows of Q, K and V may start anywhere, since their
+parts are aligned.
+
+Limits of the speculative kernel: fp32 at full precision; head dims up to 256.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
+
+import layouts
+from cute_attn.device.forward_parts import (
+    P_SCALE,
+    gemm_pv_parts,
+    gemm_qk_parts,
+    parts_of_probabilities,
+    store_pairs,
+)
+from cute_attn.device.gemm import SmemOperand
+from cute_attn.device.math import rematerialize
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.kernels.arguments import rows_fake, scales_fake
+from cute_attn.kernels.forward_sm80.heuristics import tiles_of_parts
+from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
+from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
+from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
+from cute_attn.traits import Traits
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
+
+
+@cute.jit
+def parts_serve(scales: cute.Tensor) -> Boolean:
+    """Whether parts of Q, K and V have the precision of fp32."""
+    return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0)
+
+
+@dataclass(frozen=True)
+class FollowsSplit(ForwardSm80):
+    """What both kernels share: arguments, and that the scales say which of them computes."""
+
+    computes_parts: ClassVar[bool] = False
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.dtype != "fp32" or traits.precision:
+            what = f"{traits.dtype} {traits.precision}".strip()
+            return f"it computes fp32 at full precision, not {what}"
+        return ForwardSm80.supports.__func__(cls, traits)  # type: ignore[attr-defined]
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream: the forward's, and scales (3,)."""
+        return (*ForwardSm80.fake_args(self), scales_fake())
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        seqlens: Seqlens,
+        softmax_scale: Float32,
+        schedule: ForwardSchedule,
+        score_args: tuple,
+        mScales: cute.Tensor,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``; mScales (3,): of Q, K and V, by the split."""
+        self.start(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, mScales, stream)
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams) -> None:
+        if parts_serve(params.scales) == self.computes_parts:
+            self.run(params)
+
+
+@dataclass(frozen=True)
+class ForwardExact(FollowsSplit):
+    """The forward, where parts of Q, K or V do not have the precision of fp32."""
+
+
+@dataclass(frozen=True)
+class ForwardParts(FollowsSplit):
+    """The forward on parts of Q, K and V, where they have the precision of fp32.
+
+    mQ, mK and mV: rows of twice the padded head dim in fp16, the hi part, then the lo part.
+    """
+
+    computes_parts: ClassVar[bool] = True
+
+    # ---- support, tiles and arguments ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if max(traits.head_dim, traits.head_dim_v) > 256:
+            return f"head dims are {traits.head_dim} and {traits.head_dim_v}; accepted: up to 256"
+        return FollowsSplit.supports.__func__(cls, traits)  # type: ignore[attr-defined]
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ForwardPartsTile:
+        """The tile for calls that name none."""
+        return first_that_fits(tiles_of_parts(traits), traits, target)
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        _, _, _, *others = FollowsSplit.fake_args(self)
+        ndim = 3 if self.traits.varlen else 4
+        return (*(rows_fake(Float16, ndim) for _ in range(3)), *others)
+
+    def step_content(self) -> StepContent:
+        """A step of the unmasked loop."""
+        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
+        qk = 3 * mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
+        pv = 3 * mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
+        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
+        loops = product_loop(qk, d // 16, self.unroll)
+        return StepContent(
+            qk + pv, elements * (1 + self.traits.softcap) + rows, elements, tile.num_warps, loops
+        )
+
+    # ---- what differs from operands of one part ----
+
+    @property
+    def dtype(self) -> Any:
+        """Element type of the parts."""
+        return Float16
+
+    @property
+    def row_widths(self) -> tuple[int, int]:
+        """Elements of a row of both parts of Q and K, and of V."""
+        return 2 * padded(self.traits.head_dim), 2 * padded(self.traits.head_dim_v)
+
+    @property
+    def loads_aligned(self) -> bool:
+        """Rows of parts always are."""
+        return True
+
+    @property
+    def unroll(self) -> int:
+        """Steps along head_dim that Q K^T sums from zero."""
+        return self.tile.steps_at_once(padded(self.traits.head_dim), self.tile.qk_unroll)
+
+    def operands(self, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None = None) -> Operands:
+        """Operands of both products in shared memory; V is read transposed."""
+        assert scales is not None
+        tiled_mma = self.tiled_mma()
+        copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
+        copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
+        return Operands(
+            tiled_mma,
+            SmemOperand.a(tiled_mma, layouts.ldmatrix_copy_a(tiled_mma, self.dtype), shared.q, thread),
+            SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
+            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread),
+            None,
+            scales,
+        )
+
+    @cute.jit
+    def scores(self, ctx: MainloopContext, block: Int32, stage: Int32):
+        """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
+        op, tile = ctx.operands, self.tile
+        acc_s = cute.make_rmem_tensor(
+            op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
+        )
+        acc_s.fill(0.0)
+        loaded = ()
+        if cutlass.const_expr(self.epilogues.modifiers):
+            at = self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
+            loaded = self.epilogues.load(ctx.state, at)
+        factor = op.scales[0] * op.scales[1]
+        gemm_qk_parts(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll, factor)
+        return acc_s, loaded
+
+    @cute.jit
+    def accumulate(
+        self,
+        ctx: MainloopContext,
+        block: Int32,
+        acc_s: cute.Tensor,
+        loaded: tuple,
+        stage: Int32,
+        masked: Constexpr,
+    ) -> None:
+        """Scores to probabilities, and O += P V."""
+        chain, op = self.epilogues, ctx.operands
+        thread = rematerialize(ctx.thread)
+        scores = self.score_tile(ctx, block, acc_s, thread)
+        chain.forward(ctx.state, scores, loaded, masked)
+        stored = self.stored_softmax(ctx, thread)
+        softmax = stored.load_stats()
+        factors = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
+        softmax.advance(scores.acc, factors, masked)
+        stored.store_stats(softmax)
+        chain.drop(ctx.state, scores, scores.acc)
+        hi, lo = parts_of_probabilities(acc_s)
+        p = (layouts.as_operand_a(hi), layouts.as_operand_a(lo))
+        gemm_pv_parts(op.tiled_mma, ctx.acc_o, *p, op.v, stage, factors)
+
+    def output_scale(self, ctx: MainloopContext) -> Any:
+        """Of P's and V's scales as well."""
+        return self.epilogues.rescale(ctx.state) * (ctx.operands.scales[2] * Float32(2.0**-P_SCALE))
+
+    @cute.jit
+    def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
+        """O in fp32, from registers."""
+        o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
+        columns: Constexpr = padded(self.traits.head_dim_v)
+        own = ScoreMap.make(ctx.operands.tiled_mma, self.tile.tile_m, columns, thread)
+        dv, aligned = self.traits.head_dim_v, self.traits.aligned
+        store_pairs(o, ctx.acc_o_rows, own, tile.row0, tile.info.seqlen_q, dv, aligned)

@@ -1,0 +1,185 @@
+"""fp32 in two fp16 parts on the card: named cases, and inputs that the exact kernel has to compute."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_attn import attention, attention_varlen, reference
+from cute_attn.split_fp32 import SpeculativeForward, as_rows
+from tests.checks import check
+from tests.problem import Case
+
+PARTS = "sm80:parts"
+# Poison in rows that no sequence owns makes the exact kernel compute varlen and seqused cases.
+CASES = [
+    Case("causal-d64", seqlen_q=203, seqlen_k=333, causal=True),
+    Case("full-d128", seqlen_q=130, seqlen_k=1030, head_dim=128),
+    Case("window-d36", seqlen_q=200, seqlen_k=300, head_dim=36, window=(70, 9)),
+    Case("top-left-d192x64", seqlen_q=300, seqlen_k=200, head_dim=192, head_dim_v=64, causal="top_left"),
+    Case("d256", seqlen_q=150, seqlen_k=200, head_dim=256),
+    Case("d59-causal", seqlen_q=200, seqlen_k=190, head_dim=59, causal=True),
+    Case(
+        "bias-dropout-d128",
+        seqlen_q=130,
+        seqlen_k=130,
+        bias="fp32",
+        bias_hides=True,
+        head_dim=128,
+        dropout_p=0.2,
+    ),
+    Case(
+        "alibi-softcap-dropout_mem_efficient-d64",
+        seqlen_q=160,
+        seqlen_k=202,
+        causal=True,
+        alibi="heads",
+        softcap=7.0,
+        dropout_p=0.2,
+        dropout_mask="mem_efficient",
+    ),
+    Case("varlen-d64", lengths_q=(70, 0, 133), lengths_k=(90, 41, 269), causal=True, seqused_k=(80, 41, 200)),
+    Case("large-scores-d64", seqlen_q=128, seqlen_k=500, logits=20.0),
+]
+CASES = [replace(case, dtype="fp32") for case in CASES]
+
+
+def needed_kernels(chosen, target):
+    """Both kernels of a case, and the split."""
+    case = chosen.get("parts_case")
+    if case is not None:
+        traits = case.traits("sm80")
+        yield traits.split_fp32("forward_split"), None, target
+        for name in ("parts", "exact"):
+            yield replace(traits, variant=name), None, target
+
+
+@pytest.mark.parametrize("parts_case", CASES, ids=lambda case: case.name)
+def test_case(parts_case, matmul_precision):
+    problem = parts_case.build("cuda")
+    matmul_precision("fp32")
+    exact, plain = problem.expected(torch.float64), problem.expected(torch.float32)
+    actual = problem.run(precision="fp32", kernel=PARTS)
+    check("out", actual["out"], exact["out"], plain["out"], roundings=8)
+    check("lse", actual["lse"], exact["lse"], plain["lse"], roundings=32)
+
+
+@pytest.fixture
+def launch_only(monkeypatch):
+    """Launches one of both kernels, for one test: outputs are NaN where it leaves the call to the other."""
+
+    def choose(name):
+        def launch(self, q, k, v, *rest):
+            parts, scales = self.split.launch((q, k, v))
+            if name == "parts":
+                self.speculative(*map(as_rows, parts), *rest, scales)
+            else:
+                self.exact(q, k, v, *rest, scales)
+
+        monkeypatch.setattr(SpeculativeForward, "__call__", launch)
+
+    return choose
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def by_definition(q, k, v):
+    """(out, lse) in the dtype of q."""
+    return reference.attention(q, k, v, q.shape[-1] ** -0.5)[:2]
+
+
+def inputs(what):
+    """q, k and v with a property, and which kernel has to compute."""
+    q, k, v = (randn(2, 300, 2, 64, seed=i) for i in range(3))
+    if what == "plain":
+        return (q, k, v), "parts"
+    if what == "scaled":
+        return (1e-3 * q, 1e3 * k, 1e-8 * v), "parts"
+    if what == "rows of zeros":
+        k[:, 5:90] = 0.0
+        v[0, 7] = 0.0
+        return (q, k, v), "parts"
+    if what == "zeros":
+        return (q, torch.zeros_like(k), v), "parts"
+    if what == "rows down to 2^-12":
+        factors = 2.0 ** -torch.arange(12, device="cuda").repeat(25)[None, :, None, None]
+        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "either"
+    if what == "a small row":
+        q[1, 299, 1] *= 1e-8
+    elif what == "small rows of v":
+        v[:, ::2] *= 1e-8
+    elif what == "a huge key":
+        k[0, 100, 0, 3] = 1e30
+    elif what == "inf":
+        v[0, 100, 0, 3] = math.inf
+    elif what == "tiny":
+        q, k, v = 1e-20 * q, 1e20 * k, 1e-30 * v
+    return (q, k, v), "exact"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("plain", "scaled", "rows of zeros", "zeros", "rows down to 2^-12"),
+        *("a small row", "small rows of v", "a huge key", "inf", "tiny"),
+    ],
+)
+def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
+    (q, k, v), which = inputs(what)
+    matmul_precision("fp32")
+    exact, exact_lse = by_definition(q.double(), k.double(), v.double())
+    plain, plain_lse = by_definition(q, k, v)
+    found, lse = attention(q, k, v, precision="fp32", kernel=PARTS, return_lse=True)
+    out = found.clone()
+    if what == "inf":  # and nothing beside its column
+        column = (0, slice(None), 0, 3)
+        assert not out[column].isfinite().any()
+        out[column] = exact[column] = plain[column] = 0.0
+    check("out", out, exact, plain, roundings=8)
+    check("lse", lse, exact_lse, plain_lse, roundings=32)
+    if which != "either":
+        launch_only(which)
+        again = attention(q, k, v, precision="fp32", kernel=PARTS)
+        assert torch.equal(again.nan_to_num(), found.nan_to_num())
+        launch_only("exact" if which == "parts" else "parts")
+        assert attention(q, k, v, precision="fp32", kernel=PARTS).isnan().all()
+
+
+def test_garbage_in_rows_that_no_sequence_owns(matmul_precision):
+    matmul_precision("fp32")
+    q, k, v = (randn(400, 2, 64, seed=i) for i in range(3))
+    starts = torch.tensor([10, 150, 390], dtype=torch.int32, device="cuda")
+    lengths = (starts, starts, 240, 240)
+    clean = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=PARTS)
+    k[:10], v[395:] = 1e30, math.nan
+    dirty = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=PARTS)
+    for begin, end in ((10, 150), (150, 390)):
+        rows = [x[None, begin:end] for x in (q, k, v)]
+        exact, _ = by_definition(*(x.double() for x in rows))
+        plain, _ = by_definition(*rows)
+        for found in (clean, dirty):
+            check("out", found[None, begin:end], exact, plain, roundings=8)
+
+
+def test_a_graph_takes_the_kernel_of_each_replay(matmul_precision):
+    matmul_precision("fp32")
+    q, k, v = (randn(2, 300, 2, 64, seed=i) for i in range(3))
+    attention(q, k, v, precision="fp32", kernel=PARTS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, precision="fp32", kernel=PARTS)
+    for factor in (1.0, 1e-8, 1.0):
+        k[0, 3] = factor * randn(2, 64, seed=9)
+        graph.replay()
+        exact, _ = by_definition(q.double(), k.double(), v.double())
+        check("out", out, exact, by_definition(q, k, v)[0], roundings=8)
+
+
+def test_large_calls_take_it_by_themselves(launch_only):
+    q, k, v = (randn(2, 1024, 8, 64, seed=i) for i in range(3))
+    expected = attention(q, k, v, precision="fp32", kernel=PARTS)
+    launch_only("parts")
+    assert torch.equal(attention(q, k, v, precision="fp32"), expected)
