@@ -33,8 +33,6 @@ from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
-    ("forward", "sm80", "parts"): ForwardParts,
-    ("forward", "sm80", "exact"): ForwardExact,
     ("forward", "sm90", ""): ForwardSm90,
     ("softmax", "sm80", ""): SoftmaxSm80,
     ("backward", "sm80", ""): BackwardSm80,
@@ -53,6 +51,8 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("combine_shares", "sm90", ""): CombineShares,
     ("forward_split", "sm80", ""): SplitFp32,
     ("backward_split", "sm80", ""): SplitFp32,
+    ("forward", "sm80", "parts"): ForwardParts,
+    ("forward", "sm80", "exact"): ForwardExact,
 }
 """(op, arch, variant) -> kernel class."""
 

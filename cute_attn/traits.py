@@ -134,7 +134,8 @@ class Traits:
         tree: a row of bits for each query says which of the last keys it sees. Kvcache.
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
-        variant: name of a registered kernel class, ``""`` for the package's own.
+        variant: name of a registered kernel class, ``""`` for the package's own. Forwards of fp32 on sm80 have two more
+            of the package's, ``parts`` and ``exact``, which are launched together (:mod:`cute_attn.split_fp32`).
 
     Raises:
         ValueError: a field outside what is listed; the message names the field, its value and what is accepted.

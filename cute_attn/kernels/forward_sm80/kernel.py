@@ -16,11 +16,9 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
 Key blocks that the mask's edge crosses take loops with masks, those inside a loop without. Follows FlashAttention-2
 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``.
-
-Above head dim 256 warps divide the columns of O, see ``divided_columns``.
-
-Rows that start anywhere pass through staging memory, see ``unaligned``.
+In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``, or in large calls on fp16, see
+``parts_kernel``. Above head dim 256 warps divide the columns of O, see ``divided_columns``. Rows that start anywhere
+pass through staging memory, see ``unaligned``.
 
 Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
 16; up to 256 of rows that do not.
@@ -225,11 +223,8 @@ class ForwardSm80:
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
         params = ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
-        self.kernel(params).launch(
-            grid=[m_blocks * grid.planes * batch, 1, 1],
-            block=[self.tile.num_threads, 1, 1],
-            stream=stream,
-        )
+        blocks = m_blocks * grid.planes * batch
+        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
     # ---- device ----
 
@@ -241,16 +236,15 @@ class ForwardSm80:
     def run(self, params: ForwardParams) -> None:
         """The CTA's work tile."""
         seqlens, score_args, mQ = params.seqlens, params.score_args, params.mQ
-        thread, _, _ = cute.arch.thread_idx()
-        group = KeyGroup.of(self.tile, thread)
+        group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         thread = group.thread
         tile = params.grid.tile(seqlens, self.tile.queries)
         row0, info = tile.row0, tile.info
         if row0 < info.seqlen_q:
             chain = self.epilogues
             q = sequence(mQ, tile.batch, tile.head, info.offset_q, self.traits.varlen)
-            scale, nheads = params.softmax_scale, params.nheads
-            context = chain.context(score_args, seqlens, info, tile.batch, tile.head, nheads, scale)
+            numbers = (tile.batch, tile.head, params.nheads, params.softmax_scale)
+            context = chain.context(score_args, seqlens, info, *numbers)
             state = chain.begin(score_args, context)
             end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
