@@ -5,26 +5,35 @@
     python -m bench.mem_efficient --list              their names
 
 Needs a GPU. Of a backward, one call of autograd is timed, for the gradients of q, k and v. fp32 rows are timed twice:
-at fp32's precision, as PyTorch's kernel computes, and in tf32.
+at fp32's precision, as PyTorch's kernel computes, and in tf32; bf16 rows of small head dims on the Ampere kernels too.
+Kernels are built beforehand, by processes that make each row's first call.
 """
 
 import argparse
+import itertools
+import multiprocessing
 from collections.abc import Iterator
 
 from bench.run import RESULTS, matches, print_row
 from cute_attn.benchmark.workload import Workload
 
 PEER = "mem_efficient"
+OURS: dict[str, tuple[str | None, str | None, str | None]] = {
+    "cute_attn": (None, None, None),
+    "cute_attn/tf32": (None, None, "tf32"),
+    "cute_attn/sm80": ("sm80", None, None),
+}
+"""Kernel, tile and precision of this package's implementations."""
 
 
 def workloads() -> Iterator[Workload]:
-    """4096 tokens, causal and not; fp32 at common head dims, bf16 and fp32 at large ones, and rows that are not aligned
-    (head dim 59) beside such that are."""
+    """Causal and not: fp32 at common head dims, bf16 and fp32 at large ones, and rows that are not aligned (head dim
+    59) beside such that are."""
     for op in ("forward", "backward"):
         for causal in (True, False):
+            for head_dim, seqlen in ((64, 2048), (64, 8192), (128, 2048), (128, 8192), (256, 4096)):
+                yield Workload(8192 // seqlen, seqlen, 16, head_dim, dtype="fp32", causal=causal, op=op)
             shape = {"seqlen": 4096, "causal": causal, "op": op}
-            for head_dim in (64, 128, 256):
-                yield Workload(batch=2, nheads=16, head_dim=head_dim, dtype="fp32", **shape)  # type: ignore[arg-type]
             for head_dim, head_dim_v in ((320, 320), (512, 512), (576, 512)):
                 for dtype in ("bf16", "fp32"):
                     dims = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": dtype}
@@ -35,6 +44,34 @@ def workloads() -> Iterator[Workload]:
         yield Workload(
             batch=2, seqlen=4096, nheads=16, head_dim=64, dtype="fp32", causal=True, dropout=PEER, op=op
         )
+
+
+def names_of(workload: Workload) -> tuple[str, ...]:
+    """The implementations of a row."""
+    if workload.dtype == "fp32":
+        return ("cute_attn", "cute_attn/tf32", PEER)
+    return ("cute_attn", "cute_attn/sm80", PEER) if workload.head_dim <= 128 else ("cute_attn", PEER)
+
+
+def build(chosen: list[Workload], workers: int) -> None:
+    """Make the first calls of all rows in parallel processes."""
+    with multiprocessing.get_context("spawn").Pool(min(workers, len(chosen))) as pool:
+        for error in pool.imap_unordered(first_calls, chosen):
+            if error:
+                print(error, flush=True)
+
+
+def first_calls(workload: Workload) -> str:
+    """Call this package's implementations of a row once; the error, which comes again in its row, or ""."""
+    from cute_attn.benchmark.peers import ours
+    from cute_attn.benchmark.results import first_line
+
+    try:
+        for name in names_of(workload)[:-1]:
+            ours(*OURS[name])(workload, workload.inputs())()
+    except Exception as error:
+        return f"{workload.name}: {first_line(error)}"
+    return ""
 
 
 def print_ratios(rows: list[dict]) -> None:
@@ -51,6 +88,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
     parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
     parser.add_argument("--milliseconds", type=float, default=100, help="how long each is timed a workload")
+    parser.add_argument("--workers", type=int, default=8, help="processes that build kernels")
     options = parser.parse_args()
     chosen = [w for w in workloads() if matches(w.name, options.patterns)]
     if options.list or not chosen:
@@ -59,14 +97,12 @@ def main() -> None:
     from cute_attn.benchmark.peers import PEERS, ours
     from cute_attn.benchmark.results import default_path, time_workloads, write
 
-    rivals = {"cute_attn": ours(None), "cute_attn/tf32": ours(None, precision="tf32"), PEER: PEERS[PEER]}
+    build(chosen, options.workers)
     rows: list[dict] = []
-    for single in (True, False):
-        some = [w for w in chosen if (w.dtype == "fp32") == single]
-        given = {name: run for name, run in rivals.items() if single or not name.endswith("tf32")}
-        if some:
-            result = time_workloads(some, given, print_row, options.milliseconds)
-            rows += result["rows"]
+    for names, some in itertools.groupby(sorted(chosen, key=names_of, reverse=True), names_of):
+        rivals = {name: PEERS[PEER] if name == PEER else ours(*OURS[name]) for name in names}
+        result = time_workloads(some, rivals, print_row, options.milliseconds)
+        rows += result["rows"]
     result["rows"] = rows
     print_ratios(rows)
     print(f"wrote {write(result, default_path(RESULTS, 'mem_efficient', result))}")
