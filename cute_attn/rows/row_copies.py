@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 
 import layouts
 from cute_attn.device.key_rows import KeyRows
+from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo
 
 WARP = 32
@@ -140,6 +141,7 @@ class RowCopies:
         """
         lane = cute.arch.lane_idx()
         col, start = 8 * (lane % own.lanes), stage + own.warp * self.chunk_bytes
+        within_row = Int64(Uint32(optimization_barrier(2 * col)))  # otherwise multiplied at each copy
         per_register: Constexpr = WARP // CHUNK
         for k in cutlass.range_constexpr(own.registers):
             address, exists = self.source(pages[k], rows, row0 + own.row(lane, k), head)
@@ -150,7 +152,7 @@ class RowCopies:
                 if (chunk * own.warps + own.warp) * CHUNK < self.tile_n:
                     for i in cutlass.range_constexpr(own.steps):
                         n: Constexpr = chunk % per_register * own.steps + i
-                        source = own.of_row(address, n) + Int64(2 * col)
+                        source = own.of_row(address, n) + within_row
                         target = start + targets[i] + chunk * own.warps * self.chunk_bytes
                         if col < self.cols:
                             self.copy(source, target, ((valid >> n) & 1) != 0)
