@@ -271,12 +271,13 @@ class ForwardPartsTile(ForwardSm80Tile):
 
     def registers(self, traits: Traits) -> int:
         rows = self.tile_m // self.warps_m
-        acc_o, acc_s = rows * padded(traits.head_dim_v) // 32, rows * self.tile_n // 32
-        return acc_o + acc_s + rows // 2 + rows // 4 * max(2 * self.qk_unroll, 1) + 40
+        acc_o = rows * padded(traits.head_dim_v) // 32 // self.warps_n
+        acc_s = rows * self.tile_n // 32 // self.warps_n
+        return acc_o + acc_s + rows // 2 + rows // 2 * self.qk_unroll + 40
 
     def shape_reason(self, traits: Traits) -> str | None:
         plain = replace(
-            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1, warps_n=1
+            self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1
         )
         if self != plain:
             return f"tile is {self}; accepted for fp32 in parts: {plain}"

@@ -200,6 +200,7 @@ LARGE = {
     "d36": single(2048, 4096, (16, 16), 36),
     "unaligned": single(2048, 4096, (16, 16), 35),
     "d256": single(1024, 1024, (16, 16), 256),
+    "d512": single(1024, 1024, (16, 16), 512),
     "small, by name": single(64, 64, kernel="sm80:parts"),
     "exact, by name": single(64, 64, kernel="sm80:exact"),
     "tile": single(64, 64, kernel="sm80:parts", tile="tile_n=32"),
@@ -222,7 +223,6 @@ OTHERS = {
     "few keys": single(65536, 64, (16, 16)),
     "tf32": single(1024, 2048, (16, 16), precision="tf32"),
     "bf16": call(1024, 2048, (16, 16)),
-    "d320": single(1024, 2048, (16, 16), 320),
     "tile": single(1024, 2048, (16, 16), tile="num_stages=1"),
 }
 
@@ -272,13 +272,12 @@ def test_what_the_kernels_decline():
     for name, reason in {
         "forward-sm80:parts-fp32-d64-tf32": "fp32 at full precision, not fp32 tf32",
         "forward-sm80:exact-bf16-d64": "fp32 at full precision, not bf16",
-        "forward-sm80:parts-fp32-d512": "accepted: up to 256",
     }.items():
         with pytest.raises(Unsupported, match=reason):
             lookup(Traits.parse(name), None, "sm90")
     parts = Traits.parse("forward-sm80:parts-fp32-d64")
     for tile, reason in {
-        "warps_n=2": "accepted for fp32 in parts",
+        "key_groups=2": "accepted for fp32 in parts",
         "qk_unroll=4": "accepted: 1 or 2 steps",
     }.items():
         with pytest.raises(Unsupported, match=reason):

@@ -19,6 +19,7 @@ CASES = [
     Case("window-d36", seqlen_q=200, seqlen_k=300, head_dim=36, window=(70, 9)),
     Case("top-left-d192x64", seqlen_q=300, seqlen_k=200, head_dim=192, head_dim_v=64, causal="top_left"),
     Case("d256", seqlen_q=150, seqlen_k=200, head_dim=256),
+    Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512),
     Case("d59-causal", seqlen_q=200, seqlen_k=190, head_dim=59, causal=True),
     Case(
         "bias-dropout-d128",

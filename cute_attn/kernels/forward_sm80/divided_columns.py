@@ -18,6 +18,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
 from cute_attn.device.forward_fp32 import PermutedResult, as_fp32, gemm_pv
+from cute_attn.device.forward_parts import gemm_pv_parts, parts_of_probabilities
 from cute_attn.device.gemm import SmemResult, gemm
 from cute_attn.device.gemm_fp32 import split
 from cute_attn.device.math import add, fmax, quad_reduce, rematerialize
@@ -98,12 +99,18 @@ def step_of_divided_columns(kernel: Constexpr, ctx: MainloopContext, block: Int3
 def _share_probabilities(
     kernel: Constexpr, ctx: MainloopContext, scores: ScoreTile, acc_s: cute.Tensor, thread: Int32
 ) -> None:
-    """P with dropout to shared memory, in the operands' dtype."""
+    """P with dropout to shared memory, in the operands' dtype; of operands in parts hi, then lo."""
     tile, chain = kernel.tile, kernel.epilogues
     tiled_mma, shape, s_p = ctx.operands.tiled_mma, (tile.tile_m, tile.tile_n), ctx.shared.p
     assert s_p is not None
     s_p = s_p[None, None, 0]
-    if cutlass.const_expr(kernel.single):
+    if cutlass.const_expr(ctx.operands.scales is not None):
+        chain.drop(ctx.state, scores, scores.acc)
+        hi, lo = parts_of_probabilities(acc_s)
+        result = SmemResult(tiled_mma, shape, s_p, thread)
+        result.store(hi)
+        result.store(lo, tile.tile_n)
+    elif cutlass.const_expr(kernel.single):
         chain.drop(ctx.state, scores, scores.acc)
         PermutedResult(tiled_mma, shape, s_p, thread).store(acc_s)
     else:
@@ -120,7 +127,12 @@ def _accumulate(
     """O = factors * O + P V, of the warp's own columns."""
     op = ctx.operands
     assert op.p is not None
-    if cutlass.const_expr(kernel.single):
+    if cutlass.const_expr(op.scales is not None):
+        op.p.load_all()
+        parts = cute.logical_divide(op.p.fragment, (None, None, op.p.steps // 2))
+        hi, lo = parts[None, None, (None, 0)], parts[None, None, (None, 1)]
+        gemm_pv_parts(op.tiled_mma, ctx.acc_o, hi, lo, op.v, Int32(0), factors)
+    elif cutlass.const_expr(kernel.single):
         op.p.load_all()
         a = split(as_fp32(op.p.fragment), kernel.products)
         gemm_pv(op.tiled_mma, ctx.acc_o, a, op.v, Int32(0), factors, kernel.products)

@@ -180,6 +180,11 @@ _PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
     128: {"none": [ForwardPartsTile(128, 32, 4, 1)], "high": [ForwardPartsTile(64, 64, 4, 1)]},
     256: {"none": [ForwardPartsTile(128, 32, 8, 1)]},
 }
+_PARTS_DIVIDED = [
+    ForwardPartsTile(64, 32, 8, warps_n=2),
+    ForwardPartsTile(32, 32, 4, warps_n=2),
+    ForwardPartsTile(16, 32, 2, warps_n=2),
+]
 _PARTS_FIT_ALWAYS = [
     ForwardPartsTile(64, 32, 4, 1),
     ForwardPartsTile(64, 16, 4, 1),
@@ -189,6 +194,8 @@ _PARTS_FIT_ALWAYS = [
 
 def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
     """Tiles for fp32 in two fp16 parts, best first."""
+    if traits.head_dim_v > 256:
+        return _PARTS_DIVIDED
     table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
     need = _register_need(traits)
     if need not in table:

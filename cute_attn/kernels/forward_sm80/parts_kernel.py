@@ -10,9 +10,10 @@ The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twic
 and the output are in natural units, so that epilogues are the same. Rows of Q, K and V may start anywhere, since their
 parts are aligned.
 
-Limits of the speculative kernel: fp32 at full precision; head dims up to 256.
+Limits: fp32 at full precision, otherwise the forward's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -107,13 +108,6 @@ class ForwardParts(FollowsSplit):
     # ---- support, tiles and arguments ----
 
     @classmethod
-    def supports(cls, traits: Traits) -> str | None:
-        """Why this kernel cannot serve ``traits``, or None."""
-        if max(traits.head_dim, traits.head_dim_v) > 256:
-            return f"head dims are {traits.head_dim} and {traits.head_dim_v}; accepted: up to 256"
-        return FollowsSplit.supports.__func__(cls, traits)  # type: ignore[attr-defined]
-
-    @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardPartsTile:
         """The tile for calls that name none."""
         return first_that_fits(tiles_of_parts(traits), traits, target)
@@ -161,16 +155,26 @@ class ForwardParts(FollowsSplit):
         """Operands of both products in shared memory; V is read transposed."""
         assert scales is not None
         tiled_mma = self.tiled_mma()
+        copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
         copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
         return Operands(
             tiled_mma,
-            SmemOperand.a(tiled_mma, layouts.ldmatrix_copy_a(tiled_mma, self.dtype), shared.q, thread),
+            SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
             SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
             SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread),
-            None,
+            None if shared.p is None else SmemOperand.a(tiled_mma, copy_a, shared.p, thread),
             scales,
         )
+
+    def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
+        """P's hi and lo parts, and a number a row of each of the warps that share it, where warps divide columns."""
+        tile = self.tile
+        if tile.warps_n == 1:
+            return None, None
+        _, exchange = FollowsSplit.divided_columns(self, area)
+        layout = layouts.smem_layout(tile.tile_m, 2 * tile.tile_n, self.dtype, stages=1)
+        return cute.make_tensor(area("p", self.dtype), layout), exchange
 
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, stage: Int32):
