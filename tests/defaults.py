@@ -4,7 +4,8 @@ Building all of them takes a quarter of an hour of two cores. The cover has, for
 
 - every default tile, for one of the targets that it is the default of; of tiles that differ in how many heads they
   pack alone, one that packs heads and one that does not;
-- every value of every trait that occurs in the list, every target and every list of lengths.
+- every value of every trait that occurs in the list, every target and every list of lengths;
+- the causal kernels of head dims 64 and 128, which most users run.
 
 Spills and serialised wgmma depend on the tile, and on the registers that features take beside it; what a kernel lacks
 needs no registers. Of kernels that cover as many more, the one with the largest head dim and the most features is
@@ -12,7 +13,7 @@ built. Errors of one head dim or target with one feature, or of two features tog
 ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -139,16 +140,23 @@ def cover(defaults: Iterable[Default]) -> list[Default]:
     """A greedy cover of their demands, in their order."""
     pool = list(defaults)
     wanted = {default: demands(default) for default in pool}
-    return covering(pool, wanted.__getitem__, lambda default: (default.traits.head_dim, len(wanted[default])))
+    common = [default for default in pool if _is_common(default)]
+    return covering(
+        pool, wanted.__getitem__, lambda default: (default.traits.head_dim, len(wanted[default])), common
+    )
 
 
 def covering(
-    items: Iterable[Item], demands: Callable[[Item], set[Hashable]], rank: Callable[[Item], Any] = lambda _: 0
+    items: Iterable[Item],
+    demands: Callable[[Item], set[Hashable]],
+    rank: Callable[[Item], Any] = lambda _: 0,
+    always: Sequence[Item] = (),
 ) -> list[Item]:
     """Items that have all demands of all items, in their order; of those with as many more, the highest in rank."""
     pool = list(items)
-    missing = [demands(item) for item in pool]
-    chosen = []
+    chosen = [i for i, item in enumerate(pool) if item in always]
+    done = set().union(*(demands(item) for item in always))
+    missing = [demands(item) - done for item in pool]
     while any(missing):
         best = max(range(len(pool)), key=lambda i: (len(missing[i]), rank(pool[i])))
         chosen.append(best)
@@ -163,6 +171,12 @@ def demands(default: Default) -> set[Hashable]:
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
     values |= {"target": default.target, "lengths": default.lengths, "tile": _compared(default.kernel.tile)}
     return {(kernel, name, value) for name, value in values.items() if value}
+
+
+def _is_common(default: Default) -> bool:
+    traits = default.traits
+    names = (f"{traits.op}-{traits.arch}-bf16-d{dim}-causal" for dim in (64, 128))
+    return traits.name in names and default.target == traits.arch and not default.lengths
 
 
 def _compared(tile: Any) -> str:

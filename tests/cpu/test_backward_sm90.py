@@ -275,10 +275,9 @@ def test_every_varlen_key_block_once(lengths, before, behind, heads, together, l
 @pytest.mark.parametrize(
     ("rest", "text"),
     [
-        ("d128", "staggered=false"),
+        ("d128", "staggered=false,dq_bulk=true"),
         ("d64-causal-dropout", "mask_warps=1,dq_bulk=true,tile_m=64"),
         ("d128-window-dropout-varlen", "mask_warps=2"),
-        ("d128-causal", "dq_bulk=true"),
         ("d256-window", "num_stages_ds=1"),
         ("d64x192-causal-varlen-seqused_q-seqused_k", ""),
     ],

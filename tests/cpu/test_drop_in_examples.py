@@ -1,20 +1,17 @@
 """The examples of drop-ins, on CPUs."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import processes
+
+EXAMPLES = processes.ROOT / "examples"
 
 
 def test_context_parallel_over_two_processes(tmp_path):
     """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["examples/context_parallel.py", "--seqlen", "128", "--heads", "2", "--head-dim", "16"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "rows.json")], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "context_parallel.py"), "--seqlen", "128", "--heads", "2", "--head-dim", "16"]
+    done = processes.run(*command, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["rotation"] for row in rows] == ["allgather", "alltoall"]
@@ -24,9 +21,9 @@ def test_context_parallel_over_two_processes(tmp_path):
 
 
 def test_models_before_and_after(tmp_path):
-    command = [sys.executable, "examples/drop_in.py", "--small", "--repeats", "1"]
-    command += ["--json", str(tmp_path / "rows.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = processes.run(
+        str(EXAMPLES / "drop_in.py"), "--small", "--repeats", "1", "--json", str(tmp_path / "rows.json")
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert "dit" in rows

@@ -24,6 +24,7 @@ def test_the_cover_meets_the_demands_of_all_defaults():
         for some in (defaults, chosen)
     )
     assert tiles == covered
+    assert {f"forward-{arch}-bf16-d128-causal-{arch}" for arch in ("sm80", "sm90")} <= set(map(str, chosen))
 
 
 def packs(tile):
@@ -50,6 +51,7 @@ def test_a_greedy_cover():
     sets = ["ab", "bc", "cd", "abe", "f", "cF"]
     assert covering(sets, lambda word: set(word.lower()), rank=str.islower) == ["cd", "abe", "f"]
     assert covering(sets, lambda word: set(word.lower()), rank=len) == ["cd", "abe", "cF"]
+    assert covering(sets, lambda word: set(word.lower()), always=["bc"]) == ["bc", "cd", "abe", "f"]
     assert covering([], set) == []
 
 

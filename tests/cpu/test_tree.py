@@ -19,7 +19,7 @@ from tests.tilings import SMALL, TILINGS, Scores
         (SMALL, 4, "causal-tree"),
         ("warps8x1-128x96", 1, "softcap-tree"),
         ("wgmma1-64x80", 8, "tree"),
-        ("wgmma2-128x176", 1, "causal-tree"),
+        ("warps2x4-32x128", 1, "causal-tree"),
     ],
 )
 @pytest.mark.parametrize(
