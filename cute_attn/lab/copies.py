@@ -50,10 +50,10 @@ def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
     """Every copy of a kernel with its bank conflicts; none for a kernel whose copies are not known here."""
     from layouts.banks import bank_conflicts
 
-    found = []
+    found, dtype = [], getattr(kernel, "operand_dtype", kernel.dtype)
     for one in copies(kernel):
         try:
-            counted = bank_conflicts(one.copy, one.layout, kernel.dtype, side=one.side)
+            counted = bank_conflicts(one.copy, one.layout, dtype, side=one.side)
         except ValueError as error:  # a user's layout and copy may not divide
             found.append(Conflicts(one.name, one.opcode, 0, 0, 0, str(error)))
             continue
@@ -120,7 +120,7 @@ def _softmax(kernel: Any) -> Iterator[SmemCopy]:
 
 
 def _backward_sm80(kernel: Any) -> Iterator[SmemCopy]:
-    tile, dtype = kernel.tile, kernel.dtype
+    tile, dtype = kernel.tile, kernel.operand_dtype
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
     ds_shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
     smem_k, smem_v, smem_q, smem_do, smem_ds = (

@@ -34,6 +34,9 @@ class BackwardSm80Tile(WarpTile):
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
             memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
+        operands: ``whole``, or of fp32 ``hi_lo``: Q, K, V and dO are two fp16 parts, which another kernel has split them
+            into, and P and dS are split here, for three products in fp16. ``fallback``: as ``whole``, of a kernel that
+            returns at once where tensors fit two parts and that of ``hi_lo`` has computed the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -53,6 +56,17 @@ class BackwardSm80Tile(WarpTile):
     dq_vector: int = choice(1, 1, 2, 4)
     dq_passes: int = choice(1, 1, 2, 4)
     columns: int = choice(0, 0, 64, 128, 256)
+    operands: str = choice("whole", "whole", "hi_lo")
+
+    @property
+    def hi_lo(self) -> bool:
+        """Whether operands are two parts."""
+        return self.operands == "hi_lo"
+
+    @property
+    def speculative(self) -> bool:
+        """Whether the kernel first reads whether the gradients are its to compute."""
+        return self.operands != "whole"
 
     @property
     def mma_threads(self) -> int:
@@ -60,8 +74,16 @@ class BackwardSm80Tile(WarpTile):
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The convert's tile: this one."""
-        return self
+        """The convert's tile: this one without what does not affect dQ's order in memory."""
+        return dataclasses.replace(self, operands="whole")
+
+    def fallback(self) -> "BackwardSm80Tile":
+        """Of a tile with ``hi_lo``: one for whole fp32 operands with the same blocks and the same order of dQ."""
+        return dataclasses.replace(self, operands="fallback")
+
+    def operand_bytes(self, traits: Traits) -> int:
+        """Bytes of an element of the operands: of one part with ``hi_lo``."""
+        return 2 if self.hi_lo else traits.element_bytes
 
     @property
     def dq_transposed(self) -> bool:
@@ -117,6 +139,8 @@ class BackwardSm80Tile(WarpTile):
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
             ("spilled", 80),
+            ("factors", 32 if self.hi_lo else 0),
+            ("largest", 4 * self.num_warps if self.hi_lo else 0),
         ]
         for name, size in [("k", k), ("v", v)]:
             areas[name] = (end, end + size)
@@ -148,7 +172,9 @@ class BackwardSm80Tile(WarpTile):
             or self._steps_reason(traits)
             or self._products_reason(traits)
             or self._fp32_reason(traits)
-            or self.copies_reason(traits, queries=self.queries, tile_n=self.tile_n)
+            or self.copies_reason(
+                traits, self.operand_bytes(traits), queries=self.queries, tile_n=self.tile_n
+            )
         )
 
     def reject(self, traits: Traits, target: str) -> str | None:
@@ -204,11 +230,20 @@ class BackwardSm80Tile(WarpTile):
         return None
 
     def _fp32_reason(self, traits: Traits) -> str | None:
+        whole = traits.dtype != "fp32" or traits.precision
+        if self.operands not in (("whole",) if whole else ("whole", "hi_lo", "fallback")):
+            accepted = "whole" if whole else "whole or hi_lo"
+            return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
+        if self.hi_lo and (self.columns or self.pieces > 1):
+            return (
+                f"operands is hi_lo with columns {self.columns} and queries_at_once {self.queries_at_once}; "
+                "accepted: without those"
+            )
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:
             return f"v_in_regs is True; accepted: False for {traits}"
-        if self.num_warps & (self.num_warps - 1):
+        if self.num_warps & (self.num_warps - 1) and not self.hi_lo:
             return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 

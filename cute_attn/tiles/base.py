@@ -125,10 +125,14 @@ class WarpTile(Tile):
             return f"num_warps is {self.num_warps}; accepted: 1 to {self.MAX_WARPS}"
         return None
 
-    def copies_reason(self, traits: Traits, **extents: int) -> str | None:
-        """Why the warps cannot copy whole tiles of so many rows, or None; extents: name -> rows."""
+    def copies_reason(self, traits: Traits, element_bytes: int = 0, **extents: int) -> str | None:
+        """Why the warps cannot copy whole tiles of so many rows, or None; extents: name -> rows.
+
+        element_bytes: of an element in shared memory, 0 for that of q.
+        """
         for dim in sorted({padded(traits.head_dim), padded(traits.head_dim_v)}):
-            rows_per_pass = self.num_threads // (8 if dim * traits.element_bytes % 128 == 0 else 4)
+            whole = dim * (element_bytes or traits.element_bytes) % 128 == 0
+            rows_per_pass = self.num_threads // (8 if whole else 4)
             for name, rows in extents.items():
                 if rows % rows_per_pass:
                     return (

@@ -34,20 +34,21 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
+from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, largest_finite, scale_of, split
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args
+from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
 from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
@@ -122,7 +123,11 @@ class BackwardSm80:
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        return backward_fake_args(self.traits, self.epilogues.fake_args())
+        args = backward_fake_args(self.traits, self.epilogues.fake_args())
+        if self.tile.hi_lo:
+            ndim = 4 if self.traits.varlen else 5
+            args = (*(rows_fake(Float16, ndim) for _ in range(4)), *args[4:])
+        return (*args, plain_fake(Float32, 1) if self.tile.speculative else None)
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
@@ -130,23 +135,38 @@ class BackwardSm80:
 
     def step_content(self) -> StepContent:
         """A step that needs no mask."""
-        return step_content(self.traits, self.tile, self.products.tf32_products)
+        return step_content(self.traits, self.tile, self.products.each)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
 
     @property
     def dtype(self) -> Any:
-        """Element type of Q, K, V, dO and the gradients."""
+        """Element type of the gradients, and of Q, K, V and dO unless they are two parts."""
         return CUTE_DTYPES[self.traits.dtype]
 
+    @property
+    def operand_dtype(self) -> Any:
+        """Element type of operands in shared memory."""
+        return self.products.operand_dtype
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of an operand."""
+        return 2 if self.tile.hi_lo else 1
+
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
-        """(rows, cols[, stages]) in shared memory."""
-        return layouts.smem_layout(rows, cols, self.dtype, stages=stages)
+        """(rows, cols[, stages]) of operands in shared memory."""
+        return layouts.smem_layout(rows, cols, self.operand_dtype, stages=stages)
+
+    def gradient_layout(self, cols: int) -> cute.ComposedLayout:
+        """(tile_n, cols) of dK or dV in shared memory."""
+        return layouts.smem_layout(self.tile.tile_n, cols, self.dtype, stages=None)
 
     def gmem_copy(self, head_dim: int, asynchronous: bool) -> cute.TiledCopy:
-        """Rows between global and shared memory: cp.async or stores, of 16 bytes."""
+        """Rows between global and shared memory: operands by cp.async, or gradients by stores, of 16 bytes."""
+        dtype = self.operand_dtype if asynchronous else self.dtype
         return layouts.gmem_tiled_copy(
-            self.dtype, self.tile.num_threads, padded(head_dim), asynchronous=asynchronous
+            dtype, self.tile.num_threads, padded(head_dim), asynchronous=asynchronous
         )
 
     @functools.cached_property
@@ -194,9 +214,16 @@ class BackwardSm80:
         softmax_scale: Float32,
         schedule: BackwardSchedule,
         score_args: tuple,
+        scales: cute.Tensor | None,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
+        """Launch. Shapes: see ``cute_attn.kernels.arguments``.
+
+        With operands ``hi_lo`` mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,) fp32,
+        what the sums of the parts of each are times, or 0 for a tensor that does not fit two parts; or None.
+        """
+        if cutlass.const_expr(self.tile.hi_lo):
+            mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]
         heads = nheads // cutlass.max(mDK.shape[-2], 1)
         head_splits = cutlass.max(mDK.shape[-2] // cutlass.max(mK.shape[-2], 1), 1)
@@ -212,7 +239,7 @@ class BackwardSm80:
         for skipped in cutlass.range(
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
-            self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped).launch(
+            self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped, scales).launch(
                 grid=[order.blocks, self.tile.parts(self.traits), 1],
                 block=[self.tile.num_threads, 1, 1],
                 stream=stream,
@@ -231,11 +258,15 @@ class BackwardSm80:
         score_args: tuple,
         order: KeyTileOrder,
         skipped: Int32,
+        scales: cute.Tensor | None,
     ) -> None:
         # Keys beyond seqused_k have gradients too: zeros.
         key_tile = key_tile_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
         key0 = (key_tile.first + skipped) * self.tile.tile_n
-        if key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch):
+        exists = key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch)
+        if cutlass.const_expr(scales is not None):
+            exists = exists & (all_fit(scales) == self.tile.hi_lo)
+        if exists:
             if cutlass.const_expr(self.tile.columns):
                 streamed = Streamed(self)
                 streamed.run(inputs, outputs, seqlens, scalars, score_args, key_tile, key0)
@@ -243,6 +274,8 @@ class BackwardSm80:
                 smem = self.shared_memory()
                 strides = {"stride_q": inputs[0].stride[-3], "stride_do": inputs[3].stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
+                if cutlass.const_expr(self.tile.hi_lo):
+                    smem.store_factors(scales)
                 gradients = self.key_block(
                     inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem
                 )
@@ -340,22 +373,28 @@ class BackwardSm80:
         d, dv = padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), byte_alignment=1024)
 
-        def area(name: str, layout: Any, dtype: Any = self.dtype) -> cute.Tensor:
+        def area(name: str, layout: Any, dtype: Any = self.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        ds_shape = self.products.scores_plane
+        plane, parts = self.products.scores_plane, self.num_parts
+
+        def stages(number: int) -> int:
+            return tile.pieces * number * parts
+
         return BackwardSm80Storage(
-            k=area("k", self.smem_layout(tile.tile_n, d)),
-            v=area("v", self.smem_layout(tile.tile_n, dv)),
-            q=area("q", self.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
-            do=area("do", self.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do)),
-            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n)),
-            ds=area("ds", self.smem_layout(*ds_shape)),
+            k=area("k", self.smem_layout(tile.tile_n, d, parts)),
+            v=area("v", self.smem_layout(tile.tile_n, dv, parts)),
+            q=area("q", self.smem_layout(tile.queries, d, stages(tile.stages_q))),
+            do=area("do", self.smem_layout(tile.queries, dv, stages(tile.stages_do))),
+            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n, parts)),
+            ds=area("ds", self.smem_layout(*plane, parts)),
             lse=area("lse", cute.make_layout((tile.tile_m, tile.stages_q)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
-            dk=area("dk", self.smem_layout(tile.tile_n, d, None)),
-            dv=area("dv", self.smem_layout(tile.tile_n, dv, None)),
+            dk=area("dk", self.gradient_layout(d), self.dtype),
+            dv=area("dv", self.gradient_layout(dv), self.dtype),
             spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
+            factors=area("factors", cute.make_layout(8), Float32) if tile.hi_lo else None,
+            largest=area("largest", cute.make_layout(tile.num_warps), Int32) if tile.hi_lo else None,
         )
 
     @cute.jit
@@ -372,13 +411,23 @@ class BackwardSm80:
         """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
-        if cutlass.const_expr(not self.traits.aligned):
+        if cutlass.const_expr(not self.loads_vectors):
             keys = key_tile.info.seqlen_k - key0
             load_elements(g, key0, keys, s[None, None, 0], thread, self.tile.num_threads)
         else:
-            row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, head_dim)
-            tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
-            row_copy.copy(tile, s[None, None, 0], key_tile.info.seqlen_k - key0, False)
+            row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, self.loaded_columns(head_dim))
+            for part in cutlass.range_constexpr(self.num_parts):
+                tile = block_of_rows(part_of(g, part, cols), key0 // tile_n, tile_n, cols)
+                row_copy.copy(tile, s[None, None, part], key_tile.info.seqlen_k - key0, False)
+
+    @property
+    def loads_vectors(self) -> bool:
+        """Whether 16 bytes of a row of an operand may be copied at once; those of parts always."""
+        return self.traits.aligned or self.tile.hi_lo
+
+    def loaded_columns(self, head_dim: int) -> int:
+        """Columns of an operand in global memory; parts are padded with zeros."""
+        return padded(head_dim) if self.tile.hi_lo else head_dim
 
     def query_loads(
         self,
@@ -397,9 +446,10 @@ class BackwardSm80:
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
             g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
-            aligned = self.traits.aligned
+            columns, vectors = self.loaded_columns(head_dim), self.loads_vectors
+            number = smem.number(stride)
             return BlockLoad(
-                g, aligned, head_dim, s, smem.number(stride), g_row, s_row, seqlen, thread, threads
+                g, vectors, columns, s, number, g_row, s_row, seqlen, thread, threads, self.num_parts
             )
 
         return (
@@ -448,25 +498,30 @@ class BackwardSm80:
         cute.arch.cp_async_wait_group(0)
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
+        factor = Float32(1.0)  # of dS, in two parts
         for piece in cutlass.range_constexpr(tile.pieces):
-            self.scores(ctx, block, piece)
+            factor = self.scores(ctx, block, piece)
         cute.arch.barrier()
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
-            products = self.products
+            products, factors = self.products, ctx.smem.factor
             unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage_do = self.stage(block, tile.stages_do)
-            products.multiply(op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll)
+            products.multiply(
+                op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll, factor=factors("dv")
+            )
             if cutlass.const_expr(tile.stages_do == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, False, True)
             stage_q = self.stage(block, tile.stages_q)
-            products.multiply(op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll)
+            products.multiply(
+                op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll, factor=factor * factors("q")
+            )
             if cutlass.const_expr(tile.stages_q == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, True, False)
-        self.add_dq(ctx, block)
+        self.add_dq(ctx, block, factor)
 
     @cute.jit
     def start_next(self, ctx: MainloopContext, block: Int32, q: Constexpr, do: Constexpr) -> None:
@@ -485,10 +540,13 @@ class BackwardSm80:
         return dataclasses.replace(ctx.state.band, **{name: ctx.smem.reload_int(name) for name in BAND})
 
     @cute.jit
-    def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> None:
-        """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK."""
+    def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
+        """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
+
+        Returns what dS is times, if it is stored in two parts.
+        """
         tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
-        products = self.products
+        products, factors = self.products, ctx.smem.factor
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         acc_s.fill(0.0)
@@ -499,9 +557,9 @@ class BackwardSm80:
             loaded = chain.load(ctx.state, self.score_tile(ctx, block, piece, acc_s))
         unroll = products.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
         if cutlass.const_expr(tile.p_in_regs):
-            products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll)
+            products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll, factor=factors("s"))
         else:
-            products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q)
+            products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q, factors("s"))
         scores = self.score_tile(ctx, block, piece, acc_s)
         saved = chain.forward(ctx.state, scores, loaded, False)
         full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
@@ -521,19 +579,44 @@ class BackwardSm80:
         p.store(acc_s.load().to(self.dtype))
         dp = self.score_tile(ctx, block, piece, acc_dp)
         chain.zero_dropped(mask, self.by_rows(op, p))
+        if cutlass.const_expr(tile.hi_lo):
+            p = split(p, Float32(2.0**P_EXPONENT))
         if cutlass.const_expr(op.p_out is None):
-            products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do)
+            products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, factors("dv"))
         else:
             op.p_out.store(p)  # type: ignore[union-attr]
         chain.zero_dropped(mask, dp.acc)
         score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(ctx.state, dp, saved)
-        ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
-        ds.store(acc_dp.load().to(self.dtype))
+        factor = Float32(1.0)
+        if cutlass.const_expr(tile.hi_lo):
+            scale, factor = self.common_scale(ctx, acc_dp)
+            ds = split(acc_dp, scale)
+        else:
+            ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
+            ds.store(acc_dp.load().to(self.dtype))
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
             stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
-            products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q)
+            products.multiply_scores(
+                op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, factor * factors("q")
+            )
+        return factor
+
+    @cute.jit
+    def common_scale(self, ctx: MainloopContext, ds: cute.Tensor) -> tuple[Float32, Float32]:
+        """A power of two that brings the largest finite dS of the step to 2^14, and its inverse; with a barrier.
+
+        So dS in two parts errs by at most 2^-23 of itself or 2^-40 of the step's largest, whatever the epilogues do.
+        """
+        largest = largest_finite(ds)
+        thread = below_1024(rematerialize(ctx.thread))
+        if thread % 32 == 0:
+            ctx.smem.largest[thread // 32] = largest
+        cute.arch.barrier()
+        for warp in cutlass.range_constexpr(self.tile.num_warps):
+            largest = cutlass.max(largest, ctx.smem.largest[warp])
+        return scale_of(largest)
 
     @cute.jit
     def dp(self, ctx: MainloopContext, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
@@ -544,7 +627,7 @@ class BackwardSm80:
             acc.fill(0.0)
         else:
             start_from(self.by_rows(op, acc), start)
-        self.products.multiply_by_v(acc, op, stage)
+        self.products.multiply_by_v(acc, op, stage, ctx.smem.factor("dp"))
         return acc
 
     def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
@@ -583,15 +666,18 @@ class BackwardSm80:
         return numbers
 
     @cute.jit
-    def add_dq(self, ctx: MainloopContext, block: Int32) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory."""
+    def add_dq(self, ctx: MainloopContext, block: Int32, factor: Float32) -> None:
+        """Add dS K of this key block to the query block's dQ in global memory; factor: of dS in two parts."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
         for index in cutlass.range_constexpr(tile.dq_passes):
             acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
             acc.fill(0.0)
-            self.products.multiply(op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll)
+            of_k = ctx.smem.factor("k")
+            self.products.multiply(
+                op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factor * of_k
+            )
             blocks = cute.make_ptr(
                 Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
             )
@@ -635,6 +721,16 @@ class BackwardSm80:
         else:
             tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
             RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
+
+
+def first_part(m: cute.Tensor) -> cute.Tensor:
+    """hi of (..., heads, 2, padded head dim)."""
+    return m[(*(None for _ in range(cute.rank(m) - 2)), 0, None)]
+
+
+def part_of(g: cute.Tensor, part: int, cols: int) -> cute.Tensor:
+    """Part ``part`` of rows whose first part is ``g``, each followed by the other."""
+    return g if part == 0 else cute.make_tensor(g.iterator + part * cols, g.layout)
 
 
 @cute.jit

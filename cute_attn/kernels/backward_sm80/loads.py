@@ -1,5 +1,6 @@
 """The Ampere backward's loads by cp.async: Q with LSE, and dO with D."""
 
+import itertools
 from dataclasses import dataclass
 
 import cutlass
@@ -25,6 +26,7 @@ class BlockLoad:
     seqlen_q: Int32
     thread: Int32
     num_threads: Constexpr
+    num_parts: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
@@ -66,7 +68,8 @@ class BlockLoad:
         thread = below_1024(rematerialize(self.thread))
         row, col = thread // per_row, thread % per_row * length
         layout = self.s.layout
-        first = (self.s.iterator + cute.crd2idx((row, col, stage * (tile_m // queries)), layout)).toint()
+        stages = tile_m // queries * self.num_parts
+        first = (self.s.iterator + cute.crd2idx((row, col, stage * stages), layout)).toint()
         stride = self.stride[0]
         source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * size
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
@@ -75,14 +78,14 @@ class BlockLoad:
         )
         vector = cute.make_layout(((length, 1), 1))
         for m in cutlass.range_constexpr(0, tile_m, row_step):
-            for k in cutlass.range_constexpr(0, cols, col_step):
-                distance = cute.crd2idx((m % queries, k, m // queries), layout.outer)
+            for part, k in itertools.product(range(self.num_parts), range(0, cols, col_step)):
+                distance = cute.crd2idx((m % queries, k, m // queries * self.num_parts + part), layout.outer)
                 g, s = (
                     cute.make_tensor(
                         cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
                     )
                     for address, space in (
-                        (source + (m * stride + k) * size, cute.AddressSpace.gmem),
+                        (source + (m * stride + (part * cols + k)) * size, cute.AddressSpace.gmem),
                         (first + distance * size, cute.AddressSpace.smem),
                     )
                 )

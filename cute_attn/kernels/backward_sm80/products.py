@@ -1,25 +1,27 @@
 """The Ampere backward's five products: their operands in shared memory, and the instructions for each element type.
 
 16-bit operands are read by ldmatrix, transposing where K is not contiguous; fp32 ones as
-:mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32.
+:mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32, or as two fp16 parts by three products:
+:mod:`cute_attn.device.gemm_hi_lo`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Float16, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
 from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, gemm_fp32, gemm_rs_fp32
+from cute_attn.device.gemm_hi_lo import HiLo, HiLoOperand, HiLoResult, gemm_hi_lo, gemm_rs_hi_lo, split
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.outputs import dq_order as dq
 from cute_attn.tiles import BackwardSm80Tile
 from cute_attn.traits import Traits
 
-Operand = SmemOperand | Fp32Operand
-Result = SmemResult | Fp32Result
+Operand = SmemOperand | Fp32Operand | HiLoOperand
+Result = SmemResult | Fp32Result | HiLoResult
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,16 @@ class Products:
     @property
     def of_fp32(self) -> bool:
         """Whether operands are fp32."""
-        return self.traits.element_bytes == 4
+        return self.traits.element_bytes == 4 and not self.tile.hi_lo
 
     @property
-    def tf32_products(self) -> int:
-        """How many tf32 products make one of fp32 operands."""
+    def operand_dtype(self) -> Any:
+        """Element type of operands in shared memory."""
+        return Float16 if self.tile.hi_lo else self.dtype
+
+    @property
+    def each(self) -> int:
+        """How many products of tf32, or of fp16 parts, make one of fp32 operands."""
         return 1 if self.traits.precision == "tf32" else 3
 
     # ---- MMAs ----
@@ -83,15 +90,17 @@ class Products:
         """S = Q K^T and dP = dO V^T, or with ``p_in_regs`` their transposes."""
         tile = self.tile
         warps_n = 1 if tile.p_in_regs else tile.num_warps // tile.sdp_warps_m
-        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=warps_n)
+        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=warps_n)
 
     def mma_dkv(self) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q."""
         tile = self.tile
-        return layouts.tiled_mma_sm80(self.dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
+        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
+        if self.tile.hi_lo:  # its accumulator is that of fp32 operands
+            return layouts.tiled_mma_sm80(Float16, self.tile.num_warps, warps_n=self.tile.dq_warps_n)
         return dq.mma_dq(self.traits, self.tile)
 
     @property
@@ -124,16 +133,16 @@ class Products:
         def dkv(s: cute.Tensor, is_a: bool) -> Any:
             return self.operand(mma_dkv, tile.dkv_warps_m, is_a, s, True, True, thread)
 
-        def of_dq(s: cute.Tensor, is_a: bool) -> Any:
+        def of_dq(s: cute.Tensor, is_a: bool, whole: cute.Tensor) -> Any:
             paired = tile.p_in_regs  # both operands take the keys in the same order
-            return self.operand(mma_dq, tile.dq_warps_m, is_a, s, paired or not is_a, paired, thread)
+            return self.operand(mma_dq, tile.dq_warps_m, is_a, s, paired or not is_a, paired, thread, whole)
 
         def result(s: cute.Tensor) -> Any:
             plane = cute.make_tensor(s.iterator, layout_of(*self.scores_plane, None))
             return self.scores_result(mma_sdp, plane, thread)
 
         def k_t(index: int) -> Any:
-            return of_dq(columns_of(smem.k, layout_of, index, tile.dq_passes), False)
+            return of_dq(columns_of(smem.k, layout_of, index, tile.dq_passes), False, smem.k)
 
         through_smem = not tile.p_in_regs
         return Operands(
@@ -148,7 +157,7 @@ class Products:
             do_t=dkv(smem.do, False),
             ds_t=dkv(smem.ds, True) if through_smem else None,
             q_t=dkv(smem.q, False),
-            ds=of_dq(smem.ds, True),
+            ds=of_dq(smem.ds, True, smem.ds),
             k_ts=tuple(k_t(index) for index in range(tile.dq_passes)),
             p_out=result(smem.p) if through_smem else None,
             ds_out=result(smem.ds),
@@ -163,31 +172,41 @@ class Products:
         transpose: bool,
         paired: bool,
         thread: Int32,
+        whole: cute.Tensor | None = None,
     ) -> Any:
-        """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``."""
+        """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``.
+
+        whole: what ``s`` is some columns of, or None for ``s``.
+        """
         view = layouts.transposed(s) if transpose else s
         if self.of_fp32:
             along = warps_m if is_a else self.tile.num_warps // warps_m
             return Fp32Operand(view, thread, warps_m, along, is_a, transpose, paired)
         make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
         make = SmemOperand.a if is_a else SmemOperand.b
-        return make(mma, make_copy(mma, self.dtype, transpose), view, thread)
+        given = (mma, make_copy(mma, self.operand_dtype, transpose), view, thread)
+        if self.tile.hi_lo:
+            shape = (s if whole is None else whole).shape
+            return HiLoOperand.make(make, cute.size(shape[0]) * cute.size(shape[1]), *given)
+        return make(*given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> Any:
         """Where a thread stores its part of P or dS."""
+        if self.tile.hi_lo:
+            return HiLoResult(SmemResult(mma, self.scores_shape, plane, thread), cute.size(plane))
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread)
 
     def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Any:
-        """Where a thread stores its part of a product as large as ``s``."""
-        kind = Fp32Result if self.of_fp32 else SmemResult
+        """Where a thread stores its part of a product as large as ``s``, of the outputs' element type."""
+        kind = Fp32Result if self.traits.element_bytes == 4 else SmemResult
         return kind(mma, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
 
     # ---- products ----
 
     def steps_at_once(self, extent: int, unroll: int) -> int:
         """K steps of ``extent`` that a product takes at a time."""
-        return self.tile.steps_at_once(extent, unroll, self.traits.element_bytes)
+        return self.tile.steps_at_once(extent, unroll, self.tile.operand_bytes(self.traits))
 
     def multiply(
         self,
@@ -198,30 +217,55 @@ class Products:
         stage: Int32,
         unroll: int,
         a_stage: Int32 | int = 0,
+        factor: Float32 | None = None,
     ) -> None:
-        """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``."""
-        if self.of_fp32:
-            gemm_fp32(mma, acc, a, b, stage, unroll, self.tf32_products, a_stage)
+        """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``.
+
+        factor: of the product of operands in two parts.
+        """
+        if self.tile.hi_lo:
+            gemm_hi_lo(mma, acc, a, b, stage, unroll, factor, a_stage)
+        elif self.of_fp32:
+            gemm_fp32(mma, acc, a, b, stage, unroll, self.each, a_stage)
         else:
             gemm(mma, acc, a, b, stage, unroll, a_stage)
 
     def multiply_scores(
-        self, mma: cute.TiledMma, acc: cute.Tensor, scores: cute.Tensor, b: Any, stage: Int32
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        scores: Any,
+        b: Any,
+        stage: Int32,
+        factor: Float32 | None = None,
     ) -> None:
-        """acc += A B^T with A = ``scores``, P^T or dS^T in registers and in the operands' element type."""
-        if self.of_fp32:
-            gemm_rs_fp32(mma, acc, scores, b, stage, self.tf32_products)
+        """acc += A B^T with A = ``scores``, P^T or dS^T in registers as :meth:`as_operand` has them."""
+        if self.tile.hi_lo:
+            own = HiLo(layouts.as_operand_a(scores.hi), layouts.as_operand_a(scores.lo))
+            gemm_rs_hi_lo(mma, acc, own, b, stage, factor)
+        elif self.of_fp32:
+            gemm_rs_fp32(mma, acc, scores, b, stage, self.each)
         else:
             gemm_rs(mma, acc, layouts.as_operand_a(scores), b, stage)
 
-    def multiply_by_v(self, acc: cute.Tensor, op: Operands, stage: Int32) -> None:
+    def as_operand(self, scores: cute.Tensor, factor: Float32 | None = None) -> Any:
+        """P or dS, fp32 in registers, in the operands' element type; times ``factor`` in two parts."""
+        if self.tile.hi_lo:
+            return split(scores, factor)
+        fragment = cute.make_rmem_tensor_like(scores, self.dtype)
+        fragment.store(scores.load().to(self.dtype))
+        return fragment
+
+    def multiply_by_v(
+        self, acc: cute.Tensor, op: Operands, stage: Int32, factor: Float32 | None = None
+    ) -> None:
         """acc += dO V^T, or with ``p_in_regs`` its transpose, with V in registers if the tile says so."""
         tile, unroll = self.tile, self.steps_at_once(cute.size(op.v.tile, mode=[1]), self.tile.sdp_unroll)
         if tile.p_in_regs and tile.v_in_regs:
             gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)  # type: ignore[union-attr]
         elif tile.p_in_regs:
-            self.multiply(op.mma_sdp, acc, op.v, op.do, stage, unroll)
+            self.multiply(op.mma_sdp, acc, op.v, op.do, stage, unroll, factor=factor)
         elif tile.v_in_regs:
             gemm_sr(op.mma_sdp, acc, op.do, op.v.fragment, stage)  # type: ignore[union-attr]
         else:
-            self.multiply(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage)
+            self.multiply(op.mma_sdp, acc, op.do, op.v, Int32(0), unroll, stage, factor)

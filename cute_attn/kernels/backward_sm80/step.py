@@ -8,11 +8,11 @@ from cute_attn.traits import Traits
 def step_content(traits: Traits, tile: BackwardSm80Tile, products: int = 1) -> StepContent:
     """A step that needs no mask: S and dP of each piece of its queries, then dV, dK and dQ of all of them.
 
-    products: tf32 products of one of fp32 operands, whose K steps are half as long.
+    products: of one of fp32 operands. K steps in tf32 are half as long.
     """
-    m, n, warps, size = tile.tile_m, tile.tile_n, tile.num_warps, traits.element_bytes
+    m, n, warps, size = tile.tile_m, tile.tile_n, tile.num_warps, tile.operand_bytes(traits)
     d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-    each = products if size == 4 else 1
+    each = products if traits.element_bytes == 4 else 1
 
     def count(rows: int, cols: int, k: int) -> int:
         return mma_sync_count(rows, cols, k, warps) * (size // 2) * each

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from cutlass import Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
+from cute_attn.device.gemm_hi_lo import P_EXPONENT
 from cute_attn.device.math import optimization_barrier
 
 BAND = ("left", "right", "seqlen_k")
@@ -11,6 +12,9 @@ BLOCKS = ("full_begin", "full_end", "end")
 SPILLED = ("stride_q", "stride_do", "dq", "block", *BAND, *BLOCKS)
 """CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
 in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
+
+FACTORS = ("s", "dp", "dv", "q", "k")
+"""Of the sums of products of operands in two parts: of S, dP and dV, and of Q and K alone."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,18 @@ class BackwardSm80Storage:
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
     spilled: cute.Tensor  # Int64, see SPILLED
+    factors: cute.Tensor | None = None  # (8,), of operands in two parts, see FACTORS
+    largest: cute.Tensor | None = None  # (warps,) int32: the bits of each warp's largest dS
+
+    def factor(self, name: str) -> Float32:
+        """One of ``FACTORS``; without ``factors`` 1."""
+        return Float32(1.0) if self.factors is None else self.factors[FACTORS.index(name)]
+
+    def store_factors(self, scales: cute.Tensor) -> None:
+        """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
+        q, k, v, do = (scales[i] for i in range(4))
+        for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
+            self.factors[FACTORS.index(name)] = factor
 
     def number(self, name: str) -> cute.Tensor:
         """(1,): a spilled number."""
