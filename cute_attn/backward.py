@@ -4,13 +4,17 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
+At fp32's precision, q, k, v and grad_out are split into two fp16 parts before the main kernel
+(:mod:`cute_attn.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
+whether the tensors fit two parts, and one of them returns at once.
+
 As in :mod:`cute_attn.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
-query and head; where few work tiles share many query heads, dK and dV as often as they are divided: see
-:func:`cute_attn.splits.head_splits`. Deterministic: dQ as many times as there are :func:`cute_attn.splits.key_splits`;
-and for a bias that is broadcast, its gradient before it is summed, 4 bytes for each score. Otherwise such a gradient is
-added up in fp32 in the bias's size.
+query and head; the parts, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
+they are divided: see :func:`cute_attn.splits.head_splits`. Deterministic: dQ as many times as there are
+:func:`cute_attn.splits.key_splits`; and for a bias that is broadcast, its gradient before it is summed, 4 bytes for
+each score. Otherwise such a gradient is added up in fp32 in the bias's size.
 """
 
 import math
@@ -45,6 +49,7 @@ from cute_attn.params import (
     is_aligned,
     rows_are_regular,
 )
+from cute_attn.split_fp32 import SplitLauncher, can_split
 from cute_attn.splits import head_splits, key_splits
 from cute_attn.traits import PARTS, Traits
 
@@ -152,6 +157,7 @@ class BackwardLauncher:
     Attributes:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
+        split, fallback: of a main kernel whose operands are two parts: what splits them, and the other main kernel.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
@@ -172,6 +178,8 @@ class BackwardLauncher:
     preprocess: Callable[..., None] | None
     main: Callable[..., None] | None
     convert: Callable[..., None] | None
+    split: SplitLauncher | None
+    fallback: Callable[..., None] | None
     kernel: Any
     needed: tuple[bool, bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
@@ -267,9 +275,7 @@ class BackwardLauncher:
             part_seqlens,
             keep,
         )
-        self.main(
-            *params[:3],
-            grad_out,
+        shared = (
             lse_log2,
             minus_d,
             accumulators,
@@ -280,6 +286,7 @@ class BackwardLauncher:
             (self.num_splits, self.split_stride, counter, self.multiprocessors),  # a BackwardSchedule
             self._score_args(params, dbias),
         )
+        self._main((*params[:3], grad_out), shared)
         if self.convert is not None:
             self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
             if self.sign != 1:
@@ -294,6 +301,17 @@ class BackwardLauncher:
             dbias,
             _sinks_gradient(params.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
         )
+
+    def _main(self, operands: tuple[Tensor, ...], shared: tuple) -> None:
+        """Launch the main kernel on (q, k, v, grad_out), or on their parts and then the other one."""
+        assert self.main is not None
+        if self.split is None:
+            self.main(*operands, *shared, *((None,) if self.kernel.traits.arch == "sm80" else ()))
+            return
+        assert self.fallback is not None
+        parts, scales = self.split.launch(operands)
+        self.main(*parts, *shared, scales)
+        self.fallback(*operands, *shared, scales)
 
     def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
@@ -498,6 +516,8 @@ def _make_launcher(
         preprocess=None,
         main=None,
         convert=None,
+        split=None,
+        fallback=None,
         kernel=None,
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
@@ -530,8 +550,11 @@ def _make_launcher(
         kernel = choose_kernel(
             params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
+        hi_lo = getattr(kernel.tile, "hi_lo", False)
+        if hi_lo and not can_split((*params[:3], grad_out)):
+            hi_lo, kernel = False, replace(kernel, tile=replace(kernel.tile, operands="whole"))
         traits, tile = kernel.traits, kernel.tile
-        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)[: 3 if needed[0] else 2]
+        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-params.longest[1] // tile.tile_n)
         processors = multiprocessors(params.q.get_device())
         heads_dkv = params.k.shape[-2] * head_splits(params, tile, processors)
@@ -540,8 +563,13 @@ def _make_launcher(
         check_blocks(params, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             check_steps(params, query_blocks(params, tile.tile_m), tile, min(processors, planes * num_splits))
-        built = [compiler.build(kernel, target), *(compiler.compile(*one, target) for one in wanted[1:])]
-        functions = [one.function for one in built]
+        main = compiler.build(kernel, target).function
+        preprocess, convert = (
+            compiler.compile(*one, target).function if used else None
+            for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
+        )
+        split = SplitLauncher.of(traits, "backward_split", target) if hi_lo else None
+        fallback = compiler.compile(*wanted[-1], target).function if hi_lo else None
     workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
@@ -549,9 +577,11 @@ def _make_launcher(
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
         parts=packed.parts_packed(params[:3]) if all(needed[:3]) and heads_dkv == params.k.shape[-2] else 0,
-        main=functions[0],
-        preprocess=functions[1],
-        convert=functions[2] if needed[0] else None,
+        main=main,
+        preprocess=preprocess,
+        convert=convert,
+        split=split,
+        fallback=fallback,
         kernel=kernel,
         views=tuple(launcher.views(params)),
         workspace=workspace,
@@ -605,9 +635,13 @@ def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int,
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, its preprocess and its convert."""
+    """(traits, tile) of the main kernel, its preprocess and its convert; of parts also their split and the fallback."""
     from cute_attn import registry
 
+    beside: list[tuple[Traits, Any]] = []
+    if getattr(main.tile, "hi_lo", False):
+        split = main.traits.split_fp32("backward_split")
+        beside = [(split, None), (main.traits, main.tile.fallback())]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
     tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, main.tile) for part in parts]
-    return [(main.traits, main.tile), *zip(parts, tiles, strict=True)]
+    return [(main.traits, main.tile), *zip(parts, tiles, strict=True), *beside]

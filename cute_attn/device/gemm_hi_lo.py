@@ -1,4 +1,4 @@
-"""Matrix products of fp32 numbers as two fp16 parts, by mma.sync m16n8k16: the counterpart of ``gemm`` and ``gemm_fp32``.
+"""Matrix products of fp32 numbers as two fp16 parts, by mma.sync m16n8k16.
 
 An operand is x = c (hi + lo), with one power of two c for all of it; see :mod:`cute_attn.kernels.split_fp32`. A product
 is hi hi + hi lo + lo hi: three products at the rate of fp16, twice that of tf32, and ldmatrix transposes.
@@ -108,9 +108,7 @@ def split(words: cute.Tensor, factor: Float32) -> HiLo:
 
 
 @cute.jit
-def multiply(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: HiLo, b: HiLo, factor: Float32
-) -> None:
+def multiply(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: HiLo, b: HiLo, factor: Float32) -> None:
     """acc += factor * A B^T for one step along K, summed from zero; fragments without the mode of steps."""
     total = cute.make_rmem_tensor(cute.make_layout(acc.shape), Float32)
     total.fill(0.0)
@@ -215,6 +213,23 @@ def largest_finite(words: cute.Tensor) -> Int32:
             finite = (words[i].bitcast(Int32) & Int32(0x7FFFFFFF)) < _INFINITY
             largest = fmax(largest, fabs(words[i]) if finite else Float32(0.0))
     return Int32(cute.arch.warp_redux_sync(largest.bitcast(Int32), kind="max"))
+
+
+@cute.jit
+def common_scale(words: cute.Tensor, of_warps: cute.Tensor, thread: Int32) -> tuple[Float32, Float32]:
+    """:func:`scale_of` the largest finite |x| of all threads' registers, with a barrier.
+
+    In two parts x then errs by at most 2^-23 of itself or 2^-40 of the largest.
+
+    of_warps: (warps,) int32 in shared memory.
+    """
+    largest = largest_finite(words)
+    if thread % 32 == 0:
+        of_warps[thread // 32] = largest
+    cute.arch.barrier()
+    for warp in cutlass.range_constexpr(cute.size(of_warps)):
+        largest = cutlass.max(largest, of_warps[warp])
+    return scale_of(largest)
 
 
 @cute.jit

@@ -50,8 +50,9 @@ def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
     """Every copy of a kernel with its bank conflicts; none for a kernel whose copies are not known here."""
     from layouts.banks import bank_conflicts
 
-    found, dtype = [], getattr(kernel, "operand_dtype", kernel.dtype)
+    found = []
     for one in copies(kernel):
+        dtype = kernel.operand_dtype if hasattr(kernel, "operand_dtype") else kernel.dtype
         try:
             counted = bank_conflicts(one.copy, one.layout, dtype, side=one.side)
         except ValueError as error:  # a user's layout and copy may not divide

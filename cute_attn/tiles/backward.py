@@ -34,9 +34,9 @@ class BackwardSm80Tile(WarpTile):
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
             memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
-        operands: ``whole``, or of fp32 ``hi_lo``: Q, K, V and dO are two fp16 parts, which another kernel has split them
-            into, and P and dS are split here, for three products in fp16. ``fallback``: as ``whole``, of a kernel that
-            returns at once where tensors fit two parts and that of ``hi_lo`` has computed the gradients.
+        operands: ``whole``, or of fp32 ``hi_lo``: Q, K, V and dO come as two fp16 parts from another kernel, P and dS
+            are split here, and a product is three in fp16. ``fallback``: as ``whole``, of a kernel that returns at once
+            where tensors fit two parts, since the kernel of ``hi_lo`` has computed the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)

@@ -148,3 +148,17 @@ class KeyTileOrder:
         if cutlass.const_expr(self.sections is not None):
             row, column = self.sections.row_and_column(section, position)  # type: ignore[union-attr]
         return row, column
+
+
+@cute.jit
+def key_tile_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyTiles:
+    """The CTA's key tile as warp-uniform numbers, computed again at every call.
+
+    What follows from them, such as pointers, then takes uniform registers.
+    """
+    found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
+    first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+    info = SeqlenInfo.read(seqlens, batch)
+    lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
+    info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
+    return KeyTiles(first, head_dkv, batch, info)

@@ -11,7 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import Unsupported, attention, attention_varlen, backward, compiler, launcher, ops, reference
+from cute_attn import (
+    Unsupported,
+    attention,
+    attention_varlen,
+    backward,
+    compiler,
+    launcher,
+    ops,
+    reference,
+    registry,
+)
 from cute_attn.backward import (
     BiasGradient,
     Workspace,
@@ -37,6 +47,8 @@ class Torch:
         self.built.append((traits, tile))
         kernels = {"backward": self.main}
         kernels |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
+        kernels |= {"backward_split": self.split}
+        tile = tile or registry.lookup(traits, None, target).tile
         return Compiled(kernels[traits.op], traits, tile, self.launched)
 
     @staticmethod
@@ -93,8 +105,27 @@ class Torch:
             for accumulator in accumulators:
                 accumulator[at][:, first * width : end * width] = 0
 
+    @staticmethod
+    def split(traits, tile, tensors, parts, partials, scales):
+        """Parts whose sum is the tensor; nothing of one with a row that is far smaller than others."""
+        for x, own, i in zip(tensors, parts, range(4), strict=True):
+            rows = x.abs().amax(-1)
+            scales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
+            if scales[i]:
+                own[..., 0, : x.shape[-1]], own[..., 1, : x.shape[-1]] = 4 * x, 0
+                own[..., 1, 0], own[..., 0, 0] = 4 * x[..., 0], 0
+
     @classmethod
     def main(cls, traits, tile, *args):
+        if traits.arch == "sm80":
+            *args, scales = args
+            assert (scales is None) == (tile.operands == "whole")
+            if scales is not None and bool((scales != 0).all()) != tile.hi_lo:
+                return
+            if tile.hi_lo:
+                dims = (traits.head_dim, traits.head_dim, traits.head_dim_v, traits.head_dim_v)
+                whole = [x.float().sum(-2) * scale for x, scale in zip(args[:4], scales, strict=True)]
+                args[:4] = [x[..., :dim] for x, dim in zip(whole, dims, strict=True)]
         (
             q,
             k,
@@ -170,7 +201,7 @@ class Torch:
                     accumulator = accumulator[: accumulators[0].numel()].view(accumulators.shape[1:])
                     target = accumulator[at][first * width : (first + n_q) * width].view(n_q, width)
                     target[:, : traits.head_dim] += ds[:, part] @ kh[part]
-            own_dk[:n_k], own_dv[:n_k] = sums_k.to(BF16), sums_v.to(BF16)
+            own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
 
     @classmethod
     def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
@@ -184,7 +215,7 @@ class Torch:
                 for a in accumulators
             )
             (dq if traits.varlen else dq[b])[rows] = (
-                (scale * total[..., : traits.head_dim]).transpose(0, 1).to(BF16)
+                (scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
             )
 
     def build(self, kernel, target):
@@ -211,7 +242,8 @@ def torch_kernels(monkeypatch):
     monkeypatch.setattr(launcher, "_current_device", lambda: -1)
 
     def poisoned(like, shape, strides, dtype):
-        return torch.full((math.prod(shape),), math.nan, dtype=dtype).as_strided(shape, strides)
+        poison = math.nan if dtype.is_floating_point else -1
+        return torch.full((math.prod(shape),), poison, dtype=dtype).as_strided(shape, strides)
 
     monkeypatch.setattr(launcher, "new_empty_strided", poisoned)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -328,6 +360,40 @@ def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
         torch.testing.assert_close(own.float() / size, right / size, atol=0.02, rtol=0.02)
     for traits, _, arguments in torch_kernels.launched:
         assert traits.op != "backward" or arguments[10] == (0.3 if scale else 1.0)
+
+
+FP32 = replace(SMALL, dtype="fp32")
+FP32_CASES = {"plain": FP32, "varlen": replace(FP32, lengths_q=(5, 0, 66, 1), lengths_k=(30, 7, 0, 141))}
+
+
+@pytest.mark.parametrize("small_row", [None, "q", "v", "grad_out"])
+@pytest.mark.parametrize("name", FP32_CASES)
+def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row):
+    """In two parts, or whole operands where a row is too small."""
+    problem = FP32_CASES[name].build("cpu")
+    call = the_call(problem)._replace(precision="")
+    inputs = [x.nan_to_num(0, 0, 0).abs().clamp(0.1) for x in call[:3]]
+    grad_out = torch.rand(*call.q.shape[:-1], call.v.shape[-1]) + 0.1
+    changed = dict(zip(("q", "k", "v"), inputs, strict=True)) | {"grad_out": grad_out}
+    if small_row:
+        changed[small_row].view(-1, changed[small_row].shape[-1])[3] *= 1e-8
+    call = call._replace(q=inputs[0], k=inputs[1], v=inputs[2])
+    out, lse, _ = ops.forward_cpu(call)
+    found = gradients(call, grad_out, None, out, lse, (True, True, True, False, False))[:3]
+    leaves = (*inputs, None, None)
+    expected = expected_gradients(replace(problem, tensors=tuple(inputs)), leaves, (grad_out, None))
+    for own, right in zip(found, expected, strict=True):
+        assert own.dtype == torch.float32
+        atol = 2e-3 * float(right.abs().max())  # the model's parts have 11 bits
+        torch.testing.assert_close(own, right, atol=atol, rtol=0.02)
+    launched = [(traits.op, getattr(tile, "operands", "")) for traits, tile, _ in torch_kernels.launched]
+    assert launched == [
+        ("backward_preprocess", ""),
+        ("backward_split", ""),
+        ("backward", "hi_lo"),
+        ("backward", "fallback"),
+        ("backward_convert", "whole"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["sinks-dropout", "sinks-varlen-seqused", "sinks-no-keys", "bias"])

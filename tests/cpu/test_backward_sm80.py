@@ -31,55 +31,64 @@ KERNELS = {
     "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
     "d64-in-regs": (64, 64, IN_REGS),
     "d32x64-in-regs": (32, 64, IN_REGS),
+    "d64-hi-lo": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="hi_lo")),
+    "d96x160-hi-lo": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="hi_lo")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    return BackwardSm80(Traits("backward", "sm80", "fp16", d, dv), tile)
+    return BackwardSm80(Traits("backward", "sm80", "fp32" if tile.hi_lo else "fp16", d, dv), tile)
 
 
 def storage_at_zero(kernel):
     """Shared memory with every area at address 0."""
     tile, d, dv = kernel.tile, padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
 
-    def at_zero(layout):
-        pointer = cute.make_ptr(kernel.dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
+    def at_zero(layout, dtype=kernel.operand_dtype):
+        pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(pointer, layout)
 
     ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
+    parts = kernel.num_parts
     return BackwardSm80Storage(
-        k=at_zero(kernel.smem_layout(tile.tile_n, d)),
-        v=at_zero(kernel.smem_layout(tile.tile_n, dv)),
-        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q)),
-        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do)),
-        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds)),
-        ds=at_zero(kernel.smem_layout(*ds)),
+        k=at_zero(kernel.smem_layout(tile.tile_n, d, parts)),
+        v=at_zero(kernel.smem_layout(tile.tile_n, dv, parts)),
+        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * parts)),
+        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * parts)),
+        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, parts)),
+        ds=at_zero(kernel.smem_layout(*ds, parts)),
         lse=None,
         minus_d=None,
-        dk=at_zero(kernel.smem_layout(tile.tile_n, d, None)),
-        dv=at_zero(kernel.smem_layout(tile.tile_n, dv, None)),
+        dk=at_zero(kernel.gradient_layout(d), kernel.dtype),
+        dv=at_zero(kernel.gradient_layout(dv), kernel.dtype),
         spilled=None,
     )
 
 
 @cute.jit
 def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
+    """out[thread, k, piece, part] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
-        reference = operand.tiled_copy.get_slice(thread).partition_S(
-            cute.make_identity_tensor(operand.tile.layout.shape)
+        one = operand.hi if kernel.tile.hi_lo else operand
+        first_passes = 1 if name != "k_t" else kernel.tile.dq_passes
+        reference = one.tiled_copy.get_slice(thread).partition_S(
+            cute.make_identity_tensor(one.tile.layout.shape)
         )
         start = operand.start(Int32(0))
         for k in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(k))
             for piece in cutlass.range_constexpr(operand.pieces):
                 row, col, _ = reference[0, piece, k, 0]
-                out[thread, k, piece, 0] = operand.address(start, piece, k).toint()
-                out[thread, k, piece, 1] = operand.address(here, piece, 0).toint()
-                out[thread, k, piece, 2] = 2 * cute.crd2idx((row, col, 0), operand.tile.layout)
+                for part in cutlass.range_constexpr(kernel.num_parts):
+                    which = (part,) if kernel.tile.hi_lo else ()
+                    whole = cute.size(one.tile, mode=[0]) * cute.size(one.tile, mode=[1]) * first_passes
+                    wanted = 2 * (cute.crd2idx((row, col, 0), one.tile.layout) + part * whole)
+                    out[thread, k, piece, part, 0] = operand.address(start, piece, k, *which).toint()
+                    out[thread, k, piece, part, 1] = operand.address(here, piece, 0, *which).toint()
+                    out[thread, k, piece, part, 2] = wanted
 
 
 def sizes_of(kernel, name):
@@ -98,7 +107,7 @@ def sizes_of(kernel, name):
         "do_t": (dv // dkv_n, tile.queries),
         "q_t": (d // dkv_n, tile.queries),
         "ds": (tile.tile_m // tile.dq_warps_m, tile.tile_n),
-        "k_t": (d // dq_n, tile.tile_n),
+        "k_t": (d // tile.dq_passes // dq_n, tile.tile_n),
     }[name]
 
 
@@ -111,7 +120,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
         rows, extent = sizes_of(kernel, operand)
         found = run_on_host(
             lambda out, operand=operand: write_reads(kernel, operand, out),
-            *(kernel.tile.num_threads, extent // 16, rows // 16, 3),
+            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.num_parts, 3),
         )
         unrolled, looped, wanted = np.moveaxis(found, -1, 0)
         np.testing.assert_array_equal(unrolled, wanted, err_msg=operand)
@@ -130,6 +139,7 @@ def write_stores(
             result = kernel.gradient_result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
+            result = result.result if kernel.tile.hi_lo else result
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
         row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
         start = result.start()
@@ -138,7 +148,7 @@ def write_stores(
                 row, column = modes.rows[r], modes.cols[c] + col0
                 out[thread, r, c // 2, 0] = result.address(start, row, column).toint()
                 wanted = cute.crd2idx((row0 + row, column0 + column), result.tile.layout)
-                out[thread, r, c // 2, 1] = 2 * wanted
+                out[thread, r, c // 2, 1] = result.tile.element_type.width // 8 * wanted
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -324,9 +334,10 @@ def summed_from_zero(ptx):
     return lengths, others
 
 
-def test_products_of_fp32_are_summed_from_zero():
+@pytest.mark.parametrize("operands", ["hi_lo", "fallback"])
+def test_products_of_fp32_are_summed_from_zero(operands):
     """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
-    compiled = compile(Traits.parse("backward-sm80-fp32-d256-causal"), target="sm80")
+    compiled = compile("backward-sm80-fp32-d256-causal", f"operands={operands}", "sm80")
     lengths, others = summed_from_zero(compiled.ptx)
     assert lengths and set(lengths) == {3} and others == 0
 

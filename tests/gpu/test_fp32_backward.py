@@ -1,6 +1,10 @@
-"""The backward of fp32 tensors on the GPU, at fp32's precision and in tf32: against float64 and PyTorch's kernel."""
+"""The backward of fp32 tensors on the GPU, at fp32's precision and in tf32: against float64 and PyTorch's kernel.
 
-from collections.abc import Iterator
+At fp32's precision, operands are two fp16 parts, or whole where the tensors do not fit two parts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +36,18 @@ CASES = [
 ]
 CASES = [Case(**{**vars(case), "dtype": "fp32", "name": f"fp32-{case.name}"}) for case in CASES]
 BY_NAME = {case.name.removeprefix("fp32-"): case for case in CASES}
+WHOLE = "operands=whole,num_warps=4"
 TILES = {
     "d64-causal": (
-        "p_in_regs=true,num_warps=4,sdp_warps_m=1,dkv_warps_m=4,queries_at_once=16,stages_q=1,stages_do=1",
-        "tile_m=32,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,stages_q=1,stages_do=1",
-        "dq_vector=1,sdp_unroll=0,dq_unroll=2",
+        WHOLE + ",p_in_regs=true,sdp_warps_m=1,dkv_warps_m=4,queries_at_once=16,dkv_unroll=1,dq_unroll=1",
+        "tile_m=32,stages_q=2,stages_do=2,dq_vector=1,sdp_unroll=0,dq_unroll=1",
+        "tile_n=128,num_warps=8,dkv_warps_m=4,dkv_unroll=1",
+        "tile_m=32,p_in_regs=true,sdp_warps_m=1,dkv_warps_m=4",
     ),
-    "d256": ("tile_n=32,num_warps=4,dkv_warps_m=2,dq_unroll=0",),
+    "d256": (
+        WHOLE + ",tile_m=32,tile_n=32,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,dq_unroll=0",
+        "tile_m=32,tile_n=32,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,dq_passes=2",
+    ),
 }
 
 
@@ -60,10 +69,20 @@ def run(problem: Problem, start: Start, **options: Any) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv", "dbias"), found, strict=False))
 
 
-def compare(case: Case, factor: float, floor: float, **options: Any) -> None:
-    """The largest and the rms error are at most ``factor`` times plain torch's, and ``floor`` of the largest value."""
+def compare(
+    case: Case, factor: float, floor: float, change: Callable[[Tensor], Tensor] | None = None, **options: Any
+) -> None:
+    """The largest and the rms error are at most ``factor`` times plain torch's, and ``floor`` of the largest value.
+
+    change: of q, k, v and the gradient of out, which have NaN in rows that no sequence owns.
+    """
     problem = case.build("cuda")
     start = problem.start()
+    if change is not None:
+        tensors = tuple(change(x) for x in problem.tensors)
+        problem = dataclasses.replace(problem, tensors=tensors)
+        assert start.out is not None
+        start = Start(change(start.out), None)
     exact, plain = (problem.expected_gradients(start, dtype) for dtype in (torch.float64, torch.float32))
     for name, value in run(problem, start, **options).items():
         assert value.dtype == torch.float32 and not value.isnan().any(), name
@@ -79,6 +98,66 @@ def compare(case: Case, factor: float, floor: float, **options: Any) -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_gradients_have_the_precision_of_fp32(name: str) -> None:
     compare(BY_NAME[name], 3.0, 16 * 2.0**-24)
+
+
+@pytest.mark.parametrize("name", ["varlen", "seqused"])
+def test_rows_that_no_sequence_owns(name: str) -> None:
+    """Finite ones, so that the tensors fit two parts; with NaN in them, the test above has whole operands."""
+    compare(BY_NAME[name], 3.0, 16 * 2.0**-24, lambda x: x.nan_to_num(2.5, -2.5, 2.5))
+
+
+@pytest.mark.parametrize("small", ["q", "k", "v", "grad_out", "all"])
+def test_small_rows_keep_their_digits(small: str) -> None:
+    """A row 1e-8 of the others: not in two parts. And all of a tensor may be small."""
+    problem = BY_NAME["d64-causal"].build("cuda")
+    start = problem.start()
+    assert start.out is not None
+    changed = dict(zip(("q", "k", "v", "grad_out"), (*problem.tensors, start.out), strict=True))
+    for name, x in changed.items():
+        if small == "all":
+            x *= 1e-6
+        elif small == name:
+            x[1, 7] *= 1e-8
+    exact = problem.expected_gradients(start, torch.float64)
+    for name, value in run(problem, start).items():
+        right = exact[name]
+        largest = right.abs().amax(-1, keepdim=True)
+        assert (value - right).abs().le(3e-5 * largest).all(), name
+
+
+def small_problem() -> tuple[Tensor, ...]:
+    """grad_out, q, k, v, out and lse of one head, causal."""
+    problem = Case("", batch=1, nheads=2, dtype="fp32", causal=True).build("cuda")
+    out, lse, _ = problem._define(torch.float32)
+    grad_out = problem.start().out
+    assert grad_out is not None
+    return grad_out, *problem.tensors, out, lse.float()
+
+
+def test_any_score_gradients_have_a_scale() -> None:
+    """An out and a LSE of more keys than these, as of a context that is divided, whose D exceeds what dO and V say."""
+    grad_out, q, k, v, out, lse = small_problem()
+    for factor in (1e-3, 1e6):
+        given = (grad_out, q, k, v, factor * out, lse + 3.0)
+        found = attention_backward(*given, causal=True)
+        whole = attention_backward(*given, causal=True, tile=WHOLE)
+        for name, own, other in zip(("dq", "dk", "dv"), found, whole, strict=True):
+            assert own is not None and other is not None
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5 * other.abs().max().item(), msg=name)
+
+
+def test_infinity_stays_in_its_rows() -> None:
+    """Of out, which is not split: dS has inf, which decides no scale."""
+    grad_out, q, k, v, out, lse = small_problem()
+    out[0, 70, 1, 3] = torch.inf
+    found = attention_backward(grad_out, q, k, v, out, lse, causal=True)
+    whole = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=WHOLE)
+    for name, own, other in zip(("dq", "dk", "dv"), found, whole, strict=True):
+        assert own is not None and other is not None
+        finite = other.isfinite()
+        assert torch.equal(own.isfinite(), finite) and finite.any(), name
+        size = other[finite].abs().max().item()
+        torch.testing.assert_close(own[finite], other[finite], rtol=1e-5, atol=1e-5 * size, msg=name)
 
 
 @pytest.mark.parametrize("name", ["d64-causal", "d128-causal", "d256"])
@@ -132,10 +211,10 @@ def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, with_bias: b
 
 
 def test_nan_reaches_the_gradients() -> None:
-    """Whatever the bits of the NaN: rounding to tf32 must not make a number of it."""
+    """Whatever the bits of the NaN, or inf: rounding to tf32 must not make a number of it."""
     case = BY_NAME["d64-causal"]
     for precision in ("fp32", "tf32"):
-        for bits in (0x7FC00000, 0x7FFFFFFF, -1):
+        for bits in (0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000):
             problem = case.build("cuda")
             start = problem.start()
             expected_out, expected_lse, _ = problem._define(torch.float32)
@@ -145,7 +224,8 @@ def test_nan_reaches_the_gradients() -> None:
             dq, dk, dv = attention_backward(
                 start.out, q, k, v, expected_out, expected_lse, causal=True, precision=precision
             )
-            assert dq[1, :, 2:].isnan().any() and dk[1, 5, 1].isnan().any() and dv[1, 5, 1].isnan().any()
+            for reached in (dq[1, :, 2:], dk[1, 5, 1], dv[1, 5, 1]):
+                assert not reached.isfinite().all()
             assert not dq[0].isnan().any() and not dk[0].isnan().any() and not dv[0].isnan().any()
 
 

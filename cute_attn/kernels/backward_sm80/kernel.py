@@ -19,9 +19,11 @@ Dropout's mask is computed before S, when few registers are live, and kept as on
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-fp32 operands are multiplied in tf32, three products for one unless the precision is tf32, and P and dS stay fp32: see
-:mod:`cute_attn.device.gemm_fp32`. Large head dims compute dQ in passes over its columns; where K, V, Q and dO do not
-fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
+fp32 operands come in two fp16 parts, with P and dS split alike, for three products in fp16: see
+:mod:`cute_attn.device.gemm_hi_lo`. Where they do not fit two parts, and in the precision tf32, they are multiplied in
+tf32, three products for one or one, and P and dS stay fp32: see :mod:`cute_attn.device.gemm_fp32`. Large head dims
+compute dQ in passes over its columns; where K, V, Q and dO do not fit shared memory, a tile with ``columns`` streams
+them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
 Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
 aligned with a contiguous last dimension, or unaligned, of any strides, which are read and written by elements.
@@ -41,16 +43,16 @@ from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, largest_finite, scale_of, split
+from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale, split
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
-from cute_attn.kernels.backward_sm80.loads import BlockLoad
+from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
 from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
 from cute_attn.kernels.backward_sm80.step import step_content
 from cute_attn.kernels.backward_sm80.storage import BAND, BLOCKS, SPILLED, BackwardSm80Storage
@@ -62,7 +64,7 @@ from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles
+from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles, key_tile_of
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,8 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``.
 
-        With operands ``hi_lo`` mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,) fp32,
-        what the sums of the parts of each are times, or 0 for a tensor that does not fit two parts; or None.
+        With operands ``hi_lo``, mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,)
+        fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit two parts; or None.
         """
         if cutlass.const_expr(self.tile.hi_lo):
             mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
@@ -590,7 +592,8 @@ class BackwardSm80:
         chain.backward(ctx.state, dp, saved)
         factor = Float32(1.0)
         if cutlass.const_expr(tile.hi_lo):
-            scale, factor = self.common_scale(ctx, acc_dp)
+            thread = below_1024(rematerialize(ctx.thread))
+            scale, factor = common_scale(acc_dp, ctx.smem.largest, thread)
             ds = split(acc_dp, scale)
         else:
             ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
@@ -598,25 +601,8 @@ class BackwardSm80:
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
             stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
-            products.multiply_scores(
-                op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, factor * factors("q")
-            )
+            products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, factor * factors("q"))
         return factor
-
-    @cute.jit
-    def common_scale(self, ctx: MainloopContext, ds: cute.Tensor) -> tuple[Float32, Float32]:
-        """A power of two that brings the largest finite dS of the step to 2^14, and its inverse; with a barrier.
-
-        So dS in two parts errs by at most 2^-23 of itself or 2^-40 of the step's largest, whatever the epilogues do.
-        """
-        largest = largest_finite(ds)
-        thread = below_1024(rematerialize(ctx.thread))
-        if thread % 32 == 0:
-            ctx.smem.largest[thread // 32] = largest
-        cute.arch.barrier()
-        for warp in cutlass.range_constexpr(self.tile.num_warps):
-            largest = cutlass.max(largest, ctx.smem.largest[warp])
-        return scale_of(largest)
 
     @cute.jit
     def dp(self, ctx: MainloopContext, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
@@ -721,27 +707,3 @@ class BackwardSm80:
         else:
             tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
             RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
-
-
-def first_part(m: cute.Tensor) -> cute.Tensor:
-    """hi of (..., heads, 2, padded head dim)."""
-    return m[(*(None for _ in range(cute.rank(m) - 2)), 0, None)]
-
-
-def part_of(g: cute.Tensor, part: int, cols: int) -> cute.Tensor:
-    """Part ``part`` of rows whose first part is ``g``, each followed by the other."""
-    return g if part == 0 else cute.make_tensor(g.iterator + part * cols, g.layout)
-
-
-@cute.jit
-def key_tile_of(order: KeyTileOrder, seqlens: Seqlens, block: Int32) -> KeyTiles:
-    """The CTA's key tile as warp-uniform numbers, computed again at every call.
-
-    What follows from them, such as pointers, then takes uniform registers.
-    """
-    found = order.find(cute.arch.make_warp_uniform(block), seqlens.cu_seqlens_k)
-    first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
-    info = SeqlenInfo.read(seqlens, batch)
-    lengths = (info.seqlen_q, info.seqlen_k, info.offset_q, info.offset_k)
-    info = SeqlenInfo(*(cute.arch.make_warp_uniform(Int32(x)) for x in lengths))
-    return KeyTiles(first, head_dkv, batch, info)

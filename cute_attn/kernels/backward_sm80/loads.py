@@ -118,3 +118,13 @@ class BlockLoad:
             )
             g, s = (cute.make_tensor(pointer, cute.make_layout(4)) for pointer in pointers)
             cute.copy(atom, g, s)
+
+
+def first_part(m: cute.Tensor) -> cute.Tensor:
+    """hi of (..., heads, 2, padded head dim)."""
+    return m[(*(None for _ in range(cute.rank(m) - 2)), 0, None)]
+
+
+def part_of(g: cute.Tensor, part: int, cols: int) -> cute.Tensor:
+    """Part ``part`` of rows whose first part is ``g``, each followed by the other."""
+    return g if part == 0 else cute.make_tensor(g.iterator + part * cols, g.layout)

@@ -95,7 +95,9 @@ class Products:
     def mma_dkv(self) -> cute.TiledMma:
         """dV = P^T dO and dK = dS^T Q."""
         tile = self.tile
-        return layouts.tiled_mma_sm80(self.operand_dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m)
+        return layouts.tiled_mma_sm80(
+            self.operand_dtype, tile.num_warps, warps_n=tile.num_warps // tile.dkv_warps_m
+        )
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""

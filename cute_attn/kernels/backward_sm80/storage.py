@@ -41,6 +41,7 @@ class BackwardSm80Storage:
 
     def store_factors(self, scales: cute.Tensor) -> None:
         """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
+        assert self.factors is not None
         q, k, v, do = (scales[i] for i in range(4))
         for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
             self.factors[FACTORS.index(name)] = factor
