@@ -157,7 +157,7 @@ class BackwardLauncher:
     Attributes:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
-        split, fallback: of a main kernel whose operands are two parts: what splits them, and the other main kernel.
+        split, exact: of a main kernel whose operands are two parts: what splits them, and the other main kernel.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
@@ -179,7 +179,7 @@ class BackwardLauncher:
     main: Callable[..., None] | None
     convert: Callable[..., None] | None
     split: SplitLauncher | None
-    fallback: Callable[..., None] | None
+    exact: Callable[..., None] | None
     kernel: Any
     needed: tuple[bool, bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
@@ -308,10 +308,10 @@ class BackwardLauncher:
         if self.split is None:
             self.main(*operands, *shared, *((None,) if self.kernel.traits.arch == "sm80" else ()))
             return
-        assert self.fallback is not None
+        assert self.exact is not None
         parts, scales = self.split.launch(operands)
         self.main(*parts, *shared, scales)
-        self.fallback(*operands, *shared, scales)
+        self.exact(*operands, *shared, scales)
 
     def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
@@ -517,7 +517,7 @@ def _make_launcher(
         main=None,
         convert=None,
         split=None,
-        fallback=None,
+        exact=None,
         kernel=None,
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
@@ -550,9 +550,9 @@ def _make_launcher(
         kernel = choose_kernel(
             params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
-        hi_lo = getattr(kernel.tile, "hi_lo", False)
-        if hi_lo and not can_split((*params[:3], grad_out)):
-            hi_lo, kernel = False, replace(kernel, tile=replace(kernel.tile, operands="whole"))
+        in_parts = getattr(kernel.tile, "in_parts", False)
+        if in_parts and not can_split((*params[:3], grad_out)):
+            in_parts, kernel = False, replace(kernel, tile=replace(kernel.tile, operands="whole"))
         traits, tile = kernel.traits, kernel.tile
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-params.longest[1] // tile.tile_n)
@@ -568,8 +568,8 @@ def _make_launcher(
             compiler.compile(*one, target).function if used else None
             for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
         )
-        split = SplitLauncher.of(traits, "backward_split", target) if hi_lo else None
-        fallback = compiler.compile(*wanted[-1], target).function if hi_lo else None
+        split = SplitLauncher.of(traits, "backward_split", target) if in_parts else None
+        exact = compiler.compile(*wanted[-1], target).function if in_parts else None
     workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
@@ -581,7 +581,7 @@ def _make_launcher(
         preprocess=preprocess,
         convert=convert,
         split=split,
-        fallback=fallback,
+        exact=exact,
         kernel=kernel,
         views=tuple(launcher.views(params)),
         workspace=workspace,
@@ -635,13 +635,13 @@ def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int,
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, its preprocess and its convert; of parts also their split and the fallback."""
+    """(traits, tile) of the main kernel, its preprocess and its convert; of parts also the split and the exact one."""
     from cute_attn import registry
 
     beside: list[tuple[Traits, Any]] = []
-    if getattr(main.tile, "hi_lo", False):
+    if getattr(main.tile, "in_parts", False):
         split = main.traits.split_fp32("backward_split")
-        beside = [(split, None), (main.traits, main.tile.fallback())]
+        beside = [(split, None), (main.traits, main.tile.exact())]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
     tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, main.tile) for part in parts]
     return [(main.traits, main.tile), *zip(parts, tiles, strict=True), *beside]

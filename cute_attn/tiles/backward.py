@@ -34,9 +34,9 @@ class BackwardSm80Tile(WarpTile):
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
             memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
-        operands: ``whole``, or of fp32 ``hi_lo``: Q, K, V and dO come as two fp16 parts from another kernel, P and dS
-            are split here, and a product is three in fp16. ``fallback``: as ``whole``, of a kernel that returns at once
-            where tensors fit two parts, since the kernel of ``hi_lo`` has computed the gradients.
+        operands: ``whole``, or of fp32 ``parts``: Q, K, V and dO come as two fp16 parts from another kernel, P and dS
+            are split here, and a product is three in fp16. ``exact``: as ``whole``, of a kernel that returns at once
+            where tensors fit two parts, since the kernel of ``parts`` has computed the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -56,12 +56,12 @@ class BackwardSm80Tile(WarpTile):
     dq_vector: int = choice(1, 1, 2, 4)
     dq_passes: int = choice(1, 1, 2, 4)
     columns: int = choice(0, 0, 64, 128, 256)
-    operands: str = choice("whole", "whole", "hi_lo")
+    operands: str = choice("whole", "whole", "parts")
 
     @property
-    def hi_lo(self) -> bool:
+    def in_parts(self) -> bool:
         """Whether operands are two parts."""
-        return self.operands == "hi_lo"
+        return self.operands == "parts"
 
     @property
     def speculative(self) -> bool:
@@ -77,13 +77,13 @@ class BackwardSm80Tile(WarpTile):
         """The convert's tile: this one without what does not affect dQ's order in memory."""
         return dataclasses.replace(self, operands="whole")
 
-    def fallback(self) -> "BackwardSm80Tile":
-        """Of a tile with ``hi_lo``: one for whole fp32 operands with the same blocks and the same order of dQ."""
-        return dataclasses.replace(self, operands="fallback")
+    def exact(self) -> "BackwardSm80Tile":
+        """Of a tile with ``parts``: one for whole fp32 operands with the same blocks and the same order of dQ."""
+        return dataclasses.replace(self, operands="exact")
 
     def operand_bytes(self, traits: Traits) -> int:
-        """Bytes of an element of the operands: of one part with ``hi_lo``."""
-        return 2 if self.hi_lo else traits.element_bytes
+        """Bytes of an element of the operands: of one part with ``parts``."""
+        return 2 if self.in_parts else traits.element_bytes
 
     @property
     def dq_transposed(self) -> bool:
@@ -139,8 +139,8 @@ class BackwardSm80Tile(WarpTile):
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
             ("spilled", 80),
-            ("factors", 32 if self.hi_lo else 0),
-            ("largest", 4 * self.num_warps if self.hi_lo else 0),
+            ("factors", 32 if self.in_parts else 0),
+            ("largest", 4 * self.num_warps if self.in_parts else 0),
         ]
         for name, size in [("k", k), ("v", v)]:
             areas[name] = (end, end + size)
@@ -231,19 +231,19 @@ class BackwardSm80Tile(WarpTile):
 
     def _fp32_reason(self, traits: Traits) -> str | None:
         whole = traits.dtype != "fp32" or traits.precision
-        if self.operands not in (("whole",) if whole else ("whole", "hi_lo", "fallback")):
-            accepted = "whole" if whole else "whole or hi_lo"
+        if self.operands not in (("whole",) if whole else ("whole", "parts", "exact")):
+            accepted = "whole" if whole else "whole or parts"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
-        if self.hi_lo and (self.columns or self.pieces > 1):
+        if self.in_parts and (self.columns or self.pieces > 1):
             return (
-                f"operands is hi_lo with columns {self.columns} and queries_at_once {self.queries_at_once}; "
+                f"operands is parts with columns {self.columns} and queries_at_once {self.queries_at_once}; "
                 "accepted: without those"
             )
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:
             return f"v_in_regs is True; accepted: False for {traits}"
-        if self.num_warps & (self.num_warps - 1) and not self.hi_lo:
+        if self.num_warps & (self.num_warps - 1) and not self.in_parts:
             return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 

@@ -31,15 +31,15 @@ KERNELS = {
     "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
     "d64-in-regs": (64, 64, IN_REGS),
     "d32x64-in-regs": (32, 64, IN_REGS),
-    "d64-hi-lo": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="hi_lo")),
-    "d96x160-hi-lo": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="hi_lo")),
+    "d64-parts": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
+    "d96x160-parts": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="parts")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    return BackwardSm80(Traits("backward", "sm80", "fp32" if tile.hi_lo else "fp16", d, dv), tile)
+    return BackwardSm80(Traits("backward", "sm80", "fp32" if tile.in_parts else "fp16", d, dv), tile)
 
 
 def storage_at_zero(kernel):
@@ -72,7 +72,7 @@ def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Te
     """out[thread, k, piece, part] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
-        one = operand.hi if kernel.tile.hi_lo else operand
+        one = operand.hi if kernel.tile.in_parts else operand
         first_passes = 1 if name != "k_t" else kernel.tile.dq_passes
         reference = one.tiled_copy.get_slice(thread).partition_S(
             cute.make_identity_tensor(one.tile.layout.shape)
@@ -83,7 +83,7 @@ def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Te
             for piece in cutlass.range_constexpr(operand.pieces):
                 row, col, _ = reference[0, piece, k, 0]
                 for part in cutlass.range_constexpr(kernel.num_parts):
-                    which = (part,) if kernel.tile.hi_lo else ()
+                    which = (part,) if kernel.tile.in_parts else ()
                     whole = cute.size(one.tile, mode=[0]) * cute.size(one.tile, mode=[1]) * first_passes
                     wanted = 2 * (cute.crd2idx((row, col, 0), one.tile.layout) + part * whole)
                     out[thread, k, piece, part, 0] = operand.address(start, piece, k, *which).toint()
@@ -139,7 +139,7 @@ def write_stores(
             result = kernel.gradient_result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
-            result = result.result if kernel.tile.hi_lo else result
+            result = result.result if kernel.tile.in_parts else result
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
         row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
         start = result.start()
@@ -334,7 +334,7 @@ def summed_from_zero(ptx):
     return lengths, others
 
 
-@pytest.mark.parametrize("operands", ["hi_lo", "fallback"])
+@pytest.mark.parametrize("operands", ["parts", "exact"])
 def test_products_of_fp32_are_summed_from_zero(operands):
     """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
     compiled = compile("backward-sm80-fp32-d256-causal", f"operands={operands}", "sm80")

@@ -131,33 +131,33 @@ many of their sums, which start from zero, before adding them up that it spills.
 """
 
 
-def _hi_lo(
+def _parts(
     tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, unrolls: tuple[int, int, int]
 ) -> BackwardSm80Tile:
     """unrolls: of S and dP, of dK and dV, of dQ."""
     fields = dict(zip(("sdp_unroll", "dkv_unroll", "dq_unroll"), unrolls, strict=True))
-    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="hi_lo", **fields, **_ONE_STAGE)
+    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="parts", **fields, **_ONE_STAGE)
 
 
-_HI_LO_32 = _hi_lo(32, 64, 4, 2, 2, 2, (2, 1, 1))
-_HI_LO_LEAST = _hi_lo(32, 32, 4, 2, 2, 2, (2, 1, 1))
-_HI_LO_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_hi_lo(64, 64, 4, 2, 2, 2, (2, 2, 2)), _HI_LO_32],
-    128: [_hi_lo(32, 64, 4, 1, 2, 1, (2, 1, 1)), _HI_LO_32, _HI_LO_LEAST],
+_PARTS_32 = _parts(32, 64, 4, 2, 2, 2, (2, 1, 1))
+_PARTS_LEAST = _parts(32, 32, 4, 2, 2, 2, (2, 1, 1))
+_PARTS_TILES: dict[int, list[BackwardSm80Tile]] = {
+    64: [_parts(64, 64, 4, 2, 2, 2, (2, 2, 2)), _PARTS_32],
+    128: [_parts(32, 64, 4, 1, 2, 1, (2, 1, 1)), _PARTS_32, _PARTS_LEAST],
     256: [
-        _hi_lo(32, 64, 8, 2, 2, 1, (2, 1, 1)),
-        _hi_lo(32, 64, 8, 2, 2, 2, (2, 1, 1)),
-        _HI_LO_LEAST,
+        _parts(32, 64, 8, 2, 2, 1, (2, 1, 1)),
+        _parts(32, 64, 8, 2, 2, 2, (2, 1, 1)),
+        _PARTS_LEAST,
     ],
 }
 """The larger head dim -> tiles of fp32 elements in two fp16 parts, the largest first.
 
 On sm90 two CTAs of four warps fit a multiprocessor up to head dims of 128: one computes while the other waits.
 """
-_HI_LO_SM80: dict[int, list[BackwardSm80Tile]] = {
-    64: [_HI_LO_32],
-    128: [_hi_lo(64, 64, 8, 2, 2, 2, (2, 1, 1)), _HI_LO_LEAST],
-    256: _HI_LO_TILES[256],
+_PARTS_SM80: dict[int, list[BackwardSm80Tile]] = {
+    64: [_PARTS_32],
+    128: [_parts(64, 64, 8, 2, 2, 2, (2, 1, 1)), _PARTS_LEAST],
+    256: _PARTS_TILES[256],
 }
 """The same for targets with less shared memory than sm90."""
 _TF32_TILES: dict[int, list[BackwardSm80Tile]] = {
@@ -211,7 +211,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
         if traits.precision == "tf32" and largest <= 64 and (_pressure(traits) or not traits.aligned):
             of_fp32 = of_fp32[1:]
         if not traits.precision:
-            of_target = _HI_LO_TILES if target == "sm90" else _HI_LO_SM80
+            of_target = _PARTS_TILES if target == "sm90" else _PARTS_SM80
             of_fp32 = [*next(tiles for dim, tiles in of_target.items() if largest <= dim), *of_fp32]
         return [
             *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),

@@ -126,7 +126,7 @@ class BackwardSm80:
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         args = backward_fake_args(self.traits, self.epilogues.fake_args())
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             ndim = 4 if self.traits.varlen else 5
             args = (*(rows_fake(Float16, ndim) for _ in range(4)), *args[4:])
         return (*args, plain_fake(Float32, 1) if self.tile.speculative else None)
@@ -154,7 +154,7 @@ class BackwardSm80:
     @property
     def num_parts(self) -> int:
         """Parts of an operand."""
-        return 2 if self.tile.hi_lo else 1
+        return 2 if self.tile.in_parts else 1
 
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
         """(rows, cols[, stages]) of operands in shared memory."""
@@ -221,10 +221,10 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``.
 
-        With operands ``hi_lo``, mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,)
+        With operands ``parts``, mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,)
         fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit two parts; or None.
         """
-        if cutlass.const_expr(self.tile.hi_lo):
+        if cutlass.const_expr(self.tile.in_parts):
             mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]
         heads = nheads // cutlass.max(mDK.shape[-2], 1)
@@ -267,7 +267,7 @@ class BackwardSm80:
         key0 = (key_tile.first + skipped) * self.tile.tile_n
         exists = key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch)
         if cutlass.const_expr(scales is not None):
-            exists = exists & (all_fit(scales) == self.tile.hi_lo)
+            exists = exists & (all_fit(scales) == self.tile.in_parts)
         if exists:
             if cutlass.const_expr(self.tile.columns):
                 streamed = Streamed(self)
@@ -276,7 +276,7 @@ class BackwardSm80:
                 smem = self.shared_memory()
                 strides = {"stride_q": inputs[0].stride[-3], "stride_do": inputs[3].stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
-                if cutlass.const_expr(self.tile.hi_lo):
+                if cutlass.const_expr(self.tile.in_parts):
                     smem.store_factors(scales)
                 gradients = self.key_block(
                     inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem
@@ -395,8 +395,8 @@ class BackwardSm80:
             dk=area("dk", self.gradient_layout(d), self.dtype),
             dv=area("dv", self.gradient_layout(dv), self.dtype),
             spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
-            factors=area("factors", cute.make_layout(8), Float32) if tile.hi_lo else None,
-            largest=area("largest", cute.make_layout(tile.num_warps), Int32) if tile.hi_lo else None,
+            factors=area("factors", cute.make_layout(8), Float32) if tile.in_parts else None,
+            largest=area("largest", cute.make_layout(tile.num_warps), Int32) if tile.in_parts else None,
         )
 
     @cute.jit
@@ -425,11 +425,11 @@ class BackwardSm80:
     @property
     def loads_vectors(self) -> bool:
         """Whether 16 bytes of a row of an operand may be copied at once; those of parts always."""
-        return self.traits.aligned or self.tile.hi_lo
+        return self.traits.aligned or self.tile.in_parts
 
     def loaded_columns(self, head_dim: int) -> int:
         """Columns of an operand in global memory; parts are padded with zeros."""
-        return padded(head_dim) if self.tile.hi_lo else head_dim
+        return padded(head_dim) if self.tile.in_parts else head_dim
 
     def query_loads(
         self,
@@ -581,7 +581,7 @@ class BackwardSm80:
         p.store(acc_s.load().to(self.dtype))
         dp = self.score_tile(ctx, block, piece, acc_dp)
         chain.zero_dropped(mask, self.by_rows(op, p))
-        if cutlass.const_expr(tile.hi_lo):
+        if cutlass.const_expr(tile.in_parts):
             p = split(p, Float32(2.0**P_EXPONENT))
         if cutlass.const_expr(op.p_out is None):
             products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, factors("dv"))
@@ -591,7 +591,7 @@ class BackwardSm80:
         score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(ctx.state, dp, saved)
         factor = Float32(1.0)
-        if cutlass.const_expr(tile.hi_lo):
+        if cutlass.const_expr(tile.in_parts):
             thread = below_1024(rematerialize(ctx.thread))
             scale, factor = common_scale(acc_dp, ctx.smem.largest, thread)
             ds = split(acc_dp, scale)

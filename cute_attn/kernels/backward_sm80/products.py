@@ -72,12 +72,12 @@ class Products:
     @property
     def of_fp32(self) -> bool:
         """Whether operands are fp32."""
-        return self.traits.element_bytes == 4 and not self.tile.hi_lo
+        return self.traits.element_bytes == 4 and not self.tile.in_parts
 
     @property
     def operand_dtype(self) -> Any:
         """Element type of operands in shared memory."""
-        return Float16 if self.tile.hi_lo else self.dtype
+        return Float16 if self.tile.in_parts else self.dtype
 
     @property
     def each(self) -> int:
@@ -101,7 +101,7 @@ class Products:
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
-        if self.tile.hi_lo:  # its accumulator is that of fp32 operands
+        if self.tile.in_parts:  # its accumulator is that of fp32 operands
             return layouts.tiled_mma_sm80(Float16, self.tile.num_warps, warps_n=self.tile.dq_warps_n)
         return dq.mma_dq(self.traits, self.tile)
 
@@ -187,14 +187,14 @@ class Products:
         make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
         make = SmemOperand.a if is_a else SmemOperand.b
         given = (mma, make_copy(mma, self.operand_dtype, transpose), view, thread)
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             shape = (s if whole is None else whole).shape
             return HiLoOperand.make(make, cute.size(shape[0]) * cute.size(shape[1]), *given)
         return make(*given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> Any:
         """Where a thread stores its part of P or dS."""
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             return HiLoResult(SmemResult(mma, self.scores_shape, plane, thread), cute.size(plane))
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread)
@@ -225,7 +225,7 @@ class Products:
 
         factor: of the product of operands in two parts.
         """
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             gemm_hi_lo(mma, acc, a, b, stage, unroll, factor, a_stage)
         elif self.of_fp32:
             gemm_fp32(mma, acc, a, b, stage, unroll, self.each, a_stage)
@@ -242,7 +242,7 @@ class Products:
         factor: Float32 | None = None,
     ) -> None:
         """acc += A B^T with A = ``scores``, P^T or dS^T in registers as :meth:`as_operand` has them."""
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             own = HiLo(layouts.as_operand_a(scores.hi), layouts.as_operand_a(scores.lo))
             gemm_rs_hi_lo(mma, acc, own, b, stage, factor)
         elif self.of_fp32:
@@ -252,7 +252,7 @@ class Products:
 
     def as_operand(self, scores: cute.Tensor, factor: Float32 | None = None) -> Any:
         """P or dS, fp32 in registers, in the operands' element type; times ``factor`` in two parts."""
-        if self.tile.hi_lo:
+        if self.tile.in_parts:
             return split(scores, factor)
         fragment = cute.make_rmem_tensor_like(scores, self.dtype)
         fragment.store(scores.load().to(self.dtype))
