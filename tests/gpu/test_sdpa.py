@@ -102,6 +102,37 @@ def test_values_and_gradients(backend, options, order):
         check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
 
 
+MASKS = {
+    "two-dims": (200, 333),
+    "keys": (2, 1, 1, 333),
+    "heads": (1, 4, 1, 333),
+    "rows": (2, 4, 200, 1),
+    "a-column": (200, 1),
+    "strided": (333, 200),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "smallest"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_any_shape(name, kind):
+    """Broadcast over any dimensions, also over keys, and with another last stride than 1; whole rows of finfo.min."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    inputs, numbers = tensors(), torch.randn(MASKS[name], generator=generator, device="cuda", dtype=BF16)
+    numbers = numbers.T if name == "strided" else numbers
+    mask = numbers > -1 if kind == "bool" else numbers
+    if kind == "smallest":
+        mask = numbers.masked_fill(numbers < 0, torch.finfo(BF16).min)
+        mask[..., -1, :] = torch.finfo(BF16).min
+    with sdpa.active(), sdpa_kernel(BACKENDS["efficient"]):
+        actual = results(inputs, mask)
+    both_served("efficient")
+    whole = mask if mask.dim() == 4 else mask[None, None]
+    exact, plain = (defined(dtype, inputs, whole) for dtype in (torch.float64, BF16))
+    for what, value in actual.items():
+        factor = 2.0 if what == "out" else GRADIENT
+        check(what, value, exact[what], plain[what], factor=factor, floor=1e-5)
+
+
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_few_queries_with_many_keys(backend, order):
