@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32
 
-from cute_attn.device.math import LARGE, LN_2, LOG2_E, clamped, exp2, fabs, log, optimization_barrier
+from cute_attn.device.math import LARGE, LN_2, LOG2_E, clamped, exp2, fabs, fmax, log, optimization_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 
 
@@ -38,13 +38,32 @@ def probabilities(
         visible_keys: how many keys the mask shows a query, a function of its index, where scores may be large;
             otherwise None. See :func:`_from_largest`.
     """
+    if cutlass.const_expr(visible_keys is not None):
+        lse_log2 = _shifts_of_large_rows(tile, lse_log2, scale_log2, visible_keys)
     for r in cutlass.range_constexpr(len(tile.rows)):
         shift = lse_log2[r]
-        if cutlass.const_expr(visible_keys is not None):
-            if (fabs(shift) > Float32(LARGE)) & (shift < Float32.inf):
-                shift = _from_largest(tile, r, shift, scale_log2, visible_keys)
         for c in cutlass.range_constexpr(len(tile.cols)):
             tile.acc[r, c] = exp2(tile.acc[r, c] * scale_log2 - shift)
+
+
+@cute.jit
+def _shifts_of_large_rows(
+    tile: ScoreTile, lse_log2: cute.Tensor, scale_log2: Float32, visible_keys: Constexpr
+) -> cute.Tensor:
+    """What to subtract from each row: ``lse_log2``, or in large rows the result of :func:`_from_largest`.
+
+    One branch for all rows: a thread of a transposed tile has many.
+    """
+    shifts = cute.make_rmem_tensor_like(lse_log2)
+    largest = [Float32(0.0)] * 4  # independent chains hide the latency
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        shifts[r] = lse_log2[r]
+        largest[r % 4] = fmax(largest[r % 4], fabs(lse_log2[r]))
+    if fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3])) > Float32(LARGE):
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            if (fabs(shifts[r]) > Float32(LARGE)) & (shifts[r] < Float32.inf):
+                shifts[r] = _from_largest(tile, r, shifts[r], scale_log2, visible_keys)
+    return shifts
 
 
 @cute.jit
