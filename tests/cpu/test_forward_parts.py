@@ -153,18 +153,29 @@ def test_products_are_as_exact_as_plain_fp32(k, chunk):
 # ---- kernels ----
 
 PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\S*\s*" + r",\s*".join([r"\{([^}]*)\}"] * 4))
+ONE = [("parts-fp32-d128-causal", "sm90")]
+FEATURES = "-causal-softcap-alibi-bias_fp32-dropout"
+EVERY = [
+    *((f"parts-fp32-d{dim}{rest}", "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
+    *((f"parts-fp32-d{dim}-window-bias_fp32-dropout_mem_efficient", "sm90") for dim in (64, 96, 128, 256)),
+    *(
+        (f"parts-fp32-{dims}", "sm90")
+        for dims in ("d320", "d512", "d576x512-causal", "d59-unaligned-varlen-seqused_q")
+    ),
+    *((f"parts-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
+    *((f"exact-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
+]
 
 
-@pytest.mark.parametrize(
-    "name, tile, target",
-    [
-        ("parts-fp32-d128-causal", None, "sm90"),
-        ("parts-fp32-d256", None, "sm80"),
-        ("exact-fp32-d32", "tile_n=32", "sm90"),
-    ],
-)
-def test_kernels_do_not_spill(name, tile, target):
-    compiled = compile(f"forward-sm80:{name}", tile, target)
+def pytest_generate_tests(metafunc):
+    if "name_on_target" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--every-default", default=False)
+        metafunc.parametrize("name_on_target", [*ONE, *(EVERY if every else [])], ids="-".join)
+
+
+def test_kernels_do_not_spill(name_on_target):
+    name, target = name_on_target
+    compiled = compile(f"forward-sm80:{name}", None, target)
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
     products = PRODUCT.findall(compiled.ptx)
@@ -173,12 +184,11 @@ def test_kernels_do_not_spill(name, tile, target):
     )
     for _, a, b, _ in products:
         assert len({x.strip() for x in a.split(",")}) == 4 and len({x.strip() for x in b.split(",")}) == 2, a
-    if products:  # each step of Q K^T is in a loop, with and without masks
+    if name_on_target in ONE:  # a step without masks and one with; in each Q K^T is a loop
         tile, traits = compiled.tile, compiled.traits
         per_step = lookup(traits, None, target).step_content().mma
         qk = 3 * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8)
-        looped = qk * (traits.head_dim // 16 - tile.qk_unroll)
-        assert len(products) == (per_step - looped) * 2
+        assert len(products) == 2 * (per_step - qk * (traits.head_dim // 16 - tile.qk_unroll))
 
 
 # ---- which calls take it ----
