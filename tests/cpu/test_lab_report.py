@@ -154,7 +154,7 @@ def test_a_ledger_is_a_page(tmp_path):
 
 
 def test_both_steps_and_the_layouts_are_on_the_page(tmp_path):
-    """With kernels that the tests of the static rank build too."""
+    """Of a default that test_defaults.py builds too, and of another tile."""
     read = page(comparison(), tmp_path)
     _, opcodes, steps = read.tables
     assert opcodes[0] == ["opcode", "a", "b", "change"] and all(

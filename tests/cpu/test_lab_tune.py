@@ -597,7 +597,7 @@ def test_the_static_rank_says_where_the_default_is_the_best(kept):
 
 
 def test_a_worker_builds_and_ranks():
-    """In this process; a default that the tests of the static rank build too."""
+    """In this process; a default that test_defaults.py builds too."""
     from cute_attn.lab import tune_worker
     from cute_attn.lab.workloads import default_workloads
 
