@@ -109,7 +109,6 @@ PAIRS = [
         "forward-sm80-bf16-d64-causal",
         AMPERE,
         "num_warps=8",
-        quick=True,
     ),
     Pair("Hopper backward 42, d64: 564 against 448", f"{BACKWARD}-d64", BACK, "dq_bulk=false", right=False),
     Pair(

@@ -27,7 +27,7 @@ def each_value() -> list[Default]:
 
 def what_shapes_the_step(default: Default) -> set[Hashable]:
     traits = default.traits
-    values = asdict(default.kernel.tile) | {"head_dim": traits.head_dim, "dtype": traits.dtype}
+    values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
     return {(traits.op, traits.arch, name, value) for name, value in values.items()}
 
 
