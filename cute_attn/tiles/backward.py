@@ -74,8 +74,8 @@ class BackwardSm80Tile(WarpTile):
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The convert's tile: this one without what does not affect dQ's order in memory."""
-        return dataclasses.replace(self, operands="whole")
+        """The convert's tile: this one, or the exact kernel's, which has the same order of dQ in memory."""
+        return self.exact() if self.in_parts else self
 
     def exact(self) -> "BackwardSm80Tile":
         """Of a tile with ``parts``: one for whole fp32 operands with the same blocks and the same order of dQ."""
@@ -105,12 +105,14 @@ class BackwardSm80Tile(WarpTile):
         """Parts of ``queries`` queries in a step."""
         return self.tile_m // self.queries
 
-    @staticmethod
-    def chunk(traits: Traits) -> int:
-        """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that."""
-        size = traits.element_bytes
-        whole = 128 if all(row % 128 == 0 for row in row_bytes(traits)) else 64
-        return whole // size
+    def chunk(self, traits: Traits) -> int:
+        """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that.
+
+        Of a part, also in the exact kernel's tile, since dQ's order follows.
+        """
+        size = 2 if self.speculative else traits.element_bytes
+        dims = padded(traits.head_dim), padded(traits.head_dim_v)
+        return (128 if all(dim * size % 128 == 0 for dim in dims) else 64) // size
 
     def parts(self, traits: Traits) -> int:
         """CTAs that divide the columns of a key block."""
@@ -127,7 +129,7 @@ class BackwardSm80Tile(WarpTile):
         if self.columns:
             chunk = 2 * self.chunk(traits) * traits.element_bytes  # two stages
             named = {"queries": m * chunk, "keys": n * chunk, "p": scores, "ds": scores, "lse": 4 * m}
-            for name, size in (named | {"minus_d": 4 * m}).items():
+            for name, size in (named | {"minus_d": 4 * m} | self._scale_areas()).items():
                 areas[name] = (end, end + size)
                 end += size
             return areas
@@ -139,8 +141,7 @@ class BackwardSm80Tile(WarpTile):
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
             ("spilled", 80),
-            ("factors", 32 if self.in_parts else 0),
-            ("largest", 4 * self.num_warps if self.in_parts else 0),
+            *self._scale_areas().items(),
         ]
         for name, size in [("k", k), ("v", v)]:
             areas[name] = (end, end + size)
@@ -156,6 +157,10 @@ class BackwardSm80Tile(WarpTile):
             end += size
         areas["dk"], areas["dv"] = (0, k), (k, k + v)
         return areas
+
+    def _scale_areas(self) -> dict[str, int]:
+        """Name -> bytes of what operands in two parts add to shared memory."""
+        return {"factors": 32, "largest": 4 * self.num_warps} if self.in_parts else {}
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
@@ -234,11 +239,8 @@ class BackwardSm80Tile(WarpTile):
         if self.operands not in (("whole",) if whole else ("whole", "parts", "exact")):
             accepted = "whole" if whole else "whole or parts"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
-        if self.in_parts and (self.columns or self.pieces > 1):
-            return (
-                f"operands is parts with columns {self.columns} and queries_at_once {self.queries_at_once}; "
-                "accepted: without those"
-            )
+        if self.in_parts and self.pieces > 1:
+            return f"operands is parts with queries_at_once {self.queries_at_once}; accepted: all of tile_m"
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:

@@ -391,7 +391,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
         ("backward_split", ""),
         ("backward", "parts"),
         ("backward", "exact"),
-        ("backward_convert", "whole"),
+        ("backward_convert", "exact"),
     ]
 
 

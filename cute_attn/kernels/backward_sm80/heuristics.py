@@ -193,6 +193,20 @@ def streamed_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
     return dataclasses.replace(tile, dq_passes=padded(traits.head_dim) // tile.chunk(traits))
 
 
+_MOST_COLUMNS = 256
+"""Of dK and dV that eight warps hold for 64 keys without spills."""
+
+
+def streamed_parts_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
+    """As :func:`streamed_tile`, of operands in two parts: the fewest CTAs, with equal shares of the columns."""
+    unrolls = {"sdp_unroll": 1, "dkv_unroll": 1, "dq_unroll": 1}
+    tile = _tile(64, 64, 8, 4, 4, 4, columns=64, dq_vector=dq_vector, operands="parts", **unrolls)
+    largest, chunk = max(padded(traits.head_dim), padded(traits.head_dim_v)), tile.chunk(traits)
+    share = -(-largest // -(-largest // _MOST_COLUMNS))
+    passes = padded(traits.head_dim) // chunk
+    return dataclasses.replace(tile, columns=-(-share // chunk) * chunk, dq_passes=passes)
+
+
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
     vector = 4 if target == "sm90" else 1
@@ -203,7 +217,12 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
             for tile in _LARGE_TILES[traits.element_bytes]
             for n in passes
         ]
-        return [*resident, streamed_tile(traits, vector)]
+        in_parts = (
+            [streamed_parts_tile(traits, vector)]
+            if traits.element_bytes == 4 and not traits.precision
+            else []
+        )
+        return [*in_parts, *resident, streamed_tile(traits, vector)]
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
         of_precision = _TF32_TILES if traits.precision == "tf32" else _FP32_TILES

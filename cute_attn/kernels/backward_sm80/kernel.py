@@ -32,6 +32,7 @@ aligned with a contiguous last dimension, or unaligned, of any strides, which ar
 import dataclasses
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -55,7 +56,14 @@ from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_til
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
 from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
 from cute_attn.kernels.backward_sm80.step import step_content
-from cute_attn.kernels.backward_sm80.storage import BAND, BLOCKS, SPILLED, BackwardSm80Storage
+from cute_attn.kernels.backward_sm80.storage import (
+    BAND,
+    BLOCKS,
+    SPILLED,
+    BackwardSm80Storage,
+    ScaleStorage,
+    factor_of,
+)
 from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
@@ -271,13 +279,13 @@ class BackwardSm80:
         if exists:
             if cutlass.const_expr(self.tile.columns):
                 streamed = Streamed(self)
-                streamed.run(inputs, outputs, seqlens, scalars, score_args, key_tile, key0)
+                streamed.run(inputs, outputs, seqlens, scalars, score_args, scales, key_tile, key0)
             else:
                 smem = self.shared_memory()
                 strides = {"stride_q": inputs[0].stride[-3], "stride_do": inputs[3].stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
                 if cutlass.const_expr(self.tile.in_parts):
-                    smem.store_factors(scales)
+                    smem.scales.store(scales)  # type: ignore[union-attr]
                 gradients = self.key_block(
                     inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem
                 )
@@ -395,8 +403,7 @@ class BackwardSm80:
             dk=area("dk", self.gradient_layout(d), self.dtype),
             dv=area("dv", self.gradient_layout(dv), self.dtype),
             spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
-            factors=area("factors", cute.make_layout(8), Float32) if tile.in_parts else None,
-            largest=area("largest", cute.make_layout(tile.num_warps), Int32) if tile.in_parts else None,
+            scales=ScaleStorage.make(area, tile.num_warps) if tile.in_parts else None,
         )
 
     @cute.jit
@@ -507,7 +514,7 @@ class BackwardSm80:
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
-            products, factors = self.products, ctx.smem.factor
+            products, factors = self.products, partial(factor_of, ctx.smem.scales)
             unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage_do = self.stage(block, tile.stages_do)
             products.multiply(
@@ -548,7 +555,7 @@ class BackwardSm80:
         Returns what dS is times, if it is stored in two parts.
         """
         tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
-        products, factors = self.products, ctx.smem.factor
+        products, factors = self.products, partial(factor_of, ctx.smem.scales)
         stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
         acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
         acc_s.fill(0.0)
@@ -593,7 +600,8 @@ class BackwardSm80:
         factor = Float32(1.0)
         if cutlass.const_expr(tile.in_parts):
             thread = below_1024(rematerialize(ctx.thread))
-            scale, factor = common_scale(acc_dp, ctx.smem.largest, thread)
+            of_warps = ctx.smem.scales.largest  # type: ignore[union-attr]
+            scale, factor = common_scale(acc_dp, of_warps, thread)
             ds = split(acc_dp, scale)
         else:
             ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
@@ -613,7 +621,7 @@ class BackwardSm80:
             acc.fill(0.0)
         else:
             start_from(self.by_rows(op, acc), start)
-        self.products.multiply_by_v(acc, op, stage, ctx.smem.factor("dp"))
+        self.products.multiply_by_v(acc, op, stage, factor_of(ctx.smem.scales, "dp"))
         return acc
 
     def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
@@ -660,7 +668,7 @@ class BackwardSm80:
         for index in cutlass.range_constexpr(tile.dq_passes):
             acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
             acc.fill(0.0)
-            of_k = ctx.smem.factor("k")
+            of_k = factor_of(ctx.smem.scales, "k")
             self.products.multiply(
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factor * of_k
             )

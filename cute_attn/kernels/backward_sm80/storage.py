@@ -1,5 +1,6 @@
 """The Ampere backward's shared memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
@@ -18,6 +19,32 @@ FACTORS = ("s", "dp", "dv", "q", "k")
 
 
 @dataclass(frozen=True)
+class ScaleStorage:
+    """What kernels of operands in two parts keep in shared memory."""
+
+    factors: cute.Tensor  # (8,), see FACTORS
+    largest: cute.Tensor  # (warps,) int32: the bits of each warp's largest dS
+
+    @staticmethod
+    def make(area: Callable[..., cute.Tensor], num_warps: int) -> "ScaleStorage":
+        """area: (name, layout, element type) -> an area of shared memory."""
+        return ScaleStorage(
+            area("factors", cute.make_layout(8), Float32), area("largest", cute.make_layout(num_warps), Int32)
+        )
+
+    def store(self, scales: cute.Tensor) -> None:
+        """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
+        q, k, v, do = (scales[i] for i in range(4))
+        for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
+            self.factors[FACTORS.index(name)] = factor
+
+
+def factor_of(scales: ScaleStorage | None, name: str) -> Float32:
+    """One of ``FACTORS``; of whole operands 1."""
+    return Float32(1.0) if scales is None else scales.factors[FACTORS.index(name)]
+
+
+@dataclass(frozen=True)
 class BackwardSm80Storage:
     """Shared memory. Q and dO are divided into pieces: the queries whose scores are in registers at a time."""
 
@@ -32,19 +59,7 @@ class BackwardSm80Storage:
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
     spilled: cute.Tensor  # Int64, see SPILLED
-    factors: cute.Tensor | None = None  # (8,), of operands in two parts, see FACTORS
-    largest: cute.Tensor | None = None  # (warps,) int32: the bits of each warp's largest dS
-
-    def factor(self, name: str) -> Float32:
-        """One of ``FACTORS``; without ``factors`` 1."""
-        return Float32(1.0) if self.factors is None else self.factors[FACTORS.index(name)]
-
-    def store_factors(self, scales: cute.Tensor) -> None:
-        """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
-        assert self.factors is not None
-        q, k, v, do = (scales[i] for i in range(4))
-        for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
-            self.factors[FACTORS.index(name)] = factor
+    scales: "ScaleStorage | None" = None
 
     def number(self, name: str) -> cute.Tensor:
         """(1,): a spilled number."""

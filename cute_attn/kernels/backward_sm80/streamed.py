@@ -12,6 +12,7 @@ head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -19,12 +20,15 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.element_copy import load_elements, store_elements
+from cute_attn.device.gemm import below_1024
+from cute_attn.device.gemm_hi_lo import P_EXPONENT, common_scale, split
 from cute_attn.device.math import rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
+from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import padded
@@ -34,7 +38,10 @@ from cute_attn.work.key_tiles import KeyTiles
 
 @dataclass(frozen=True)
 class StreamedStorage:
-    """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block."""
+    """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block.
+
+    Of operands in two parts, lo follows hi in each stage, of P and of dS.
+    """
 
     queries: cute.Tensor  # (tile_m, chunk, stage)
     keys: cute.Tensor  # (tile_n, chunk, stage)
@@ -43,6 +50,7 @@ class StreamedStorage:
     lse: cute.Tensor  # (tile_m, 1)
     minus_d: cute.Tensor  # (tile_m, 1)
     gradient: cute.Tensor  # (tile_n, chunk): a chunk of dK or dV, in the keys' memory
+    scales: ScaleStorage | None
 
 
 @dataclass(frozen=True)
@@ -125,17 +133,19 @@ class Streamed:
         areas = tile.smem_areas(kernel.traits)
         base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
 
-        def area(name: str, layout: Any, dtype: Any = kernel.dtype) -> cute.Tensor:
+        def area(name: str, layout: Any, dtype: Any = kernel.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
+        parts = kernel.num_parts
         return StreamedStorage(
-            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2)),
-            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2)),
-            p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n)),
-            ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n)),
+            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * parts)),
+            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * parts)),
+            p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n, parts)),
+            ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n, parts)),
             lse=area("lse", cute.make_layout((tile.tile_m, 1)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, 1)), Float32),
-            gradient=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, None)),
+            gradient=area("keys", kernel.gradient_layout(self.chunk), kernel.dtype),
+            scales=ScaleStorage.make(area, tile.num_warps) if tile.in_parts else None,
         )
 
     def operands(self, smem: StreamedStorage, thread: Int32) -> StreamedOperands:
@@ -177,6 +187,7 @@ class Streamed:
         seqlens: Seqlens,
         scalars: tuple,
         score_args: tuple,
+        scales: cute.Tensor | None,
         key_tile: KeyTiles,
         key0: Int32,
     ) -> None:
@@ -188,6 +199,8 @@ class Streamed:
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()
         operands = self.operands(smem, thread)
+        if cutlass.const_expr(tile.in_parts):
+            smem.scales.store(scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
         batch, info, varlen = key_tile.batch, key_tile.info, traits.varlen
         head_kv, head0 = key_tile.head_dkv // head_splits, key_tile.head_dkv * heads
@@ -244,6 +257,7 @@ class Streamed:
     def query_block(self, ctx: StreamedContext, block: Int32, dk: Constexpr, dv: Constexpr) -> None:
         """S, dP and their products with the CTA's columns."""
         tile, op, products = self.tile, ctx.operands, self.products
+        factors = partial(factor_of, ctx.smem.scales)
         of_qk, of_v = self.counts()
         cute.arch.barrier()  # other warps may still read the last block's chunks, P and dS
         self.load_statistics(ctx, block)
@@ -255,22 +269,25 @@ class Streamed:
         unroll = products.steps_at_once(self.chunk, tile.sdp_unroll)
         for t in cutlass.range(0, of_qk, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2)
+            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2, factors("s"))
         for t in cutlass.range(of_qk, of_qk + of_v, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2)
-        self.scores(ctx, block, acc_s, acc_dp)
+            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2, factors("dp"))
+        factor = self.scores(ctx, block, acc_s, acc_dp)
         for j in cutlass.range_constexpr(self.chunks):
             first = of_qk + of_v + 2 * j
             self.wait_and_start(ctx, block, Int32(first))
             along = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
-            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, Int32(first % 2), along)
+            stage = Int32(first % 2)
+            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, stage, along, factor=factors("dv"))
             self.wait_and_start(ctx, block, Int32(first + 1))
             stage = Int32((first + 1) % 2)
-            products.multiply(op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along)
+            products.multiply(
+                op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along, factor=factor * factors("q")
+            )
             column = ctx.part * self.chunks + j
             if column < of_qk:
-                self.add_dq(ctx, block, column, stage)
+                self.add_dq(ctx, block, column, stage, factor * factors("k"))
 
     @cute.jit
     def wait_and_start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
@@ -293,29 +310,40 @@ class Streamed:
             column = ctx.part * self.chunks + own // 2
         of_do = (t >= of_qk) & ((own < 0) | (own % 2 == 0))
         col0, row0 = column * self.chunk, block * self.tile.tile_m
-        queries, keys = (s[None, None, t % 2] for s in (ctx.smem.queries, ctx.smem.keys))
-        if of_do:
-            self.load(ctx.do, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
-            if own < 0:
-                self.load(ctx.v, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
-        else:
-            self.load(ctx.q, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
-            self.load(ctx.k, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+        for part in cutlass.range_constexpr(self.kernel.num_parts):
+            index = t % 2 * self.kernel.num_parts + part
+            queries, keys = (s[None, None, index] for s in (ctx.smem.queries, ctx.smem.keys))
+            if of_do:
+                self.load(ctx.do, part, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+                if own < 0:
+                    self.load(ctx.v, part, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+            else:
+                self.load(ctx.q, part, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+                self.load(ctx.k, part, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load(
-        self, g: cute.Tensor, row0: Int32, rows: Int32, col0: Int32, s: cute.Tensor, thread: Int32
+        self,
+        g: cute.Tensor,
+        part: Constexpr,
+        row0: Int32,
+        rows: Int32,
+        col0: Int32,
+        s: cute.Tensor,
+        thread: Int32,
     ) -> None:
-        """Start loading a chunk; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
-        if cutlass.const_expr(not self.kernel.traits.aligned):
+        """Start loading a chunk of a part; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
+        if cutlass.const_expr(self.tile.in_parts):  # what follows from it takes no register in the products
+            thread = below_1024(rematerialize(thread))
+        if cutlass.const_expr(not self.kernel.loads_vectors):
             shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))
             own = cute.make_tensor(
                 g.iterator + Int64(col0) * g.stride[1], cute.make_layout(shape, stride=g.stride)
             )
             load_elements(own, row0, rows, s, thread, self.tile.num_threads)
         else:
-            length = 16 // self.kernel.traits.element_bytes
+            length = 128 // s.element_type.width
             per_row = self.chunk // length
             step = self.tile.num_threads // per_row
             atom = cute.make_copy_atom(
@@ -327,6 +355,8 @@ class Streamed:
             for m in cutlass.range_constexpr(0, cute.size(s, mode=[0]), step):
                 exists[0, 0] = in_columns & (row + m < rows)
                 source = Int64(row0 + row + m) * g.stride[0] + Int64(col0 + col)
+                if cutlass.const_expr(part > 0):
+                    source += part * g.shape[1]
                 target = cute.crd2idx((row + m, col), s.layout)
                 vector = cute.make_layout(((length, 1), 1))
                 cute.copy(
@@ -345,8 +375,8 @@ class Streamed:
             ctx.smem.minus_d[ctx.thread, 0] = ctx.minus_d[row]
 
     @cute.jit
-    def scores(self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor) -> None:
-        """P and dS of the products S and dP, to shared memory."""
+    def scores(self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor) -> Float32:
+        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in two parts."""
         kernel, chain, traits, op = self.kernel, self.kernel.epilogues, self.kernel.traits, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
         mask, loaded = (), ()
@@ -364,6 +394,8 @@ class Streamed:
         p.store(acc_s.load().to(kernel.dtype))
         dp = kernel.score_tile(ctx, block, 0, acc_dp)
         chain.zero_dropped(mask, kernel.by_rows(op, p))
+        if cutlass.const_expr(self.tile.in_parts):
+            p = split(p, Float32(2.0**P_EXPONENT))
         op.p_out.store(p)
         chain.zero_dropped(mask, dp.acc)
         score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
@@ -374,18 +406,27 @@ class Streamed:
                     modifier.backward(ctx.state.modifiers[i], dp, saved[i])
             else:
                 modifier.backward(ctx.state.modifiers[i], dp, saved[i])
-        ds = cute.make_rmem_tensor_like(acc_dp, kernel.dtype)
-        ds.store(acc_dp.load().to(kernel.dtype))
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.tile.in_parts):
+            of_warps = ctx.smem.scales.largest  # type: ignore[union-attr]
+            scale, factor = common_scale(acc_dp, of_warps, ctx.thread)
+            ds = split(acc_dp, scale)
+        else:
+            ds = cute.make_rmem_tensor_like(acc_dp, kernel.dtype)
+            ds.store(acc_dp.load().to(kernel.dtype))
         op.ds_out.store(ds)
+        return factor
 
     @cute.jit
-    def add_dq(self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32) -> None:
-        """Add dS K of a chunk of columns to the query block's dQ in global memory."""
+    def add_dq(
+        self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32, factor: Float32
+    ) -> None:
+        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in two parts."""
         kernel, tile, op = self.kernel, self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
         acc.fill(0.0)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
-        self.products.multiply(op.mma_dq, acc, op.ds, op.keys_t, stage, unroll)
+        self.products.multiply(op.mma_dq, acc, op.ds, op.keys_t, stage, unroll, factor=factor)
         floats = dq.block_floats(kernel.traits, tile)
         first = Int64(block) * floats + Int64(column) * (tile.tile_m * self.chunk)
         add_fragment(acc, ctx.dq + cute.assume(first, divby=4), ctx.thread, tile.dq_vector)
