@@ -6,7 +6,7 @@
 
 At fp32's precision, q, k, v and grad_out are split into two fp16 parts before the main kernel
 (:mod:`cute_attn.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
-whether the tensors fit two parts, and one of them returns at once.
+whether the tensors fit two parts, and one of them returns at once. Small calls that name no tile do without parts.
 
 As in :mod:`cute_attn.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
@@ -49,6 +49,7 @@ from cute_attn.params import (
     is_aligned,
     rows_are_regular,
 )
+from cute_attn.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.split_fp32 import SplitLauncher, can_split
 from cute_attn.splits import head_splits, key_splits
 from cute_attn.traits import PARTS, Traits
@@ -550,10 +551,10 @@ def _make_launcher(
         kernel = choose_kernel(
             params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
-        in_parts = getattr(kernel.tile, "in_parts", False)
-        if in_parts and not can_split((*params[:3], grad_out)):
-            in_parts, kernel = False, replace(kernel, tile=replace(kernel.tile, operands="whole"))
+        if getattr(kernel.tile, "in_parts", False):
+            kernel = _in_parts_or_whole(kernel, params, grad_out, target)
         traits, tile = kernel.traits, kernel.tile
+        in_parts = getattr(tile, "in_parts", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-params.longest[1] // tile.tile_n)
         processors = multiprocessors(params.q.get_device())
@@ -591,6 +592,23 @@ def _make_launcher(
         multiprocessors=processors,
         score_args=ScoreArgs.of(kernel, params) if bias is None else None,
     )
+
+
+def _in_parts_or_whole(kernel: Any, params: AttentionParams, grad_out: Tensor, target: str) -> Any:
+    """A kernel of operands in parts, or of whole ones where the call names no tile and is small, or cannot be split.
+
+    Raises:
+        ValueError: the call names a tile and cannot be split.
+    """
+    few_rows = can_split((*params[:3], grad_out))
+    if params.backward_tile:
+        if not few_rows:
+            raise ValueError(
+                f"q, k, v or grad_out has more than {MAX_SPLIT_ROWS} rows of heads; accepted: fewer, or operands=whole"
+            )
+        return kernel
+    pays = kernel.parts_pay(math.prod(params.q.shape[:-1]), params.longest[1])
+    return kernel if few_rows and pays else kernel.of_whole_operands(target)
 
 
 _MAX_VARLEN_HEADS = 2**25

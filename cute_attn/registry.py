@@ -7,6 +7,8 @@ The default tile follows from traits and target. A call that names no tile may g
 which the logger ``cute_attn`` reports at level DEBUG:
 
 * in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
+* in a backward in fp32 of few operations, or of too many rows to split them into parts: the default tile of whole
+  operands;
 * where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
   address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
   names a TMA tile raises instead, with the reason.

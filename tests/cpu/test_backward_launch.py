@@ -371,7 +371,7 @@ FP32_CASES = {"plain": FP32, "varlen": replace(FP32, lengths_q=(5, 0, 66, 1), le
 def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row):
     """In two parts, or whole operands where a row is too small."""
     problem = FP32_CASES[name].build("cpu")
-    call = the_call(problem)._replace(precision="")
+    call = the_call(problem, backward_tile="operands=parts")._replace(precision="")
     inputs = [x.nan_to_num(0, 0, 0).abs().clamp(0.1) for x in call[:3]]
     grad_out = torch.rand(*call.q.shape[:-1], call.v.shape[-1]) + 0.1
     changed = dict(zip(("q", "k", "v"), inputs, strict=True)) | {"grad_out": grad_out}
@@ -393,6 +393,26 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
         ("backward", "exact"),
         ("backward_convert", "exact"),
     ]
+
+
+def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch):
+    """Those of many operations are in parts, unless they have too many rows, which a named tile does not change."""
+    call = the_call(FP32.build("cpu"))._replace(precision="")
+    out, lse, _ = ops.forward_cpu(call)
+    grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
+
+    def operands(call):
+        monkeypatch.setattr(backward, "_launchers", {})
+        found = backward.launcher_for(call, grad_out, None, out, lse, needed)
+        return found.kernel.tile.operands, found.split is not None, found.exact is not None
+
+    assert operands(call) == ("whole", False, False)
+    monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.PARTS_LEAST_FLOP", 1)
+    assert operands(call) == ("parts", True, True)
+    monkeypatch.setattr("cute_attn.split_fp32.MAX_ROWS", 10)
+    assert operands(call) == ("whole", False, False)
+    with pytest.raises(ValueError, match=r"more than .* rows of heads; accepted: fewer, or operands=whole"):
+        operands(call._replace(backward_tile="dq_unroll=1"))
 
 
 @pytest.mark.parametrize("name", ["sinks-dropout", "sinks-varlen-seqused", "sinks-no-keys", "bias"])

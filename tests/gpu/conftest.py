@@ -73,6 +73,8 @@ def backward_requests(
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
+    if getattr(main.tile, "in_parts", False) and not tile:
+        main = main.of_whole_operands(target)  # as small calls have
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:
         others = kernels_of(main.without_tma_bias())

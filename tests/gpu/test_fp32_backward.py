@@ -36,6 +36,7 @@ CASES = [
 ]
 CASES = [Case(**{**vars(case), "dtype": "fp32", "name": f"fp32-{case.name}"}) for case in CASES]
 BY_NAME = {case.name.removeprefix("fp32-"): case for case in CASES}
+PARTS = "operands=parts"
 WHOLE = "operands=whole,num_warps=4"
 TILES = {
     "d64-causal": (
@@ -54,6 +55,8 @@ TILES = {
 def run(problem: Problem, start: Start, **options: Any) -> dict[str, Tensor]:
     """Gradients from the definition's outputs, so that only the backward's errors count."""
     case, lengths, inputs = problem.case, problem.lengths, problem.inputs
+    if case.dtype == "fp32" and "precision" not in options and not options.get("tile"):
+        options["tile"] = PARTS  # small calls have whole operands by default
     out, lse, _ = problem._define(torch.float32)
     wanted = ("q", "k", "v", "bias") if case.bias else ("q", "k", "v")
     options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap, "wanted": wanted}
@@ -139,7 +142,7 @@ def test_any_score_gradients_have_a_scale() -> None:
     grad_out, q, k, v, out, lse = small_problem()
     for factor in (1e-3, 1e6):
         given = (grad_out, q, k, v, factor * out, lse + 3.0)
-        found = attention_backward(*given, causal=True)
+        found = attention_backward(*given, causal=True, tile=PARTS)
         whole = attention_backward(*given, causal=True, tile=WHOLE)
         for name, own, other in zip(("dq", "dk", "dv"), found, whole, strict=True):
             assert own is not None and other is not None
@@ -150,7 +153,7 @@ def test_infinity_stays_in_its_rows() -> None:
     """Of out, which is not split: dS has inf, which decides no scale."""
     grad_out, q, k, v, out, lse = small_problem()
     out[0, 70, 1, 3] = torch.inf
-    found = attention_backward(grad_out, q, k, v, out, lse, causal=True)
+    found = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=PARTS)
     whole = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=WHOLE)
     for name, own, other in zip(("dq", "dk", "dv"), found, whole, strict=True):
         assert own is not None and other is not None
@@ -201,7 +204,7 @@ def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, with_bias: b
     problem = Problem(case, (q, k, v), problem.lengths, inputs, problem.owned)
     out, lse, _ = problem._define(torch.float64)
     wanted = ("q", "k", "v", "bias")[: len(leaves)]
-    causal = {"causal": not with_bias, "bias": bias, "wanted": wanted}
+    causal = {"causal": not with_bias, "bias": bias, "wanted": wanted, "tile": PARTS}
     ours = attention_backward(grad, q, k, v, out.float(), lse.float(), **causal)  # type: ignore[arg-type]
     for name, own, other, wanted_ in zip(wanted, ours, theirs, exact, strict=True):
         errors = Errors.of(own, wanted_), Errors.of(other, wanted_)
@@ -222,7 +225,11 @@ def test_nan_reaches_the_gradients() -> None:
             k.view(torch.int32)[1, 5, 1, 7] = bits
             assert start.out is not None
             dq, dk, dv = attention_backward(
-                start.out, q, k, v, expected_out, expected_lse, causal=True, precision=precision
+                start.out,
+                *(q, k, v, expected_out, expected_lse),
+                causal=True,
+                precision=precision,
+                tile=PARTS if precision == "fp32" else None,
             )
             for reached in (dq[1, :, 2:], dk[1, 5, 1], dv[1, 5, 1]):
                 assert not reached.isfinite().all()

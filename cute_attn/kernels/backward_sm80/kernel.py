@@ -52,7 +52,7 @@ from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequenc
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
-from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, preferred_tiles
+from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, PARTS_LEAST_FLOP, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
 from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
 from cute_attn.kernels.backward_sm80.step import step_content
@@ -125,6 +125,16 @@ class BackwardSm80:
         return first_that_fits(
             [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
         )
+
+    def parts_pay(self, rows: int, seqlen_k: int) -> bool:
+        """Whether a call is large enough for operands in parts; rows: queries of all heads and sequences."""
+        dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
+        return 2 * rows * seqlen_k * dims >= PARTS_LEAST_FLOP
+
+    def of_whole_operands(self, target: str) -> "BackwardSm80":
+        """The kernel of the same traits with the default tile of whole fp32 operands."""
+        tiles = [tile for tile in preferred_tiles(self.traits, target) if not tile.in_parts]
+        return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, target))
 
     @functools.cached_property
     def epilogues(self) -> EpilogueChain:
