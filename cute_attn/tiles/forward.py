@@ -162,16 +162,7 @@ class ForwardSm80Tile(WarpTile):
             "stats": (stats, end),
             "share": (end, end + 4 * self.SHARE_NUMBERS * warps),
             **self._exchange_areas(end, traits),
-            **self._staging_area(end, traits),
         }
-
-    def _staging_area(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
-        """The 16 bytes at multiples of 16 that unaligned rows of a step's keys have parts of."""
-        if traits.aligned:
-            return {}
-        size = traits.element_bytes
-        vectors = max(-(-(dim * size + 16 - size) // 16) for dim in (traits.head_dim, traits.head_dim_v))
-        return {"staging": (start, start + 16 * vectors * self.tile_n)}
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
         """P, and a number a row of each warp that shares it."""
@@ -201,7 +192,10 @@ class ForwardSm80Tile(WarpTile):
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
     def _unaligned_reason(self, traits: Traits) -> str | None:
-        plain = replace(self, num_stages=1, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1)
+        even = max(self.num_warps // 2 * 2, 2)
+        plain = replace(
+            self, num_warps=even, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1
+        )
         if traits.aligned or self == plain:
             return None
         return f"tile is {self}; accepted for unaligned rows: {plain}"

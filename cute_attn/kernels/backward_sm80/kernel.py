@@ -26,7 +26,8 @@ compute dQ in passes over its columns; where K, V, Q and dO do not fit shared me
 them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
 Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
-aligned with a contiguous last dimension, or unaligned, of any strides, which are read and written by elements.
+aligned with a contiguous last dimension, or unaligned, of any strides, which are read by words or elements and written
+by elements.
 """
 
 import dataclasses
@@ -42,13 +43,14 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, 
 import layouts
 from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.element_copy import load_elements, store_elements
+from cute_attn.device.element_copy import store_elements
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale, split
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.word_rows import WordRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
@@ -326,6 +328,10 @@ class BackwardSm80:
         self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
         self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(not self.loads_vectors):
+            cute.arch.cp_async_wait_group(0)
+            self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread, True)
+            self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread, True)
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
@@ -426,13 +432,21 @@ class BackwardSm80:
         head_kv: Int32,
         key0: Int32,
         thread: Int32,
+        arrived: Constexpr = False,
     ) -> None:
-        """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
+        """Start loading a block of K or V; keys out of the sequence's bounds become zeros.
+
+        arrived: finish loading unaligned rows instead, after a thread's copies and before a barrier.
+        """
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
         if cutlass.const_expr(not self.loads_vectors):
-            keys = key_tile.info.seqlen_k - key0
-            load_elements(g, key0, keys, s[None, None, 0], thread, self.tile.num_threads)
+            words = WordRows(g, head_dim, thread, self.tile.num_threads)
+            tile, keys = s[None, None, 0], key_tile.info.seqlen_k - key0
+            if cutlass.const_expr(arrived):
+                words.finish(tile, key0, keys)
+            else:
+                words.start(tile, key0, keys, False)
         else:
             row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, self.loaded_columns(head_dim))
             for part in cutlass.range_constexpr(self.num_parts):
@@ -515,6 +529,9 @@ class BackwardSm80:
         """One query block."""
         tile, op = self.tile, ctx.operands
         cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(not self.loads_vectors):
+            ctx.load_q.finish(block, self.stage(block, tile.stages_q))
+            ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
         factor = Float32(1.0)  # of dS, in two parts

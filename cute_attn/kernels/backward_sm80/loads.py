@@ -7,9 +7,9 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_attn.device.element_copy import load_elements
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize
+from cute_attn.device.word_rows import WordRows
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,44 @@ class BlockLoad:
     def start(self, block: Int32, stage: Int32) -> None:
         """Start loading query block ``block``. Queries out of bounds become zeros, since 0 * NaN would be NaN."""
         tile_m = cute.size(self.s_row, mode=[0])
-        if cutlass.const_expr(not self.aligned):
-            self.elements(block, stage)
-        elif (block + 1) * tile_m <= self.seqlen_q:
+        if (block + 1) * tile_m <= self.seqlen_q:
             self.rows(block, stage, True)
         else:
             self.rows(block, stage, False)
         self.row_statistics(block, stage)
 
     @cute.jit
-    def elements(self, block: Int32, stage: Int32) -> None:
-        """Q or dO of ``block``, one element at a time: written when this returns, unlike copies of 16 bytes."""
-        tile_m, queries = cute.size(self.s_row, mode=[0]), cute.size(self.s, mode=[0])
-        pieces = tile_m // queries
-        thread = below_1024(rematerialize(self.thread))
-        for piece in cutlass.range_constexpr(pieces):
-            row0 = block * tile_m + piece * queries
-            s = self.s[None, None, stage * pieces + piece]
-            load_elements(self.g, row0, self.seqlen_q - row0, s, thread, self.num_threads)
+    def finish(self, block: Int32, stage: Int32) -> None:
+        """Of unaligned rows, after a thread's copies have arrived, and before the barrier that publishes them."""
+        row0 = block * cute.size(self.s_row, mode=[0])
+        self._words.finish(self._stage(stage), row0, self.seqlen_q - row0)
+
+    @property
+    def _words(self) -> WordRows:
+        """The loads of unaligned rows."""
+        return WordRows(self.g, self.valid_cols, self.thread, self.num_threads)
+
+    def _stage(self, stage: Int32) -> cute.Tensor:
+        """All pieces of a stage as one tile, (tile_m, padded head_dim)."""
+        layout = self.s.layout
+        (rows, cols, _), (row, col, _) = layout.outer.shape, layout.outer.stride
+        pieces = cute.size(self.s_row, mode=[0]) // cute.size(self.s, mode=[0])
+        distance = cute.size(self.s, mode=[0]) * cute.size(self.s, mode=[1])
+        outer = cute.make_layout(((rows, pieces), cols), stride=((row, distance), col))
+        start = self.s.iterator + cute.crd2idx((0, 0, stage * pieces), layout.outer)
+        return cute.make_tensor(start, cute.make_composed_layout(layout.inner, layout.offset, outer))
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
+        """Q or dO of ``block``; ``whole``: all its rows are in bounds."""
+        if cutlass.const_expr(self.aligned):
+            self.vectors(block, stage, whole)
+        else:
+            row0 = block * cute.size(self.s_row, mode=[0])
+            self._words.start(self._stage(stage), row0, self.seqlen_q - row0, whole)
+
+    @cute.jit
+    def vectors(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
         """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows are in bounds.
 
         A thread's vectors lie whole periods of the swizzle apart: one address in shared memory serves all of them.

@@ -18,7 +18,7 @@ Key blocks that the mask's edge crosses take loops with masks, those inside a lo
 
 In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``, or in large calls on fp16, see
 ``parts_kernel``. Above head dim 256 warps divide the columns of O, see ``divided_columns``. Rows that start anywhere
-pass through staging memory, see ``unaligned``.
+are copied by words, see ``cute_attn.device.word_rows``.
 
 Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
 16; up to 256 of rows that do not.
@@ -43,7 +43,7 @@ from cute_attn.device.gemm_fp32 import split
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.staged_rows import StagedRows
+from cute_attn.device.word_rows import WordRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -57,7 +57,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
 )
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
-from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad, step_of_unaligned_rows
+from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -250,11 +250,14 @@ class ForwardSm80:
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)
             operands, (width, width_v) = self.operands(shared, thread, params.scales), self.row_widths
-            load_k = self.block_load(params.mK, shared.k, width, tile, group, shared.staging)
-            load_v = self.block_load(params.mV, shared.v, width_v, tile, group, shared.staging)
+            load_k = self.block_load(params.mK, shared.k, width, tile, group)
+            load_v = self.block_load(params.mV, shared.v, width_v, tile, group)
             ctx = self.mainloop_context(
                 operands, load_k, load_v, blocks, state, row0, params.scale_log2, shared, group
             )
+            if cutlass.const_expr(not self.loads_aligned):
+                load_q = self.unaligned_load(q, shared.q, self.traits.head_dim, info.seqlen_q, thread)
+                ctx = dataclasses.replace(ctx, load_q=load_q)
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):
@@ -292,7 +295,6 @@ class ForwardSm80:
             area("share", Int32),
             p,
             exchange,
-            None if self.loads_aligned else area("staging", self.dtype),
         )
 
     def v_rows(self, shared: SharedMemory, thread: Int32) -> Fp32Rows:
@@ -335,24 +337,20 @@ class ForwardSm80:
         )
 
     def block_load(
-        self,
-        m: cute.Tensor,
-        s: cute.Tensor,
-        head_dim: int,
-        tile: QueryTile,
-        group: KeyGroup,
-        staging: cute.Pointer | None,
+        self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
     ) -> BlockLoad | UnalignedLoad:
         """The loads of one head's K or V."""
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
-        if staging is not None:
-            return UnalignedLoad(self.staged_rows(g, head_dim, group.thread, staging), s, tile.info.seqlen_k)
+        if not self.loads_aligned:
+            return self.unaligned_load(g, s, head_dim, tile.info.seqlen_k, group.thread)
         row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
 
-    def staged_rows(self, g: cute.Tensor, head_dim: int, thread: Int32, staging: cute.Pointer) -> StagedRows:
-        """The loads of unaligned rows of one head."""
-        return StagedRows(g, staging, head_dim, thread, self.tile.num_threads)
+    def unaligned_load(
+        self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen: Int32, thread: Int32
+    ) -> UnalignedLoad:
+        """The loads of one head's unaligned rows."""
+        return UnalignedLoad(WordRows(g, head_dim, thread, self.tile.num_threads), s, seqlen)
 
     def mainloop_context(
         self,
@@ -389,9 +387,7 @@ class ForwardSm80:
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Start loading Q; if K reuses its memory, wait and read it."""
         if cutlass.const_expr(not self.loads_aligned):
-            staged = self.staged_rows(q, self.traits.head_dim, ctx.thread, ctx.shared.staging)
-            rows = tile.info.seqlen_q - ctx.row0
-            staged.load(ctx.shared.q[None, None, 0], ctx.row0, rows, self.tile.tile_n)
+            ctx.load_q.start(ctx.row0 // self.tile.tile_m, 0, False)
         elif ctx.group.is_first:
             d, _ = self.row_widths
             rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
@@ -406,6 +402,8 @@ class ForwardSm80:
     def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
         """Wait for Q, after whose load ``later`` ones have been committed, and read it if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
+        if cutlass.const_expr(not self.loads_aligned):
+            ctx.load_q.finish(ctx.row0 // self.tile.tile_m, 0)
         cute.arch.barrier()
         if cutlass.const_expr(self.tile.keeps_q):
             ctx.operands.q.load_all()
@@ -435,7 +433,7 @@ class ForwardSm80:
         blocks = ctx.blocks
         self.start_loads(ctx)
         # A step's barrier is one of its group, and the first group has loaded Q for all.
-        waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1
+        waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1 or not self.loads_aligned
         if cutlass.const_expr(waits_for_q and not self.tile.share_qk_smem):
             self.read_queries(ctx, max(self.tile.num_stages - 1, 1))
         block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
@@ -477,9 +475,7 @@ class ForwardSm80:
     def steps(self, ctx: MainloopContext, block: Int32, begin: Int32, masked: Constexpr) -> Int32:
         """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
-            if cutlass.const_expr(not self.loads_aligned):
-                step_of_unaligned_rows(self, ctx, block, masked)
-            elif cutlass.const_expr(self.tile.warps_n > 1):
+            if cutlass.const_expr(self.tile.warps_n > 1):
                 step_of_divided_columns(self, ctx, block, masked)
             elif cutlass.const_expr(self.tile.num_stages == 1):
                 self.step_one_stage(ctx, block, masked)
@@ -492,11 +488,15 @@ class ForwardSm80:
     def step_one_stage(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
         """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(not self.loads_aligned):
+            ctx.load_k.finish(block, 0)
         ctx.group.barrier()
         ctx.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
+        if cutlass.const_expr(not self.loads_aligned):
+            ctx.load_v.finish(block, 0)
         ctx.group.barrier()
         if block > ctx.blocks.begin:
             self.find_pages(ctx, block - 1)
@@ -510,6 +510,9 @@ class ForwardSm80:
         stages: Constexpr = self.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
+        if cutlass.const_expr(not self.loads_aligned):
+            ctx.load_k.finish(block, stage)
+            ctx.load_v.finish(block, stage)
         ctx.group.barrier()
         ahead = block - (stages - 1)
         if ahead >= ctx.blocks.begin:

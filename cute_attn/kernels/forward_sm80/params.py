@@ -60,7 +60,6 @@ class SharedMemory:
     share: cute.Pointer  # int32: each warp's share of all key blocks, in attention with a cache
     p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
     exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
-    staging: cute.Pointer | None = None  # of unaligned rows
 
 
 @dataclass(frozen=True)
@@ -79,3 +78,4 @@ class MainloopContext:
     shared: SharedMemory
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
+    load_q: Any = None  # an ``UnalignedLoad`` of unaligned rows
