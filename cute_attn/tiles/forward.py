@@ -192,10 +192,8 @@ class ForwardSm80Tile(WarpTile):
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
     def _unaligned_reason(self, traits: Traits) -> str | None:
-        even = max(self.num_warps // 2 * 2, 2)
-        plain = replace(
-            self, num_warps=even, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1
-        )
+        warps = self.num_warps if traits.element_bytes == 4 else max(self.num_warps // 2 * 2, 2)
+        plain = replace(self, num_warps=warps, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1)
         if traits.aligned or self == plain:
             return None
         return f"tile is {self}; accepted for unaligned rows: {plain}"

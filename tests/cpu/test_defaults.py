@@ -50,7 +50,10 @@ def test_default_builds_without_spills(default):
     assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
     if (traits.op, traits.arch) == ("forward", "sm90"):
         assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
-    assert not [word for word in PTX.get(traits.op) or PTX[traits.arch] if word not in compiled.ptx]
+    words = PTX.get(traits.op) or PTX[traits.arch]
+    if not traits.aligned:
+        words = tuple(word.replace("cp.async.cg", "cp.async.ca") for word in words)
+    assert not [word for word in words if word not in compiled.ptx]
 
 
 # ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled.

@@ -1,8 +1,9 @@
-"""Small problems for compute-sanitizer, of each generation: python -m tests.gpu.sanitized.
+"""Small problems for compute-sanitizer, of each generation: python -m tests.gpu.sanitized [ends].
 
-Forward and backward, and attention with a cache.
+Forward and backward, and attention with a cache; ``ends``: unaligned rows that start and end with their allocations.
 """
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.cases import BY_NAME
 from tests.gpu.archs import runnable_archs
 from tests.gpu.test_split_keys import Call
+from tests.problem import Case
 
 NAMES = ("causal-203x113", "varlen-causal", "causal-d128", "causal-d256", "everything-window-dropout")
 CACHED = {
@@ -18,6 +20,21 @@ CACHED = {
     "parts": (9, 0, {"num_splits": 3}),
 }
 """Queries of each sequence, rows of a page, options."""
+
+
+ENDS = {"d59": (59, 1), "d59-two-heads": (59, 2), "d62": (62, 1)}
+"""Head dim and heads: the last row of d59 ends, or starts, between two words."""
+
+
+def run_ends() -> None:
+    """Run problems each of whose tensors is an allocation, given that the allocator does not round sizes."""
+    for name, (head_dim, heads) in ENDS.items():
+        sizes = {"batch": 1, "nheads": heads, "nheads_kv": heads, "seqlen_q": 67, "seqlen_k": 131}
+        problem = Case(name, head_dim=head_dim, **sizes).build("cuda")
+        problem = replace(problem, tensors=tuple(x.clone() for x in problem.tensors))
+        problem.gradients(problem.start())
+        torch.cuda.synchronize()
+        print(f"ran {name}", flush=True)
 
 
 def main() -> None:
@@ -44,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_ends() if "ends" in sys.argv else main()

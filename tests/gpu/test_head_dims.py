@@ -93,6 +93,26 @@ def test_rows_that_start_anywhere(dtype, shift, last_stride):
     compare(replace(problem, tensors=tensors), case)
 
 
+@pytest.mark.parametrize("head_dim", [59, 60, 62])
+def test_rows_at_multiples_of_2_4_and_8_bytes(head_dim):
+    """One kernel for rows at any distance; what lies between them is NaN."""
+    case = Case(f"d{head_dim}", seqlen_q=150, seqlen_k=270, head_dim=head_dim, causal=True)
+    problem = case.build("cuda")
+    for shift, gap in ((0, 0), (0, 4), (4, 4), (2, 2), (1, 1), (1, 0), (0, 5), (3, 4)):
+        tensors = tuple(spread(x, shift, gap) for x in problem.tensors)
+        compare(replace(problem, tensors=tensors), case)
+
+
+def spread(x, shift, gap):
+    """x in memory that is NaN otherwise: from element ``shift`` on, each row followed by ``gap`` elements."""
+    *outer, dim = x.shape
+    memory = torch.full(
+        (x.numel() // dim * (dim + gap) + shift + 8,), float("nan"), dtype=x.dtype, device=x.device
+    )
+    rows = memory[shift : shift + x.numel() // dim * (dim + gap)].view(*outer, dim + gap)
+    return rows[..., :dim].copy_(x)
+
+
 def test_an_address_between_multiples_of_16_bytes_then_one_at_them():
     case = Case("d64", seqlen_q=150, seqlen_k=270, causal=True)
     problem = case.build("cuda")

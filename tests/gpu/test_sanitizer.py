@@ -1,5 +1,6 @@
 """compute-sanitizer on small problems: no access out of bounds, no race on shared memory."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.archs import runnable_archs
-from tests.gpu.sanitized import CACHED, NAMES
+from tests.gpu.sanitized import CACHED, ENDS, NAMES
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "tests.gpu.sanitized")
@@ -31,3 +32,21 @@ def test_small_problems_are_clean(tool):
     assert done.returncode == 0, "\n".join([*report[:30], "...", *report[-10:], done.stderr[-1000:]])
     cached = len(CACHED) * len(runnable_archs("kvcache"))
     assert done.stdout.count("ran ") == len(NAMES) * len(runnable_archs("backward")) + cached
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer on the path")
+def test_nothing_is_read_beyond_an_allocation():
+    """Of unaligned rows; without its cache torch's allocator does not round sizes."""
+    command, env = (*COMMAND, "ends"), os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT, env=env)
+    done = subprocess.run(
+        ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *command),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env=env,
+    )
+    report = [line[:200] for line in done.stdout.splitlines() if line.startswith("=====")]
+    assert done.returncode == 0, "\n".join([*report[:30], "...", *report[-10:], done.stderr[-1000:]])
+    assert done.stdout.count("ran ") == len(ENDS)

@@ -99,6 +99,9 @@ def _fp32(
     return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
 
 
+_UNALIGNED_64 = _in_regs(32, 1, 2)
+"""Of head dims up to 64, for rows that start anywhere, whose copies take more registers."""
+
 # For targets with less shared memory than sm80.
 _SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
     64: [(5, _tile(64, 128, 8, 2, 4, 2, dq_unroll=2))],
@@ -243,7 +246,9 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
     # Reductions of single floats take registers too.
     pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
+    own = []
     if not traits.aligned:
-        pressure = max(pressure, 3)
-    fitting = [tile for highest, tile in tiles if highest >= pressure]
+        own = [_UNALIGNED_64] if largest <= 64 and pressure <= 1 and tables is _TILES else []
+        pressure = max(pressure, 4 if largest <= 64 or (largest <= 128 and target == "sm80") else 3)
+    fitting = [*own, *(tile for highest, tile in tiles if highest >= pressure)]
     return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

@@ -238,11 +238,14 @@ _DIVIDED_FP32 = [
 ]
 
 
-# Rows that start anywhere have one stage, of fewer keys: other CTAs compute while one shifts rows into place.
-_UNALIGNED: dict[int, list[ForwardSm80Tile]] = {
-    64: [_tile(128, 64, 4, 1)],
-    128: [_tile(64, 64, 4, 1, 4)],
-    256: [_tile(64, 32, 4, 1, 2)],
+# The same for rows that start anywhere, whose copies take more registers. Not measured yet: those that do not spill.
+_UNALIGNED: dict[int, ForwardSm80Tile] = {
+    32: _tile(128, 64, 4, 2),
+    64: _tile(128, 96, 4, 2),
+    96: _tile(128, 64, 4, 1, qk_unroll=1),
+    128: _tile(128, 64, 4, 2, qk_unroll=4),
+    192: _tile(128, 64, 8, 1),
+    256: _tile(128, 64, 8, 1),
 }
 
 
@@ -268,5 +271,7 @@ def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if single:
         exact = not traits.precision and traits.head_dim_v > 192
         return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
-    own = next(tiles for dim, tiles in _UNALIGNED.items() if traits.head_dim_v <= dim)
-    return [*(own if need in ("none", "low") else []), *_FIT_ALWAYS]
+    dim = next(dim for dim in _UNALIGNED if traits.head_dim_v <= dim)
+    table = _TILES[dim]
+    own = [_UNALIGNED[dim]] if need == "none" else table.get(need, [_UNALIGNED[dim]])
+    return [*own, *table["highest"], *_FIT_ALWAYS]
