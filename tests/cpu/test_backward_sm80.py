@@ -342,6 +342,24 @@ def test_products_of_fp32_are_summed_from_zero(operands):
     assert lengths and set(lengths) == {3} and others == 0
 
 
+def test_products_in_parts_are_of_lo_hi_and_hi_lo_and_hi_hi():
+    """The three MMAs of a sum, in this order: both parts of A with B's hi, A's hi with both parts of B."""
+    ptx = compile("backward-sm80-fp32-d256-causal", "operands=parts", "sm80").ptx
+    chains, of_result = [], {}
+    for result, a, b, start in re.findall(
+        r"mma\.sync\S+\s+{(.*?)},\s+{(.*?)},\s+{(.*?)},\s+{(.*?)};", ptx, re.DOTALL
+    ):
+        names = [tuple(x.replace(" ", "").split(",")) for x in (result, a, b, start)]
+        chain = of_result.get(names[3])
+        if chain is None:
+            chains.append(chain := [])
+        chain.append(names[1:3])
+        of_result[names[0]] = chain
+    assert chains
+    for (a_lo, b_hi), (a_hi, b_lo), last in chains:
+        assert last == [a_hi, b_hi] and not set(a_lo) & set(a_hi) and not set(b_lo) & set(b_hi)
+
+
 def test_an_epilogue_without_a_derivative_is_declined():
     assert BackwardSm80.supports(Traits("backward", "sm80", "bf16", 64)) is None
     assert "forward" in BackwardSm80.supports(Traits("forward", "sm80", "bf16", 64))
