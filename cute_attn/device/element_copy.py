@@ -4,6 +4,7 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
 _VECTOR_BITS = 128
+_WARP = 32
 
 
 @cute.jit
@@ -42,11 +43,14 @@ def load_elements(
 def store_elements(
     s: cute.Tensor, g: cute.Tensor, row0: Int32, rows: Int32, thread: Int32, num_threads: Constexpr
 ) -> None:
-    """Store the first ``rows`` rows of a tile in shared memory, from ``row0`` of ``g`` on; adjacent threads store
-    adjacent elements."""
-    cols = Int32(g.shape[1])
-    tile_rows = cutlass.min(rows, cute.size(s, mode=[0]))
-    for i in cutlass.range(thread, tile_rows * cols, num_threads, unroll=1):
-        row, col = i // cols, i % cols
-        target = g.iterator + (Int64(row0 + row) * g.stride[0] + Int64(col) * g.stride[1])
-        cute.make_tensor(target, cute.make_layout(1))[0] = s[row, col]
+    """Store the first ``rows`` rows of a tile in shared memory, from ``row0`` of ``g`` on: a warp stores a row, and
+    adjacent lanes adjacent elements."""
+    cols, lane = Int32(g.shape[1]), thread % _WARP
+    for row in cutlass.range(
+        thread // _WARP, cutlass.min(rows, cute.size(s, mode=[0])), num_threads // _WARP, unroll=1
+    ):
+        start = g.iterator + Int64(row0 + row) * g.stride[0]
+        for first in cutlass.range_constexpr(0, cute.size(s, mode=[1]), _WARP):
+            if first + lane < cols:
+                target = start + Int64(first + lane) * g.stride[1]
+                cute.make_tensor(target, cute.make_layout(1))[0] = s[row, first + lane]
