@@ -34,6 +34,8 @@ WAVES = 3
 """Work tiles a CTA from which on they are claimed whole: lengths that differ then cost less than shares."""
 EVEN = 8
 """Keys for each query of a single sequence from which on a mask leaves its units about as many keys."""
+BOX_ROWS = 8
+"""What rows of a page are a multiple of where TMA loads them: a swizzle repeats. Ampere kernels load other pages."""
 FULL_PARTS = 0.9
 """Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
 PARTS_AT_ONCE = 128
@@ -342,9 +344,7 @@ def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[An
     """
     from cute_attn import registry
 
-    names = (
-        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
-    )
+    names = [params.kernel] if params.kernel else _generations(params, target)
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
@@ -361,6 +361,19 @@ def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[An
     raise registry.Unsupported("; ".join(reasons))
 
 
+def _generations(params: CacheParams, target: str) -> list[str]:
+    """The generations of kernels that run on a target, the newest first, but for pages that TMA cannot load."""
+    from cute_attn import registry
+
+    names = [name for name in ("sm90", "sm80") if target in registry.RUNS_ON[name]]
+    return names[-1:] if _page_rows(params) % BOX_ROWS else names
+
+
+def _page_rows(params: CacheParams) -> int:
+    """Rows of a page, 0 without pages."""
+    return 0 if params.page_table is None else params.k_cache.shape[1]
+
+
 def _kernel_and_split(
     params: CacheParams, arch: str, variant: str, target: str, processors: int
 ) -> tuple[Any, Split]:
@@ -371,7 +384,7 @@ def _kernel_and_split(
         kernel = kernel.for_cache(cache_call(params), target)
         if params.tile:
             kernel = replace(kernel, tile=kernel.tile.override(params.tile))
-        reason = kernel.tile.reject(kernel.traits, target) or _call_reason(params, kernel.tile)
+        reason = _call_reason(params, kernel.tile) or kernel.tile.reject(kernel.traits, target)
         if reason:
             raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
         _check_sizes(params, kernel.tile)
@@ -389,16 +402,17 @@ def _call_reason(params: CacheParams, tile: Any) -> str | None:
     """Why a tile does not fit the call's parts or pages, or None."""
     if params.split_keys % tile.tile_n:
         return f"split_keys is {params.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
-    box = getattr(tile, "page_rows", 0)
-    if params.page_table is not None and box and params.k_cache.shape[1] % box:
-        return f"page_rows is {box}; accepted: divisors of the page's {params.k_cache.shape[1]} rows"
+    box, rows = getattr(tile, "page_rows", 0), _page_rows(params)
+    if box and rows % BOX_ROWS:
+        return f"pages have {rows} rows; accepted: multiples of {BOX_ROWS}"
+    if box and rows % box:
+        return f"page_rows is {box}; accepted: divisors of the page's {rows} rows"
     return None
 
 
 def cache_call(params: CacheParams) -> CacheCall:
     """What a tile is chosen for."""
-    page_size = 0 if params.page_table is None else params.k_cache.shape[1]
-    return CacheCall(*longest(params), params.group, page_size, params.split_keys)
+    return CacheCall(*longest(params), params.group, _page_rows(params), params.split_keys)
 
 
 def _parts(params: CacheParams) -> Split:

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Constexpr, Int32, Int64, cute
-
-from cute_attn.device.seqlen import LINE
+from cutlass import Int32, Int64, cute
 
 
 class CacheTables(NamedTuple):
@@ -65,24 +63,6 @@ class KeyRows:
         page_table: Any = self.tables.page_table
         start = Int64(entry) * page_table.stride[0] + row // self.page_size
         return cute.make_tensor(page_table.iterator + start, cute.make_layout(1))[0]
-
-    @cute.jit
-    def prefetch_pages(
-        self, batch: Int32, begin: Int32, end: Int32, thread: Int32, threads: Constexpr
-    ) -> None:
-        """By ``threads`` threads: start bringing what the table has of rows [begin, end) into L2.
-
-        With pages of few rows a key block reads other lines of the table than the one before, and memory takes longer
-        to answer than a key block.
-        """
-        page_table: Any = self.tables.page_table
-        row = page_table.iterator + Int64(self.entry(batch)) * page_table.stride[0]
-        last = cutlass.max(cutlass.min(end, self.capacity) - 1, 0) // self.page_size
-        for i in cutlass.range(
-            begin // self.page_size + thread * LINE, last + LINE, threads * LINE, unroll=1
-        ):
-            address = (row + cutlass.min(i, last)).toint()
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
 
     @cute.jit
     def row_in_page(self, row: Int32) -> Int32:

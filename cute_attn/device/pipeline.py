@@ -18,7 +18,6 @@ class Pipeline:
     num_stages: Constexpr
     stage_bytes: Constexpr  # that TMA loads at each use; 0 if warps fill the stages
     per_lane_arrivals: Constexpr = False  # see ``_arrive``
-    copy_warps: Constexpr = 0  # warps that fill a stage by cp.async, see ``producer_commit_copies``
 
     def __post_init__(self) -> None:
         assert not self.per_lane_arrivals or not self.stage_bytes, "TMA is started by one lane"
@@ -37,9 +36,8 @@ class Pipeline:
             producers: warps that commit each use; one with TMA.
         """
         lanes = 32 if self.per_lane_arrivals else 1
-        arrivals = 32 * self.copy_warps or producers * lanes
         for stage in cutlass.range_constexpr(self.num_stages):
-            cute.arch.mbarrier_init(self.barriers + stage, arrivals)
+            cute.arch.mbarrier_init(self.barriers + stage, producers * lanes)
             cute.arch.mbarrier_init(self.barriers + self.num_stages + stage, consumers * lanes)
 
     def stage(self, n: Int32) -> Int32:
@@ -82,16 +80,9 @@ class Pipeline:
         self._arrive(self.full_barrier(n))
 
     @cute.jit
-    def producer_commit_copies(self, n: Int32) -> None:
-        """By each of ``copy_warps`` warps: use n may be read once the copies that its lanes have started are done."""
-        cute.arch.cp_async_mbarrier_arrive_noinc(self.full_barrier(n))
-
-    @cute.jit
     def consumer_wait(self, n: Int32) -> None:
         """By a consumer: wait until use n is full."""
         cute.arch.mbarrier_wait(self.full_barrier(n), self.parity(n))
-        if cutlass.const_expr(self.copy_warps > 0):  # cp.async writes through another proxy than wgmma reads
-            cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def consumer_release(self, n: Int32) -> None:

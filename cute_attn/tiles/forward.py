@@ -404,12 +404,12 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     Attributes:
         page_rows: rows of each TMA box that loads a part of a key block from a page: of any page size that is a
-            multiple of it. 1: pages of any size, whose rows warps copy by cp.async. 0: no pages.
+            multiple of it. 0: no pages.
         half_registers: a CTA of one consumer warpgroup takes half of the multiprocessor's registers, although it is
             alone, so that CTAs of the combine kernel start beside it and wait.
     """
 
-    page_rows: int = choice(0, 0, 1, 8, 16, 32, 64, 128)
+    page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
     half_registers: bool = False
 
     BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
@@ -425,11 +425,6 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     def load_registers(self) -> int:
         """Registers of a producer thread, which finds shares and pages."""
         return 56
-
-    @property
-    def copies_rows(self) -> bool:
-        """Whether warps copy rows of pages, instead of TMA boxes of them."""
-        return self.page_rows == 1
 
     @property
     def min_blocks_per_sm(self) -> int:
@@ -450,10 +445,10 @@ class KvcacheSm90Tile(ForwardSm90Tile):
             return f"bias_stages is {self.bias_stages}; accepted: 0, for {traits}"
         if traits.paged:
             boxes = self.page_rows >= 8 and self.page_rows % 8 == 0 and self.tile_n % self.page_rows == 0
-            if not (boxes or self.copies_rows):
+            if not boxes:
                 return (
-                    f"page_rows is {self.page_rows}; accepted: 1, and multiples of 8 that divide tile_n, "
-                    f"{self.tile_n}, for {traits}"
+                    f"page_rows is {self.page_rows}; accepted: multiples of 8 that divide tile_n, {self.tile_n}, for "
+                    f"{traits}"
                 )
         elif self.page_rows:
             return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"

@@ -138,10 +138,18 @@ def test_splits_equal_the_definition(split, packed, cuda_on_cpu):
 
 
 def test_boxes_of_pages(cuda_on_cpu):
-    for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 1), (1, 1), (12, 1)):
+    """Pages of other numbers of rows take the Ampere kernel."""
+    for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 8), (1, None), (12, None)):
         case = Case((150, 290), page=page, capacity=page * -(-300 // page), dims=(128, 128))
         check_attention(*(Problem(case, dtype=torch.float16) for _ in range(2)))
-        assert cuda_on_cpu[-1].tile.page_rows == box
+        assert getattr(cuda_on_cpu[-1].tile, "page_rows", None) == box
+
+
+def test_pages_that_tma_cannot_load_are_told(cuda_on_cpu):
+    problem = Problem(Case((150, 290), page=12, capacity=300, dims=(128, 128)), dtype=torch.float16)
+    message = "kvcache-sm90 declined .*: pages have 12 rows; accepted: multiples of 8"
+    with pytest.raises(registry.Unsupported, match=message):
+        kvcache.attend_cuda(*params_of(problem, kernel="sm90"))
 
 
 WRONG_TILES = {

@@ -11,9 +11,6 @@ FEW_ROWS = 32
 """Rows of a key head up to which a step has 64 keys."""
 TILE_ROWS = 64
 """Rows whose time equals what a work tile costs beside its rows: it reads all keys."""
-LEAST_BOX = 16
-"""Rows of a box from which on TMA loads pages; warps copy smaller ones row by row. Not measured yet: by instructions a
-key block, boxes of 8 rows take half of the time that memory takes to send it, copies a third, whatever the page."""
 
 
 def default_cache_tile(traits: Traits) -> KvcacheSm90Tile:
@@ -51,9 +48,8 @@ def _chosen(tiles: list[KvcacheSm90Tile], traits: Traits, call: CacheCall) -> Kv
 
 
 def page_rows(page_size: int, tile_n: int) -> int:
-    """Rows of a TMA box: the most that pages and key blocks consist of; 1 for none."""
-    rows = math.gcd(page_size, tile_n)
-    return rows if rows % 8 == 0 and rows >= LEAST_BOX else 1
+    """Rows of a TMA box: the most that pages and key blocks consist of."""
+    return math.gcd(page_size, tile_n)
 
 
 def few_rows(traits: Traits, rows: int) -> list[KvcacheSm90Tile]:

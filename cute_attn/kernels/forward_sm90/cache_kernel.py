@@ -30,12 +30,11 @@ from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.arguments import kvcache_fake_args
 from cute_attn.kernels.forward_sm90.cache_heuristics import cache_tile, default_cache_tile
-from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer, KeyCopier
+from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardInputs, ForwardOutputs, make_storage
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
-from cute_attn.rows.row_copies import RowCopies
 from cute_attn.tiles import KvcacheSm90Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
@@ -68,11 +67,6 @@ class KvcacheSm90(ForwardSm90):
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         return kvcache_fake_args(self.traits, self.epilogues.fake_args())
-
-    @property
-    def copy_warps(self) -> int:
-        """Warps beside the producer that copy K and V by cp.async; 0: the producer loads them by TMA."""
-        return 3 if self.tile.copies_rows else 0
 
     @property
     def has_values_out_of_bounds(self) -> bool:
@@ -139,13 +133,9 @@ class KvcacheSm90(ForwardSm90):
             use_pdl=True,
         )
 
-    def cached(
-        self, op: Any, cache: cute.Tensor, head_dim: int, policy: Int64
-    ) -> EntryTiles | PagedTiles | RowCopies:
+    def cached(self, op: Any, cache: cute.Tensor, head_dim: int, policy: Int64) -> EntryTiles | PagedTiles:
         """The loads of a cache's key blocks."""
         tile_n = self.tile.tile_n
-        if self.copy_warps:
-            return RowCopies(cache, tile_n, padded(head_dim), head_dim)
         if self.traits.paged:
             return PagedTiles.make(op, cache, tile_n, self.tile.page_rows, padded(head_dim), policy)
         tiles = self.rows(op, cache, tile_n, head_dim)
@@ -172,9 +162,6 @@ class KvcacheSm90(ForwardSm90):
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
                 CacheProducer(self, params, storage, inputs).run()
-            if cutlass.const_expr(self.copy_warps > 0):
-                if warp > 0:
-                    KeyCopier(self, params, storage, inputs, warp - 1).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)

@@ -16,18 +16,16 @@ from cute_attn.device.seqlen import warm_lengths
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.main_loop import MainLoop
-from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.params import ForwardParams, PipelineState
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.outputs.partial import RowTarget, store_rows
-from cute_attn.rows.row_copies import WARP, OwnRows
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.key_parts import KeyPart, Partials
 from cute_attn.work.key_shares import OVERHEAD, KeyShares, Share, VisibleBlocks
 from cute_attn.work.query_tiles import QueryTile
-from cute_attn.work.replay import WorkItemId
 
 
 @dataclass(frozen=True)
@@ -138,21 +136,7 @@ class CacheProducer(CacheRole, Producer):
     def load_blocks(
         self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
     ) -> Int32:
-        """As :meth:`Producer.load_blocks`, from a cache; none of the key blocks where other warps copy them."""
-        claimed = Int32(0)
-        if cutlass.const_expr(self.kernel.copy_warps > 0):
-            self.storage.q.load(self.inputs.q, tile, pipeline_state.queries)
-            if cutlass.const_expr(claims is not None):
-                claimed = claims.claim()
-        else:
-            claimed = self.load_by_tma(tile, blocks, pipeline_state, claims)
-        return claimed
-
-    @cute.jit
-    def load_by_tma(
-        self, tile: QueryTile, blocks: BlockRange, pipeline_state: PipelineState, claims
-    ) -> Int32:
-        """Q and all key blocks. Where their rows are is looked up some blocks ahead, so that no load waits for it."""
+        """As :meth:`Producer.load_blocks`. Where rows are is looked up some blocks ahead, so that no load waits."""
         inputs, storage, info, rows = self.inputs, self.storage, tile.info, self.params.rows
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
@@ -183,51 +167,6 @@ class CacheProducer(CacheRole, Producer):
         pipeline_v.producer_acquire(end)
         inputs.v.load(found, (count - 1) % step, head, storage.s_v, pipeline_v, end)
         return claimed
-
-
-@dataclass(frozen=True)
-class KeyCopier(CacheRole):
-    """One of the warps that copy K and V row by row, where pages do not consist of boxes for TMA."""
-
-    inputs: ForwardInputs  # k and v: ``RowCopies``
-    warp: Int32  # of them
-
-    @cute.jit
-    def run_tile(
-        self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
-    ) -> PipelineState:
-        """Copy this warp's rows of all key blocks, in the order in which they are visited."""
-        _, state = self.begin(tile)
-        blocks, keys, rows = self.key_blocks(tile, state), pipeline_state.keys, self.params.rows
-        inputs, storage, tile_n = self.inputs, self.storage, self.kernel.tile.tile_n
-        count, last = blocks.end - blocks.begin, blocks.end - 1
-        own = OwnRows.make(tile_n, self.kernel.copy_warps, max(inputs.k.cols, inputs.v.cols), self.warp)
-        operands = tuple(
-            (source, target, pipeline, source.targets(own, cute.arch.lane_idx()))
-            for source, target, pipeline in (
-                (inputs.k, storage.s_k, storage.pipeline_k),
-                (inputs.v, storage.s_v, storage.pipeline_v),
-            )
-        )
-        pages = own.find(rows, tile.batch, last, tile.info)
-        thread = self.warp * WARP + cute.arch.lane_idx()
-        rows.prefetch_pages(
-            tile.batch,
-            blocks.begin * tile_n,
-            cutlass.min(tile.info.seqlen_k, last * tile_n),
-            thread,
-            WARP * self.kernel.copy_warps,
-        )
-        for i in cutlass.range(count, unroll=1):
-            ahead = own.find(rows, tile.batch, last - i - 1, tile.info)
-            row0, n = (last - i) * tile_n, keys + i
-            for source, target, pipeline, targets in operands:
-                pipeline.producer_wait(n)
-                stage = target[None, None, pipeline.stage(n)].iterator.toint()
-                source.load(pages, own, rows, row0, tile.head_kv, stage, targets)
-                pipeline.producer_commit_copies(n)
-            pages.store(ahead.load())
-        return PipelineState(pipeline_state.queries, keys + count)
 
 
 @dataclass(frozen=True)

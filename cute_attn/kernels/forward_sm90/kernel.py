@@ -174,11 +174,6 @@ class ForwardSm90:
         return not (self.traits.varlen or self.traits.seqused_q)
 
     @property
-    def copy_warps(self) -> int:
-        """Warps beside the producer that copy K and V by cp.async; 0: the producer loads them by TMA."""
-        return 0
-
-    @property
     def has_values_out_of_bounds(self) -> bool:
         """Whether loads of V reach rows that the sequence does not own: they may be NaN, and 0 * NaN is NaN."""
         return self.traits.varlen or self.traits.seqused_k

@@ -40,7 +40,7 @@ class ForwardStorage:
             for pipeline in (self.q.pipeline, self.pipeline_k, self.pipeline_v):
                 pipeline.init(4 * warpgroups)
             bias_warps = 1 if self.bias is not None else 0
-            self.work.pipeline.init((4 + bias_warps) * warpgroups + self.pipeline_k.copy_warps)
+            self.work.pipeline.init((4 + bias_warps) * warpgroups)
             if cutlass.const_expr(self.bias is not None):
                 self.bias.init()
         cute.arch.mbarrier_init_fence()
@@ -129,13 +129,12 @@ def make_storage(kernel: Any) -> ForwardStorage:
     barriers = cute.recast_ptr(base, dtype=Int64)
     pipelines: list[Pipeline] = []
     start = 0
-    for stages, rows, head_dim, copy_warps in (
-        (1, tile.tile_m, d, 0),
-        (tile.num_stages, tile.tile_n, d, kernel.copy_warps),
-        (tile.num_stages, tile.tile_n, dv, kernel.copy_warps),
+    for stages, rows, head_dim in (
+        (1, tile.tile_m, d),
+        (tile.num_stages, tile.tile_n, d),
+        (tile.num_stages, tile.tile_n, dv),
     ):
-        stage_bytes = 0 if copy_warps else 2 * rows * padded(head_dim)
-        pipelines.append(Pipeline(barriers + start, stages, stage_bytes, copy_warps=copy_warps))
+        pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
     k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
@@ -147,7 +146,7 @@ def make_storage(kernel: Any) -> ForwardStorage:
     start += Pipeline.barrier_bytes(STAGES) // 8
     if tile.share_qo_smem:
         o_start = tile.BARRIER_BYTES
-    threads = 32 * (1 + kernel.copy_warps) + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups
+    threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups
     return ForwardStorage(
         QueryBuffer(
             smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups), pipelines[0], tile
