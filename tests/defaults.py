@@ -102,14 +102,14 @@ BY_LENGTHS = {
 }
 
 
-# Kvcache kernels of Hopper: decoding and chunked prefill, with pages of 1.
+# Kvcache kernels of Hopper: decoding and chunked prefill, with pages of 8.
 BY_CACHE = {
     (1, 65536, 4, 0): ("d128-seqused_k-split_shares",),
-    (1, 65536, 8, 1): ("d128-causal-seqused_k-paged-leftpad-split_shares", "d64-seqused_k-paged-split_parts"),
+    (1, 65536, 8, 8): ("d128-causal-seqused_k-paged-leftpad-split_shares", "d64-seqused_k-paged-split_parts"),
     (16, 65536, 4, 16): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_shares",),
     (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_shares" for dim in (64, 128, 256)),
     (512, 65536, 8, 16): ("d128-causal-seqused_k-paged", "d64-causal-alibi-varlen-seqused_k"),
-    (512, 65536, 4, 1): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_shares",),
+    (512, 65536, 4, 8): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_shares",),
 }
 
 

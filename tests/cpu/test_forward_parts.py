@@ -1,5 +1,6 @@
 """The forward of fp32 in two fp16 parts: operands, numerics, kernels, and which calls take it."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -8,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import from_dlpack
 
 import layouts
 from cute_attn import emulate
 from cute_attn.compiler import compile
 from cute_attn.device.forward_parts import P_SCALE, parts_of_probabilities, store_pairs
 from cute_attn.device.gemm import SmemOperand
+from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
+from cute_attn.kernels.forward_sm80.parts_kernel import parts_serve
 from cute_attn.launcher import choose_kernel
 from cute_attn.registry import Unsupported, lookup
 from cute_attn.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
@@ -292,3 +296,36 @@ def test_what_the_kernels_decline():
     }.items():
         with pytest.raises(Unsupported, match=reason):
             lookup(parts, tile, "sm90")
+
+
+# ---- which kernel computes ----
+
+
+@cute.jit
+def write_choice(scales: cute.Tensor, serve: cute.Tensor, scale_log2: Float32):
+    serve[0] = Int32(1) if parts_serve(scales, scale_log2, 128) else Int32(0)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "expected"),
+    [
+        (2.0**-12, 2.0**-12, 1.0, 1),  # elements up to 8
+        (2.0**-5, 2.0**-5, 1.0, 1),  # up to 1,024
+        (2.0**5, 2.0**5, 1.0, 0),  # up to 2**20, scores up to 2**44
+        (2.0**-40, 2.0**10, 1.0, 1),
+        (2.0**48, 2.0**48, 1.0, 0),
+        (0.0, 1.0, 1.0, 0),
+        (1.0, 0.0, 1.0, 0),
+        (2.0**-12, 2.0**-12, 0.0, 0),
+    ],
+)
+def test_parts_serve_where_all_fit_and_no_score_is_huge(q, k, v, expected):
+    scales, serve = torch.tensor([q, k, v]), torch.full((1,), -1, dtype=torch.int32)
+    compiled_choice()(from_dlpack(scales), from_dlpack(serve), 128**-0.5 * LOG2_E)
+    assert serve.item() == expected
+
+
+@functools.cache
+def compiled_choice():
+    fakes = from_dlpack(torch.zeros(3)), from_dlpack(torch.zeros(1, dtype=torch.int32))
+    return cute.compile(write_choice, *fakes, Float32(1.0), options="--gpu-arch sm_90a")

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,8 @@ class Machine:
             self.written.append(dq.data_ptr())
 
         class Kernel:
+            traits = SimpleNamespace(arch="sm90")
+
             @staticmethod
             def score_args(inputs):
                 return ((inputs.bias, inputs.grad_bias),)

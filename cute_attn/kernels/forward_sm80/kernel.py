@@ -151,6 +151,11 @@ class ForwardSm80:
         return self.traits.dtype == "fp32"
 
     @property
+    def scores_may_be_large(self) -> bool:
+        """Whether the softmax takes differences of huge scores before it scales them: fp32 has inputs of any size."""
+        return self.epilogues.may_be_large or (self.single and not self.traits.precision)
+
+    @property
     def products(self) -> int:
         """Products on tensor cores for each product: three for the precision of fp32."""
         return 3 if self.single and not self.traits.precision else 1
@@ -376,7 +381,7 @@ class ForwardSm80:
         own_stats = self.row_stats(shared.stats, rows, thread) if tile.stats_in_smem else None
         chain = self.epilogues
         softmax = OnlineSoftmax.make(
-            rows, scale_log2, chain.may_mask_rows, own_stats, may_be_large=chain.may_be_large
+            rows, scale_log2, chain.may_mask_rows, own_stats, may_be_large=self.scores_may_be_large
         )
         return MainloopContext(
             *(operands, load_k, load_v, blocks, state, group, thread, row0),

@@ -1,10 +1,10 @@
 """The Ampere forward of fp32 in two fp16 parts, and the exact kernel that computes where parts do not serve.
 
 A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of Q, K and V, and their scales. Then both kernels of
-this file are launched. Each reads the scales first. Where none is 0, the speculative kernel computes: products of
-parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V themselves, by three
-products of tf32. The other one's CTAs return at once. So results are right for any input, without a number that the
-host reads.
+this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the speculative kernel
+computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V
+themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any input, without
+a number that the host reads.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. Scores
 and the output are in natural units, so that epilogues are the same. Rows of Q, K and V may start anywhere, since their
@@ -30,7 +30,7 @@ from cute_attn.device.forward_parts import (
     store_pairs,
 )
 from cute_attn.device.gemm import SmemOperand
-from cute_attn.device.math import rematerialize
+from cute_attn.device.math import LOG2_E, rematerialize
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.kernels.arguments import rows_fake, scales_fake
@@ -42,11 +42,18 @@ from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
 
+LARGEST_PART = 2.0**15
+"""No part is larger."""
+LARGEST_SCORE = 2.0**30
+"""In powers of two: beyond 2**31 a fused multiply-add of a score and its row's maximum may be off by more than fp32's
+exponents reach."""
+
 
 @cute.jit
-def parts_serve(scales: cute.Tensor) -> Boolean:
-    """Whether parts of Q, K and V have the precision of fp32."""
-    return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0)
+def parts_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
+    """Whether parts of Q, K and V have the precision of fp32, and scores stay below LARGEST_SCORE."""
+    largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_PART**2))
+    return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0) & (largest <= Float32(LARGEST_SCORE))
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class FollowsSplit(ForwardSm80):
 
     @cute.kernel
     def kernel(self, params: ForwardParams) -> None:
-        if parts_serve(params.scales) == self.computes_parts:
+        scale_log2 = params.softmax_scale * LOG2_E
+        if parts_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_parts:
             self.run(params)
 
 
@@ -135,6 +143,11 @@ class ForwardParts(FollowsSplit):
     def dtype(self) -> Any:
         """Element type of the parts."""
         return Float16
+
+    @property
+    def scores_may_be_large(self) -> bool:
+        """As of 16-bit kernels: where Q K^T alone may be huge, the exact kernel computes."""
+        return self.epilogues.may_be_large
 
     @property
     def row_widths(self) -> tuple[int, int]:
