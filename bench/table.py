@@ -3,7 +3,8 @@
     python -m bench.table bench/results/FILE.json ...           print all of it
     python -m bench.table --write bench/results/FILE.json ...   put the README's rows into the README, draw its picture
 
-The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward.
+The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward. Of a result of
+attention with a cache the README has every row, and docs/decode.png.
 """
 
 import argparse
@@ -15,10 +16,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import decode_picture
+
 README = Path(__file__).parents[1] / "README.md"
-BEGIN = {"forward": "<!-- speed table -->", "backward": "<!-- backward speed table -->"}
-PICTURE = Path("docs/speed.png")
-END = {"forward": "<!-- end of speed table -->", "backward": "<!-- end of backward speed table -->"}
+BEGIN = {
+    "forward": "<!-- speed table -->",
+    "backward": "<!-- backward speed table -->",
+    "decode": "<!-- decode table -->",
+}
+PICTURE, DECODE_PICTURE = Path("docs/speed.png"), Path("docs/decode.png")
+END = {
+    "forward": "<!-- end of speed table -->",
+    "backward": "<!-- end of backward speed table -->",
+    "decode": "<!-- end of decode table -->",
+}
 PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
 README_ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
 """The rows of the README."""
@@ -56,6 +67,31 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
     return "\n".join(lines)
 
 
+def decode_table(result: dict[str, Any]) -> str:
+    """A Markdown table: microseconds of each implementation, a row a call; a dash where it cannot compute the call."""
+    titles = decode_picture.NAMES
+    found = decode_picture.speeds(result)
+    names = [name for name in titles if any(name in by_impl for by_impl in found.values())]
+    own = [name for name in names if _is_own(name)]
+    header = [
+        "call",
+        *(f"**{titles[n]}**" if n in own else titles[n] for n in names),
+        "GB/s",
+        "best peer / best",
+    ]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row, by_impl in found.items():
+        cells = [f"{1e3 * by_impl[name]['ms']:.1f}" if name in by_impl else "-" for name in names]
+        ours = min(
+            (by_impl[name] for name in own if name in by_impl), key=lambda line: line["ms"], default=None
+        )
+        theirs = [by_impl[name]["ms"] for name in names if name in by_impl and name not in own]
+        cells.append(f"{ours['value']:.0f}" if ours else "-")
+        cells.append(f"{min(theirs) / ours['ms']:.2f}" if ours and theirs else "-")
+        lines.append("| " + " | ".join([row, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def _by_workload(result: dict[str, Any], key: str) -> dict[str, dict[str, float]]:
     """A number of each implementation, for every workload."""
     found: dict[str, dict[str, float]] = {}
@@ -71,7 +107,9 @@ def _is_own(impl: str) -> bool:
 
 
 def operation(result: dict[str, Any]) -> str:
-    """ "forward" or "backward"."""
+    """ "forward", "backward" or "decode"."""
+    if result["rows"][0]["workload"] == "read-only":
+        return "decode"
     return "backward" if result["rows"][0]["workload"].startswith("bwd-") else "forward"
 
 
@@ -85,9 +123,18 @@ def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*
             *(f"{title} {result['peers'][name]}" for name, title in peers.items()),
         ]
     )
-    caption = f"TFLOP/s, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
     op = operation(result)
-    return f"{BEGIN[op]}\n{caption}\n\n{table(result, patterns)}\n{END[op]}"
+    unit = (
+        "TFLOP/s"
+        if op != "decode"
+        else "Microseconds of a call on a cache that is not in the L2, in a CUDA graph"
+    )
+    caption = f"{unit}, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
+    if op == "decode":
+        most = decode_picture.ceiling(result)
+        caption += f" GB/s are of keys and values, the faster kernel's; reading alone takes {most:.0f}."
+    rows = decode_table(result) if op == "decode" else table(result, patterns)
+    return f"{BEGIN[op]}\n{caption}\n\n{rows}\n{END[op]}"
 
 
 def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: Path) -> Path:
@@ -171,6 +218,8 @@ def write(paths: list[Path]) -> None:
     README.write_text(readme)
     results = {op: json.loads(path.read_text()) for op, path in named_results(readme).items()}
     plot(results.get("forward"), results.get("backward"), README.parent / PICTURE)
+    if "decode" in results:
+        decode_picture.plot(results["decode"], README.parent / DECODE_PICTURE)
 
 
 def _source(path: Path) -> str:

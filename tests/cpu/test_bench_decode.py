@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench import decode, decode_impls, decode_picture, run
+from bench import table as bench_table
 from bench.decode_rows import MIXED, Row, make_inputs, rows
 from bench.read_only import ReadOnly, compiled
 from cute_attn.benchmark.peers import Declined
@@ -232,3 +233,18 @@ def test_a_result_without_times_is_shown_too(tmp_path):
     empty = {"gpu": "A GPU", "clock_mhz": None, "rows": lines}
     assert "b1-k1024" in decode_picture.table(empty)
     assert decode_picture.plot(empty, tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_the_readme_has_a_row_for_each_call():
+    lines = bench_table.decode_table(result()).splitlines()
+    calls = [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]]
+    assert calls == list(decode_picture.speeds(result()))
+    cells = dict(zip(lines[0].strip("| ").split(" | "), lines[2].strip("| ").split(" | "), strict=True))
+    by_impl = decode_picture.speeds(result())[calls[0]]
+    ours = by_impl["cute_attn/sm90"]
+    assert cells["**cute_attn**"] == f"{1e3 * ours['ms']:.1f}" and cells["GB/s"] == f"{ours['value']:.0f}"
+    peers = [line["ms"] for name, line in by_impl.items() if not name.startswith("cute_attn/")]
+    assert cells["best peer / best"] == f"{min(peers) / ours['ms']:.2f}"
+    machine = {"driver": "1", "torch": "2", "cutlass_dsl": "3", "peers": {"fa3": "4"}}
+    section = bench_table.section(result() | machine, "bench/results/x.json")
+    assert section.startswith("<!-- decode table -->\nMicroseconds") and "reading alone takes" in section
