@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from cute_attn import ops, reference
+from cute_attn import interface, ops, reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.interface import (
     _packed_lse,
@@ -748,3 +749,16 @@ def test_a_given_output_has_no_gradient():
         attention(q, q, q, out=torch.empty(1, 16, 2, 32))
     with torch.no_grad():
         attention(q, q, q, out=torch.empty(1, 16, 2, 32))
+
+
+def test_tangents_are_followed_on_the_cpu_and_refused_elsewhere():
+    q, k, v = (torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        found = forward_ad.unpack_dual(attention(dual, k, v)).tangent
+        with pytest.raises(NotImplementedError, match="a forward-mode derivative of attention is asked for"):
+            interface.refuse_tangents((k, None, dual))
+        interface.refuse_tangents((k, None, v))
+    step = 1e-3
+    ends = [attention(q.double() + sign * step, k.double(), v.double()) for sign in (1, -1)]
+    torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / (2 * step), atol=1e-4, rtol=1e-4)
