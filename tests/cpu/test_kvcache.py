@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from cute_attn import append, compiler, kvcache, registry
+from cute_attn import append, compiler, kvcache, kvcache_launcher, registry
 from cute_attn.append import append_kv
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.kvcache import attention_with_kvcache
@@ -359,3 +359,17 @@ def test_tables_out_of_bounds_are_told_where_asked():
     problem.table[2, 1] = 2**31 - 1
     with pytest.raises(ValueError, match=r"^page_table\[2, 1\] is 2147483647; accepted: 0 to"):
         append_kv(**problem.append_params()._asdict(), check_lengths=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "parts"),
+    [
+        *((1024, (32, 8), 8), (4096, (32, 8), 12), (8192, (32, 8), 16), (65536, (32, 8), 16)),
+        (131072, (32, 1), 128),
+    ],
+)
+def test_parts_of_one_sequence(keys, heads, parts):
+    """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
+    problem = Problem(Case((9,), capacity=keys, heads=heads, dims=(128, 128)), dtype=torch.float16)
+    _, split = kvcache_launcher.choose_kernel(params_of(problem), "sm90", 132)
+    assert (split.how, split.parts) == ("parts", parts)
