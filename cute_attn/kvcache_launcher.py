@@ -41,8 +41,8 @@ FULL_PARTS = 0.9
 PARTS_AT_ONCE = 128
 """Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
 BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
-"""Key blocks that a part has at least where so many CTAs are busy: fewer parts are merged sooner. One sequence of 32 heads
-on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
+"""Key blocks that a part has at least where so many CTAs are busy: fewer parts are merged sooner. One sequence of 32
+heads on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
 FULL_WAVES = 0.85
 """Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
 
