@@ -232,22 +232,8 @@ def time_tasks(tasks: Sequence[Task], send: Callable[[Message], None], *, millis
 _FA4_KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
-def build(chosen: Sequence[Row], impl: Sequence[str], target: str, workers: int) -> None:
-    """Build kernels of all rows in parallel processes, each of which makes the rows' first calls on the GPU."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    # Neighbouring rows share kernels, for which one process would wait while another builds them.
-    mixed = [row for first in range(workers) for row in chosen[first::workers]]
-    with context.Pool(min(workers, len(chosen))) as pool:
-        first = functools.partial(first_calls, impl=impl, target=target)
-        for name, error in pool.imap_unordered(first, mixed):
-            if error:
-                print(f"{name}: {error}", flush=True)
-
-
-def first_calls(row: Row, impl: Sequence[str], target: str) -> tuple[str, str]:
-    """Call those implementations of a row once that compile; its name, and the first error or ""."""
+def first_calls(row: Row, impl: Sequence[str], target: str) -> str:
+    """Call those implementations of a row once that compile; the first error or ""."""
     from bench.decode_impls import IMPLEMENTATIONS, OURS, names_of
     from cute_attn.benchmark.peers import Declined
     from cute_attn.benchmark.results import first_line
@@ -258,10 +244,10 @@ def first_calls(row: Row, impl: Sequence[str], target: str) -> tuple[str, str]:
             if name in (*OURS, "fa4") and run.matches(name, impl):
                 IMPLEMENTATIONS[name](row, inputs[0])[""](inputs[0])
     except Declined:
-        return row.name, ""
-    except Exception as error:  # again in its row
-        return row.name, first_line(error)
-    return row.name, ""
+        return ""
+    except Exception as error:
+        return f"{row.name}: {first_line(error)}"
+    return ""
 
 
 # ---- the command ----
@@ -310,7 +296,8 @@ def measure(chosen: Sequence[Row], options: argparse.Namespace) -> None:
 
     target = default_target("sm80")
     os.environ.setdefault(_FA4_KEEPS_KERNELS, "1")
-    build(chosen, options.impl, target, options.workers)
+    first = functools.partial(first_calls, impl=options.impl, target=target)
+    run.build_by_calls(first, chosen, options.workers)
     tasks = [Task(CEILING, CEILING_NAMES)]  # type: ignore[arg-type]
     for i, row in enumerate(chosen):
         names = tuple(name for name in names_of(row, target) if run.matches(name, options.impl))

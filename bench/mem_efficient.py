@@ -11,10 +11,9 @@ Kernels are built beforehand, by processes that make each row's first call.
 
 import argparse
 import itertools
-import multiprocessing
 from collections.abc import Iterator
 
-from bench.run import RESULTS, matches, print_row
+from bench.run import RESULTS, build_by_calls, matches, print_row
 from cute_attn.benchmark.workload import Workload
 
 PEER = "mem_efficient"
@@ -53,16 +52,8 @@ def names_of(workload: Workload) -> tuple[str, ...]:
     return ("cute_attn", "cute_attn/sm80", PEER) if workload.head_dim <= 128 else ("cute_attn", PEER)
 
 
-def build(chosen: list[Workload], workers: int) -> None:
-    """Make the first calls of all rows in parallel processes."""
-    with multiprocessing.get_context("spawn").Pool(min(workers, len(chosen))) as pool:
-        for error in pool.imap_unordered(first_calls, chosen):
-            if error:
-                print(error, flush=True)
-
-
 def first_calls(workload: Workload) -> str:
-    """Call this package's implementations of a row once; the error, which comes again in its row, or ""."""
+    """Call this package's implementations of a row once; the error or ""."""
     from cute_attn.benchmark.peers import ours
     from cute_attn.benchmark.results import first_line
 
@@ -97,7 +88,7 @@ def main() -> None:
     from cute_attn.benchmark.peers import PEERS, ours
     from cute_attn.benchmark.results import default_path, time_workloads, write
 
-    build(chosen, options.workers)
+    build_by_calls(first_calls, chosen, options.workers)
     rows: list[dict] = []
     for names, some in itertools.groupby(sorted(chosen, key=names_of, reverse=True), names_of):
         rivals = {name: PEERS[PEER] if name == PEER else ours(*OURS[name]) for name in names}

@@ -2,9 +2,10 @@
 
 import argparse
 import fnmatch
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
                 continue
     for _ in prebuild(requests):
         pass
+
+
+def build_by_calls(call: Callable[[Any], str], items: Sequence[Any], workers: int) -> None:
+    """Build kernels by calls on the GPU in parallel processes, and print their errors.
+
+    call: makes an item's first calls, and returns an error, which comes again when the item is timed, or "".
+    """
+    context = multiprocessing.get_context("spawn")
+    # Neighbouring items share kernels, for which one process would wait while another builds them.
+    mixed = [item for first in range(workers) for item in items[first::workers]]
+    with context.Pool(min(workers, len(items))) as pool:
+        for error in pool.imap_unordered(call, mixed):
+            if error:
+                print(error, flush=True)
 
 
 def print_row(row: dict[str, Any]) -> None:

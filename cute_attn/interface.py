@@ -533,7 +533,7 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     if forward_ad._current_level >= 0 and q.is_cuda:
-        refuse_tangents(tensors)
+        ops.refuse_tangents(tensors)
     if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
         tensors, given = _under_autocast(tensors), (*given[:-1], "")
         q = tensors[0]
@@ -563,20 +563,6 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
 _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
     _Options._fields.index(name) for name in ("dropout_p", "epilogues", "return_lse")
 )
-
-
-def refuse_tangents(tensors: Tensors) -> None:
-    """Raise where a tensor is a dual one: kernels would return its primal result alone.
-
-    Raises
-    ------
-    NotImplementedError
-        One is.
-    """
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "a forward-mode derivative of attention is asked for; accepted on CUDA: none"
-        )
 
 
 def _under_autocast(tensors: Tensors) -> Tensors:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cute_attn import reference
 from cute_attn.backward import NOTHING, Gradients, check_given, gradients
@@ -137,6 +138,20 @@ def no_dispatch_mode() -> bool:
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiler_enabled = torch.autograd._profiler_enabled
+
+
+def refuse_tangents(tensors: Tensors) -> None:
+    """Raise where a tensor is a dual one: kernels would return its primal result alone.
+
+    Raises
+    ------
+    NotImplementedError
+        One is.
+    """
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "a forward-mode derivative of attention is asked for; accepted on CUDA: none"
+        )
 
 
 def all_plain(tensors: Tensors) -> bool:
