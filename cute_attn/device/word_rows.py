@@ -7,8 +7,9 @@ there, the warp moves its own rows by that element, so that loads overlap produc
 no barrier of their own.
 
 What is read beside a row is at most the 2 bytes before it, in the same word as its first element, and so of the same
-allocation; it is moved out of the row and never enters a sum. Beyond a row's last byte nothing is read. Rows whose
-elements are not neighbours are read one element at a time.
+allocation; it is moved out of the row and never enters a sum. Of the word in which a row ends only the row's part is
+copied, and the last row's is loaded without cp.async, since the allocation may end there. Rows whose elements are not
+neighbours are read one element at a time.
 """
 
 import math
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int16, Int32, Int64, cute
+from cutlass import Boolean, Constexpr, Int16, Int32, Int64, Uint16, Uint32, cute
 
 from cute_attn.device.element_copy import load_elements
 from cute_attn.device.gemm import below_1024
@@ -143,7 +144,11 @@ class WordRows:
 
     @cute.jit
     def copy_last_elements(self, tile: cute.Tensor, row0: Int32, rows: Int32) -> None:
-        """Start copying the last elements of the warp's rows that end between two words, a row a lane."""
+        """Start copying the last elements of the warp's rows that end between two words, a row a lane.
+
+        The tensor may end between the words of its last row, which is loaded at once, therefore: cp.async touches a
+        whole word, also where it copies the half of it.
+        """
         owner = self._division(tile, WORD)
         division = RowLanes(1, owner.warps)
         thread = below_1024(rematerialize(self.thread))
@@ -159,7 +164,10 @@ class WordRows:
                 there = there & (thread % WARP + m < own)
             if there & (col < cute.size(tile, mode=[1])):
                 target = (tile.iterator + cute.crd2idx((row, col), tile.layout)).toint()
-                copy_async_element(target, source, row < rows)
+                if row == rows - 1:
+                    store_element(target, source)
+                else:
+                    copy_async_element(target, source, row < rows)
 
     @cute.jit
     def finish(self, tile: cute.Tensor, row0: Int32, rows: Int32) -> None:
@@ -256,11 +264,19 @@ def copy_async(target: Int32, source: Int64, unit: int, exists: Boolean | None) 
 
 
 def copy_async_element(target: Int32, source: Int64, exists: Boolean) -> None:
-    """cp.async of a word's first 2 bytes, of which no more are read, or of zeros, and zeros after them."""
+    """cp.async of a word's first 2 bytes, or of zeros, and zeros after them."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
         read_only_args=[target, source, cutlass.select_(exists, Int32(2), Int32(0))],
     )
+
+
+@cute.jit
+def store_element(target: Int32, source: Int64) -> None:
+    """Load 2 bytes, and store them and zeros after them at a word of shared memory."""
+    bits = cute.make_ptr(Uint16, source, cute.AddressSpace.gmem, assumed_align=2)
+    word = cute.make_ptr(Uint32, target, cute.AddressSpace.smem, assumed_align=WORD)
+    cute.make_tensor(word, cute.make_layout(1))[0] = Uint32(cute.make_tensor(bits, cute.make_layout(1))[0])
 
 
 def read_vector(address: Int32, words: cute.Tensor) -> None:

@@ -167,9 +167,9 @@ _FIT_ALWAYS_FP32 = [
 ]
 
 
-# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Not measured yet:
-# those that do not spill, of 32 rows a warp where they fit, which read K and V from shared memory half as often as 16,
-# and two CTAs of four warps a multiprocessor, so that one's softmax overlaps the other's products.
+# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Fastest at head dims
+# 64 and 128 of those that do not spill: 32 rows a warp read K and V from shared memory half as often as 16, and of two
+# CTAs of four warps a multiprocessor one's softmax overlaps the other's products.
 _PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
     64: {"none": [ForwardPartsTile(128, 64, 4, 1)], "high": [ForwardPartsTile(128, 32, 4, 1)]},
     96: {
@@ -222,9 +222,12 @@ def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: in
     return uses >= PARTS_LEAST_USES and flop >= PARTS_LEAST_FLOP
 
 
-# A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. Not measured yet. The second one of fp32
-# spills 20 bytes at head dim 512.
-_DIVIDED_LARGE = ForwardSm80Tile(128, 64, 8, qk_unroll=4, warps_n=2)
+# A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. The second one of fp32 spills 20 bytes
+# at head dim 512.
+_DIVIDED_FEW_REGISTERS = [
+    ForwardSm80Tile(128, 64, 8, qk_unroll=4, warps_n=2),
+    ForwardSm80Tile(64, 64, 8, qk_unroll=0, warps_n=4),
+]
 _DIVIDED = [
     ForwardSm80Tile(64, 64, 8, qk_unroll=4, warps_n=4),
     ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
@@ -255,8 +258,8 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
         return _unaligned_tiles(traits)
     single = traits.dtype == "fp32"
     if traits.head_dim_v > (224 if single and not traits.precision else 256):
-        large = [] if _register_need(traits) != "none" else [_DIVIDED_LARGE]
-        return _DIVIDED_FP32 if single else [*large, *_DIVIDED]
+        plain = [] if _register_need(traits) != "none" else _DIVIDED_FEW_REGISTERS
+        return _DIVIDED_FP32 if single else [*plain, *_DIVIDED]
     tables = _TILES_FP32[traits.precision] if single else _TILES
     table = next(table for dim, table in tables.items() if traits.head_dim_v <= dim)
     need = _register_need(traits)
