@@ -56,6 +56,7 @@ CASES = {
     "shared-entry": Case((4, 9, 13), batch_idx=(1, 1, 0)),
     "page-1": Case((4, 9), new=(2, 2), page=1),
     "page-3": Case((4, 9), new=(4, 4), page=3, mask="causal", queries=(3, 3)),
+    "page-16": Case((18, 38), new=(2, 2), page=16, capacity=64),
     "page-19": Case((18, 38), new=(2, 2), page=19, capacity=57),
     "page-beyond-capacity": Case((11, 7), new=(4, 4), page=4, capacity=12),
     "page-batch-idx": Case((4, 9), new=(2, 2), page=2, batch_idx=(2, 0)),

@@ -284,6 +284,8 @@ def test_pages_of_any_size(queries, page, split):
 @pytest.mark.parametrize("page", [0, 1, 16])
 def test_leftpad(page, split, arch):
     """As the rest of the cache alone; rows and pages before it are NaN, and their table entries absurd."""
+    if arch != "sm80" and page % kvcache_launcher.BOX_ROWS:
+        pytest.skip("Ampere's kernel loads such pages")
     call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))
     options = {"causal": True, "kernel": arch, **split}
     call.check(call.run_paged(page, **options) if page else call.run(**options), causal=True)
