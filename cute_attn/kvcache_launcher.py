@@ -281,7 +281,9 @@ def _combine(
         for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
     }
     own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
-    tile = CombineSharesTile.after(kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2)
+    tile = CombineSharesTile.after(
+        kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2, longest(params)[0]
+    )
     return compiler.compile(own, tile, target).function
 
 

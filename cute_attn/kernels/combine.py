@@ -471,6 +471,23 @@ class CombineUnits:
 
 
 @dataclass(frozen=True)
+class CombineLine:
+    """The line of all key blocks, and where a CTA's unit is looked up on it.
+
+    Attributes:
+        number: of sequences.
+        lane: of the warp that looks it up.
+    """
+
+    number: Int32
+    seqlens: Seqlens
+    mask_args: tuple
+    units: CombineUnits
+    slots: Int32
+    lane: Int32
+
+
+@dataclass(frozen=True)
 class CombineUnit:
     """A CTA's unit and rows: ``first`` and ``last``, the slots that have parts of it, are equal if it is whole."""
 
@@ -487,8 +504,8 @@ class CombineUnit:
 class CombineShares(Combine):
     """Merges what a kvcache kernel with split "shares" left in parts. A CTA handles some rows of one unit.
 
-    It finds the unit's slots by the arithmetic of :class:`KeyShares`, and leaves at once where a single slot wrote the
-    result.
+    Its first warp finds the unit's slots by the arithmetic of :class:`KeyShares`. The CTA leaves at once where a single
+    slot wrote the result.
     """
 
     tile: CombineSharesTile
@@ -554,32 +571,45 @@ class CombineShares(Combine):
         units: CombineUnits,
         slots: Int32,
     ) -> None:
-        tile, lane = self.tile, cute.arch.lane_idx()
-        warm_lengths(seqlens, seqlens.batch(mO), lane)
-        find = self.unit_of_slot if self.tile.by_slot else self.unit
-        unit = find(cute.arch.block_idx()[0], seqlens.batch(mO), seqlens, mask_args, units, slots, lane)
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
+        shared, found = self.shared_memory(cute.recast_ptr(base, dtype=Float32)), self.found_unit(base)
+        number = seqlens.batch(mO)
+        index, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
+        if thread < 32:
+            warm_lengths(seqlens, number, lane)
+            self.find(index, CombineLine(number, seqlens, mask_args, units, slots, lane), found)
+        cute.arch.barrier()
+        unit = self.unit(found, chunk, seqlens)
         self.wait_for_partials()  # what wrote the lengths has ended before that kernel began
         if unit.first < unit.last:
-            base = memory.SmemAllocator().allocate(tile.smem_bytes(self.traits), 16)
-            shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
-            place, found = self.place_of_unit(cute.arch.thread_idx()[0], unit, partials, units)
-            self.merge(partials.out.iterator, partials.lse.iterator, found, shared, place, mO, mLSE, mSinks)
+            place, rows = self.place_of_unit(thread, unit, partials, units)
+            self.merge(partials.out.iterator, partials.lse.iterator, rows, shared, place, mO, mLSE, mSinks)
+
+    def found_unit(self, base: cute.Pointer) -> cute.Tensor:
+        """(5,) int32 in shared memory: what :meth:`find` found."""
+        start = self.tile.smem_areas(self.traits)["unit"][0]
+        return cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
 
     @cute.jit
-    def unit(
-        self,
-        block: Int32,
-        number: Int32,
-        seqlens: Seqlens,
-        mask_args: tuple,
-        units: CombineUnits,
-        slots: Int32,
-        lane: Int32,
-    ) -> CombineUnit:
-        """The unit of a CTA, by whole warps; ``number``: of sequences."""
-        tile = self.tile
-        queries: Constexpr = tile.tile_m // tile.pack_heads
-        plane, chunk = divmod(block, units.chunks)
+    def find(self, index: Int32, line: CombineLine, found: cute.Tensor) -> None:
+        """A CTA's batch, pack, first row, and first and last slot, by a whole warp."""
+        look = self.unit_of_slot if self.tile.by_slot else self.unit_of_all
+        numbers = look(index, line)
+        if line.lane == 0:
+            for i in cutlass.range_constexpr(5):
+                found[i] = numbers[i]
+
+    def unit(self, found: cute.Tensor, chunk: Int32, seqlens: Seqlens) -> CombineUnit:
+        """The unit that was found."""
+        batch, pack, row0, first, last = (found[i] for i in range(5))
+        return CombineUnit(batch, pack, row0, chunk, SeqlenInfo.read(seqlens, batch), first, last)
+
+    @cute.jit
+    def unit_of_all(self, plane: Int32, line: CombineLine) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """The unit at a place among all."""
+        queries: Constexpr = self.tile.tile_m // self.tile.pack_heads
+        seqlens, units = line.seqlens, line.units
         plane, m_block = divmod(plane, units.m_blocks)
         batch, pack = Int32(0), plane
         if cutlass.const_expr(self.traits.varlen):
@@ -591,31 +621,23 @@ class CombineShares(Combine):
         row0 = m_block * queries
         first, last = Int32(0), Int32(0)
         if (row0 >= 0) & (row0 < info.seqlen_q):
-            blocks = VisibleBlocks(seqlens, mask_args, self.mask, queries, tile.tile_n)
+            blocks = VisibleBlocks(seqlens, line.mask_args, self.mask, queries, self.tile.tile_n)
             heads = units.packs.divisor
-            shares, start = KeyShares.measure(blocks, number, heads, slots, lane, OVERHEAD, batch)
+            shares, start = KeyShares.measure(
+                blocks, line.number, heads, line.slots, line.lane, OVERHEAD, batch
+            )
             first, last = shares.slots_of(start, batch, pack, m_block)
-        return CombineUnit(batch, pack, row0, chunk, info, first, last)
+        return batch, pack, row0, first, last
 
     @cute.jit
-    def unit_of_slot(
-        self,
-        block: Int32,
-        number: Int32,
-        seqlens: Seqlens,
-        mask_args: tuple,
-        units: CombineUnits,
-        slots: Int32,
-        lane: Int32,
-    ) -> CombineUnit:
-        """As :meth:`unit`: the one that a slot begins and does not end."""
+    def unit_of_slot(self, slot: Int32, line: CombineLine) -> tuple[Int32, Int32, Int32, Int32, Int32]:
+        """The unit that a slot begins and does not end."""
         queries: Constexpr = self.tile.tile_m // self.tile.pack_heads
-        slot, chunk = divmod(block, units.chunks)
-        blocks = VisibleBlocks(seqlens, mask_args, self.mask, queries, self.tile.tile_n)
-        shares = KeyShares.make(blocks, number, units.packs.divisor, slots, lane, OVERHEAD)
+        blocks = VisibleBlocks(line.seqlens, line.mask_args, self.mask, queries, self.tile.tile_n)
+        heads = line.units.packs.divisor
+        shares = KeyShares.make(blocks, line.number, heads, line.slots, line.lane, OVERHEAD)
         batch, pack, m_block, last = shares.divided_unit(slot)
-        info = SeqlenInfo.read(seqlens, batch)
-        return CombineUnit(batch, pack, m_block * queries, chunk, info, slot, last)
+        return batch, pack, m_block * queries, slot, last
 
     @cute.jit
     def place_of_unit(

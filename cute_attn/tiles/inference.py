@@ -119,12 +119,22 @@ class CombineSharesTile(CombineTile):
     pack_heads: int = 1
     by_slot: bool = False
 
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """And the unit that the first warp found."""
+        areas = CombineTile.smem_areas(self, traits)
+        end = max(end for _, end in areas.values())
+        return areas | {"unit": (end, end + 32)}
+
     @staticmethod
-    def after(tile: Any, traits: Traits, units: int, slots: int) -> "CombineSharesTile":
-        """The tile after a kernel with ``tile`` for so many units, at most, divided among so many slots."""
+    def after(tile: Any, traits: Traits, units: int, slots: int, queries: int) -> "CombineSharesTile":
+        """The tile after a kernel with ``tile`` for so many units, at most, divided among so many slots.
+
+        queries: of a sequence, at most. Each CTA looks for its unit, so few CTAs have many rows each.
+        """
         partials = slots // max(units, 1)
         groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
-        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if tile.tile_m <= 64 else 8, 4)
+        of_unit = min(queries * tile.pack_heads, tile.tile_m)
+        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_unit <= 4 else 16, 4)
         chosen = CombineSharesTile(
             rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, by_slot=units > slots
         )

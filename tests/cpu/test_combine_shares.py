@@ -14,7 +14,7 @@ from cutlass import Constexpr, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.combine import CombineShares, CombineUnits
+from cute_attn.kernels.combine import CombineLine, CombineShares, CombineUnits
 from cute_attn.tiles.inference import CombineSharesTile
 from cute_attn.traits import Traits
 from cute_attn.work.key_parts import Partials
@@ -46,31 +46,34 @@ def combine(
     units = CombineUnits.make(out, seqlens, Int32(HEADS_KV), numbers[1], kernel.tile)
     partials, shared = Partials(outs, lses, Int32(0), Int32(0)), kernel.shared_memory(memory.iterator)
     threads: Constexpr = kernel.tile.num_threads(kernel.traits)
+    found = cute.make_rmem_tensor(5, Int32)
+    line = CombineLine(Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
     for block in cutlass.range(units.total, unroll=1):
-        find = kernel.unit_of_slot if kernel.tile.by_slot else kernel.unit
-        unit = find(block, Int32(lengths.shape[0]), seqlens, (), units, numbers[1], Int32(0))
+        index, chunk = divmod(block, units.chunks)
+        kernel.find(index, line, found)
+        unit = kernel.unit(found, chunk, seqlens)
         if unit.first < unit.last:
             for thread in cutlass.range(threads, unroll=1):
-                place, found = kernel.place_of_unit(thread, unit, partials, units)
-                kernel.load_lse(lses.iterator, found, shared, place)
+                place, rows = kernel.place_of_unit(thread, unit, partials, units)
+                kernel.load_lse(lses.iterator, rows, shared, place)
             for thread in cutlass.range(threads, unroll=1):
-                place, found = kernel.place_of_unit(thread, unit, partials, units)
-                kernel.compute_weights(found.count, shared, place)
+                place, rows = kernel.place_of_unit(thread, unit, partials, units)
+                kernel.compute_weights(rows.count, shared, place)
             for thread in cutlass.range(threads, unroll=1):
-                place, found = kernel.place_of_unit(thread, unit, partials, units)
-                row_max, largest = kernel.compute_weights(found.count, shared, place)
+                place, rows = kernel.place_of_unit(thread, unit, partials, units)
+                row_max, largest = kernel.compute_weights(rows.count, shared, place)
                 loaded = None
                 if cutlass.const_expr(kernel.tile.eager):
-                    loaded = kernel.load_first(outs.iterator, found, place)
-                acc, total = kernel.add_partials(outs.iterator, found, largest, shared, place, loaded)
+                    loaded = kernel.load_first(outs.iterator, rows, place)
+                acc, total = kernel.add_partials(outs.iterator, rows, largest, shared, place, loaded)
                 if cutlass.const_expr(kernel.tile.groups > 1):
                     kernel.store_sums(acc, total, shared, place)
                 elif place.exists:
                     kernel.store(acc, total, row_max, out, lse, place)
             if cutlass.const_expr(kernel.tile.groups > 1):
                 for thread in cutlass.range(threads, unroll=1):
-                    place, found = kernel.place_of_unit(thread, unit, partials, units)
-                    row_max, _ = kernel.compute_weights(found.count, shared, place)
+                    place, rows = kernel.place_of_unit(thread, unit, partials, units)
+                    row_max, _ = kernel.compute_weights(rows.count, shared, place)
                     vectors: Constexpr = kernel.tile.vectors(kernel.traits)
                     acc = cute.make_rmem_tensor(cute.make_layout((4, vectors)), cutlass.Float32)
                     total = kernel.add_groups(acc, shared, place)
