@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn import ops, random_states
+from cute_attn.bias import with_readable_bias
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
 from cute_attn.params import NUM_TENSORS, PYTORCHS, AttentionParams, pack_epilogues, pytorchs_precision
@@ -73,10 +74,12 @@ def attention(
         With causal, right must be None or 0.
     alibi_slopes : Tensor (nheads,) or (batch, nheads), float32, optional
         slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
-    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k), fp16, bf16 or fp32, optional
-        Added to scores; its last dimension is contiguous. -inf hides a key. A finite number does not, be it the dtype's
-        smallest: where all keys that a query sees have it, out is their average, as in fp32 (and on CUDA the backward
-        of a row whose LSE leaves no digit for the logarithm of their sum takes all that the mask shows as equal).
+    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1), fp16, bf16, fp32 or bool, optional
+        Added to scores; of bool, True takes part. The first dimensions may be missing. Kernels read one whose last
+        dimension is whole and contiguous; of another, and of bool, a copy is made. -inf hides a key. A finite number
+        does not, be it the dtype's smallest: where all keys that a query sees have it, out is their average, as in
+        fp32 (and on CUDA the backward of a row whose LSE leaves no digit for the logarithm of their sum takes all that
+        the mask shows as equal).
     sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
         Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
         every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
@@ -208,7 +211,7 @@ def attention_varlen(
         counts as that many, except for the "mem_efficient" mask, which depends on the numbers as stated.
     seqused_q, seqused_k : Tensor (batch,), int32, optional
         How many rows of each sequence exist; what lies beyond is never read.
-    bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k)
+    bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
         As for :func:`attention`, indexed by a position in its sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, epilogues, \
 return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
@@ -537,6 +540,7 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
         tensors, given = _under_autocast(tensors), (*given[:-1], "")
         q = tensors[0]
+    tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
     # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     direct = ops.no_dispatch_mode()
     if given[_DROPOUT_P] and tensors[-1] is None:
@@ -560,8 +564,8 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     return _result(outputs, given[_RETURN_LSE])
 
 
-_DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
-    _Options._fields.index(name) for name in ("dropout_p", "epilogues", "return_lse")
+_MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
+    _Options._fields.index(name) for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse")
 )
 
 
