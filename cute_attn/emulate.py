@@ -526,8 +526,11 @@ class QueryBlockContext:
         """A thread's current statistics."""
         stored = self.statistics(thread, rows)
         chain, threshold = self.kernel.epilogues, getattr(self.kernel.tile, "rescale_threshold", 0)
-        statistics = (stored[None, 0], stored[None, 1])
-        return OnlineSoftmax(*statistics, self.scale_log2, chain.may_mask_rows, threshold, chain.may_be_large)
+        p_exponent = getattr(self.kernel, "p_exponent", 0)
+        return OnlineSoftmax(
+            *(stored[None, 0], stored[None, 1], self.scale_log2),
+            *(chain.may_mask_rows, threshold, chain.may_be_large, p_exponent),
+        )
 
 
 @cute.jit

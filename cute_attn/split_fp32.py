@@ -1,4 +1,4 @@
-"""fp32 tensors as two fp16 parts on CUDA: their workspace, the launch of the split, and the forward that follows it."""
+"""fp32 tensors as fp16 parts on CUDA: their workspace, the launch of the split, and the forward that follows it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ MAX_ROWS = 2**31 - 2**16
 
 
 class Parts(NamedTuple):
-    """Tensors in two fp16 parts each, which another kernel has still to write while the host has this.
+    """Tensors in fp16 parts, which another kernel has still to write while the host has this.
 
     Attributes:
-        tensors: of each tensor of rows (..., dim) its parts (..., 2, padded dim), contiguous: hi, then lo;
-            ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten where the tensor's scale is 0.
+        tensors: of each tensor of rows (..., dim) its parts (..., parts, padded dim), contiguous: hi, then lo, or hi
+            alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten where the tensor's scale is 0.
         scales: fp32 (tensors,): 2^-e, the inverse of the power of two that was multiplied by; 0 where a tensor does not
-            keep the precision of fp32 in two parts, so that another kernel has to read the tensor itself.
+            keep the precision in parts, so that another kernel has to read the tensor itself.
     """
 
     tensors: tuple[Tensor, ...]
@@ -39,11 +39,13 @@ class SplitLauncher:
         function: launches the kernels.
         dims: the padded head dim of each tensor.
         blocks: partial results of each tensor.
+        parts: of each number, 1 or 2.
     """
 
     function: Callable[..., None]
     dims: tuple[int, ...]
     blocks: int
+    parts: int
 
     @staticmethod
     def of(main: Traits, op: str, target: str) -> "SplitLauncher":
@@ -57,14 +59,14 @@ class SplitLauncher:
 
         compiled = compiler.compile(main.split_fp32(op), None, target)
         dims = tuple(padded(getattr(main, name)) for name in SPLIT_TENSORS[op])
-        return SplitLauncher(compiled.function, dims, compiled.tile.blocks)
+        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp16_parts)
 
     def launch(self, tensors: Sequence[Tensor]) -> Parts:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
         like = tensors[0]
-        shapes = [(*x.shape[:-1], 2, dim) for x, dim in zip(tensors, self.dims, strict=True)]
+        shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(tensors, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
-        # One allocation; parts of any tensor are whole lines of 128 bytes.
+        # One allocation; parts of any tensor are whole 64 bytes.
         memory = launcher.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
         parts = tuple(
             as_strided(memory, shape, contiguous_strides(shape), sum(sizes[:i]))
@@ -120,9 +122,9 @@ class SpeculativeForward:
 
 
 def as_rows(parts: Tensor) -> Tensor:
-    """(..., 2, dim) as rows of both parts."""
-    *outer, two, dim = parts.shape
-    shape = (*outer, two * dim)
+    """(..., parts, dim) as rows of all parts."""
+    *outer, count, dim = parts.shape
+    shape = (*outer, count * dim)
     return as_strided(parts, shape, contiguous_strides(shape))
 
 
@@ -160,7 +162,7 @@ class SpeculativeKernels(NamedTuple):
             return None
         try:
             return SpeculativeKernels._pair(kernel, target)
-        except registry.Unsupported:  # head dims beyond the speculative kernel's, or precision tf32
+        except registry.Unsupported:  # head dims beyond those of one of both
             return None
 
     @staticmethod

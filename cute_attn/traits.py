@@ -26,7 +26,7 @@ SPLIT_TENSORS = {
     "forward_split": ("head_dim", "head_dim", "head_dim_v"),
     "backward_split": ("head_dim", "head_dim", "head_dim_v", "head_dim_v"),
 }
-"""The ops that split fp32 tensors into two fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
+"""The ops that split fp32 tensors into fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -287,17 +287,15 @@ class Traits:
         return Traits(op, lse_grad=lse_grad, **kept)
 
     def split_fp32(self, op: str) -> "Traits":
-        """Traits of ``"forward_split"`` or ``"backward_split"``: dims, varlen and alignment alone.
+        """Traits of ``"forward_split"`` or ``"backward_split"``: precision, dims, varlen and alignment alone.
 
         Raises:
             ValueError: another op.
         """
         if op not in SPLIT_TENSORS:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, SPLIT_TENSORS))}")
-        kept = {
-            name: getattr(self, name) for name in ("dtype", "head_dim", "head_dim_v", "varlen", "aligned")
-        }
-        return Traits(op, "sm80", **kept)
+        names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen", "aligned")
+        return Traits(op, "sm80", **{name: getattr(self, name) for name in names})
 
     def softmax(self) -> "Traits":
         """Traits of the softmax kernel of such a forward."""
@@ -307,6 +305,11 @@ class Traits:
     def element_bytes(self) -> int:
         """Bytes of an element of q, k, v and o."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def fp16_parts(self) -> int:
+        """fp16 parts of an fp32 number in kernels that multiply parts: hi and lo, or with precision tf32 hi alone."""
+        return 1 if self.precision == "tf32" else 2
 
     @property
     def causal(self) -> bool:

@@ -59,6 +59,7 @@ FURTHER = [
     "forward-sm80-bf16-d576x512-causal",
     "forward-sm80-fp32-d64-causal",
     "forward-sm80-fp32-d128-causal",
+    "forward_split-sm80-fp32-d96-tf32",
     "forward-sm80-fp32-d128-tf32-causal-softcap-alibi-bias_fp32-dropout",
     *(
         f"{op}-{arch}-bf16-{rest}"

@@ -30,13 +30,14 @@ class TileSize:
 class Tiling:
     """The parts of a kernel that the emulation uses: an MMA, its tile and the epilogues of some traits.
 
-    transposed: the MMA is that of K Q^T.
+    transposed: the MMA is that of K Q^T. p_exponent: of the softmax.
     """
 
     tile: TileSize
     make: Callable[[TileSize], Any]
     traits: Traits | None = None
     transposed: bool = False
+    p_exponent: int = 0
 
     def of(self, features: str = "", op: str = "forward") -> "Tiling":
         """This tiling with features as in a kernel's name, such as "causal-dropout"."""

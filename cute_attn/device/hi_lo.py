@@ -1,10 +1,13 @@
-"""fp32 numbers as two fp16 parts: x * 2^e = hi + lo, with one power of two for a whole tensor.
+"""fp32 numbers as fp16 parts: x * 2^e = hi + lo, or hi alone, with one power of two for a whole tensor.
 
 hi = fp16(x * 2^e) and lo = fp16(x * 2^e - hi) have 11 significant bits each. 2^e puts the tensor's largest element
 between 2^14 and 2^15; then hi + lo is x * 2^e to 2^-23 of itself down to 2^-1, and below that to 2^-25. So a row of the
 tensor keeps fp32's precision as long as its largest element is not far below the tensor's: ``fits`` has the limit. A
 product of two such numbers is hi hi + hi lo + lo hi; what is left out, lo lo, is 2^-24 of it. Ootomo and Yokota 2022,
 https://arxiv.org/abs/2203.03341, have the products of parts and the scale by a power of two.
+
+hi alone has the 11 significant bits of tf32, for elements down to 2^-14: 2^-28 of the tensor's largest. Smaller ones
+err by 2^-25 at most, which is 2^-15 of their row's largest element where that is 2^-10 or more: ``fits``' limit.
 
 Magnitudes are the bits of |x|, which as integers have the order of |x|; those of inf and NaN are the largest.
 """
@@ -13,8 +16,8 @@ from cutlass import Boolean, Float16, Float32, Int32, cute
 
 TOP = 14
 """The exponent of a tensor's largest element after the scale."""
-MOST_BELOW = 13
-"""By how many powers of two the largest element of a row may be below the tensor's."""
+MOST_BELOW = {2: 13, 1: 24}
+"""Parts -> by how many powers of two the largest element of a row may be below the tensor's."""
 MOST_SCALE = 48
 """The largest |e|: products of two scales, and their inverses, then are normal fp32 numbers."""
 NO_ROW = 0x7FFFFFFF
@@ -33,15 +36,16 @@ def scale_exponent(largest: Int32) -> Int32:
     return Int32(0) if largest == 0 else TOP + _BIAS - (largest >> _MANTISSA_BITS)
 
 
-def fits(largest: Int32, smallest: Int32) -> Boolean:
-    """Whether a tensor keeps the precision of fp32 in two parts.
+def fits(largest: Int32, smallest: Int32, parts: int) -> Boolean:
+    """Whether a tensor keeps the precision of fp32 in two parts, or of tf32 in one.
 
     Args:
         largest: the magnitude of its largest element.
         smallest: of the row that has the smallest largest element, rows of zeros aside; or ``NO_ROW``.
+        parts: 1 or 2.
     """
     exponent = scale_exponent(largest)
-    near = (smallest >> _MANTISSA_BITS) + MOST_BELOW >= (largest >> _MANTISSA_BITS)
+    near = (smallest >> _MANTISSA_BITS) + MOST_BELOW[parts] >= (largest >> _MANTISSA_BITS)
     return (exponent <= MOST_SCALE) & (exponent >= -MOST_SCALE) & near
 
 

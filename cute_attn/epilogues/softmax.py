@@ -23,6 +23,7 @@ class OnlineSoftmax:
     may_be_empty: Constexpr  # rows of unmasked blocks may be all -inf
     threshold: Constexpr = 0  # powers of two by which scores may exceed row_max
     may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
+    p_exponent: Constexpr = 0  # P, row_sum and the output are times 2^p_exponent: digits of small P in fp16
 
     @staticmethod
     def make(
@@ -32,6 +33,7 @@ class OnlineSoftmax:
         stats: cute.Tensor | None = None,
         threshold: int = 0,
         may_be_large: bool = False,
+        p_exponent: int = 0,
     ) -> "OnlineSoftmax":
         """Initial statistics: row_max -inf, row_sum 0.
 
@@ -39,13 +41,14 @@ class OnlineSoftmax:
             stats: (rows, 2) of the thread in shared memory, to keep the statistics in; None for registers.
             threshold: t > 0 keeps row_max until a score exceeds it by more than t powers of two, so that the output is
                 rarely rescaled. P is then at most 2^t, without loss of precision.
+            p_exponent: see the attribute; :meth:`finish` undoes it.
         """
         if stats is None:
             stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, may_be_large)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, may_be_large, p_exponent)
 
     def load_stats(self) -> "OnlineSoftmax":
         """With the statistics in registers."""
@@ -100,6 +103,8 @@ class OnlineSoftmax:
         # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
         factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
         total = self.row_sum[r] * factor
+        if cutlass.const_expr(self.p_exponent):
+            max_scaled = max_scaled - Float32(self.p_exponent)
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
             acc[r, c] = p
@@ -194,8 +199,12 @@ class OnlineSoftmax:
         lse = -Float32.inf
         if row_sum != 0.0:
             inverse = rescale * reciprocal(row_sum)
-            lse = self.row_max[r] * (self.scale_log2 * LN_2) + log(row_sum)
+            lse = self.row_max[r] * (self.scale_log2 * LN_2) + self._log(row_sum)
         return inverse, lse
+
+    def _log(self, total: Float32) -> Float32:
+        """The natural logarithm of a sum of P in its own units."""
+        return log(total * Float32(2.0**-self.p_exponent) if self.p_exponent else total)
 
     @cute.jit
     def finish_with_sink(self, r: Constexpr, row_sum: Float32, rescale: Float32, sink: Float32):
@@ -206,9 +215,12 @@ class OnlineSoftmax:
         largest = fmax(max_log2, sink_log2)
         if largest != -Float32.inf:
             factor = exp2(max_log2 - largest)
-            total = row_sum * factor + exp2(sink_log2 - largest)
+            sink_log2 = sink_log2 - largest
+            if cutlass.const_expr(self.p_exponent):
+                sink_log2 = sink_log2 + Float32(self.p_exponent)
+            total = row_sum * factor + exp2(sink_log2)
             inverse = rescale * factor * reciprocal(total)
-            lse = largest * LN_2 + log(total)
+            lse = largest * LN_2 + self._log(total)
         return inverse, lse
 
     @cute.jit

@@ -102,7 +102,8 @@ def split_fp32_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the split of fp32 tensors, without the stream.
 
     mX (q, k, v) of the forward, or (q, k, v, dO); mParts: of each the parts in fp16, contiguous, (..., 2, padded dim)
-    for rows (..., dim): hi, then lo; mPartials (tensors, 2, blocks) int32; mScales (tensors,): 2^-e, or 0.
+    for rows (..., dim): hi, then lo, or with precision tf32 (..., 1, padded dim); mPartials (tensors, 2, blocks) int32;
+    mScales (tensors,): 2^-e, or 0.
     """
     count = len(SPLIT_TENSORS[traits.op])
     return (

@@ -1,12 +1,14 @@
-"""fp32 tensors as two fp16 parts, for kernels that multiply by parts. Runs on every target.
+"""fp32 tensors as fp16 parts, for kernels that multiply by parts. Runs on every target.
 
     x * 2^e = hi + lo,   2^e such that the tensor's largest element is between 2^14 and 2^15
+
+With precision tf32 there is no lo.
 
 Two launches. The first reads each tensor for its largest element, and for the row whose largest element is smallest;
 each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
 than a launch between, and writes the parts, and the scale's inverse 2^-e for the kernels that follow: 0 where the
-tensor does not keep fp32's precision in two parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written
-then. No number is read by the host.
+tensor does not keep its precision in parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written then. No
+number is read by the host.
 
 All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
 another kernel has to compute then, and never changes a result.
@@ -145,7 +147,7 @@ class SplitFp32:
                 largest, smallest = self.reduce(
                     mPartials[i, 0, partial], mPartials[i, 1, partial], numbers, thread
                 )
-                exponent, serves = scale_exponent(largest), fits(largest, smallest)
+                exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp16_parts)
                 if thread == 0 and block == 0:
                     mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
                 if serves:
@@ -209,16 +211,17 @@ class SplitFp32:
     ) -> None:
         """Write the parts of every blocks-th group of rows; columns beyond ``dim`` are 0."""
         lane, rows, cols = thread % self.tile.LANES, self.tile.rows, padded(dim)
+        count: Constexpr = self.traits.fp16_parts
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
             row = first + thread // self.tile.LANES
             if row < places.count:
                 values = self.load(x, places.start(x, row), dim, lane)
-                start = parts.iterator + cute.assume(Int64(row) * (2 * cols), divby=VECTOR)
+                start = parts.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
                 for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
                     halves = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2)), Float16)
                     for e in cutlass.range_constexpr(VECTOR):
                         halves[e, 0], halves[e, 1] = hi_lo(values[e, j] * factor)
-                    for part in cutlass.range_constexpr(2):
+                    for part in cutlass.range_constexpr(count):
                         col = cute.assume(lane * VECTOR, divby=VECTOR) + (
                             part * cols + j * self.tile.LANES * VECTOR
                         )

@@ -141,9 +141,14 @@ class ForwardSm80Tile(WarpTile):
         """Whether Q is in registers during the main loop."""
         return self.q_in_regs or self.share_qk_smem
 
+    @staticmethod
+    def operand_bytes(traits: Traits) -> int:
+        """Bytes of an element of Q, K, V and P in shared memory."""
+        return traits.element_bytes
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
-        row, row_v = row_bytes(traits)
+        row, row_v = (self.operand_bytes(traits) * padded(d) for d in (traits.head_dim, traits.head_dim_v))
         q, o = self.tile_m * row, 0 if traits.dtype == "fp32" else self.tile_m * row_v
         k_start = 0 if self.share_qk_smem else q
         k_end = k_start + self.tile_n * row * self.num_stages
@@ -168,7 +173,7 @@ class ForwardSm80Tile(WarpTile):
         """P, and a number a row of each warp that shares it."""
         if self.warps_n == 1:
             return {}
-        end = start + self.tile_m * self.tile_n * traits.element_bytes
+        end = start + self.tile_m * self.tile_n * self.operand_bytes(traits)
         return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
 
     SHARE_NUMBERS: ClassVar[int] = 8
@@ -181,12 +186,16 @@ class ForwardSm80Tile(WarpTile):
         return 4 * values * self.group_threads * (self.key_groups - 1)
 
     def registers(self, traits: Traits) -> int:
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        rows = self.tile_m // self.warps_m
+        rows, dv = self.tile_m // self.warps_m, padded(traits.head_dim_v)
         acc_o, acc_s = rows * dv // 32 // self.warps_n, rows * self.group_keys // 32 // self.warps_n
         if traits.dtype == "fp32":  # P as two tf32 numbers, and a group of columns of O summed from zero
             exact = not traits.precision
             return acc_o + acc_s * (1 + exact) + rows * exact + rows // 4 * (1 + exact) + 40
+        return self._registers_16_bit(traits, acc_o, acc_s)
+
+    def _registers_16_bit(self, traits: Traits, acc_o: int, acc_s: int) -> int:
+        """Of operands of 16 bits, with so many registers of accumulators."""
+        rows, d = self.tile_m // self.warps_m, padded(traits.head_dim)
         q = rows * d // 64 if self.keeps_q else rows // 4
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
@@ -244,15 +253,16 @@ class ForwardSm80Tile(WarpTile):
         widest = 2 if any(d % 64 for d in dims) else 3
         if self.swizzle_bits > widest:
             return f"swizzle_bits is {self.swizzle_bits}; accepted: at most {widest} with rows of {dims} elements"
+        size = self.operand_bytes(traits)
         if self.key_groups == 1:
-            return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)
+            return self.copies_reason(traits, size, tile_m=self.tile_m, tile_n=self.tile_n)
         one_group = replace(self, tile_n=self.group_keys, key_groups=1)
-        return one_group.copies_reason(traits, tile_m=self.tile_m, tile_n=self.group_keys)
+        return one_group.copies_reason(traits, size, tile_m=self.tile_m, tile_n=self.group_keys)
 
 
 @dataclass(frozen=True)
 class ForwardPartsTile(ForwardSm80Tile):
-    """Tile of the Ampere forward of fp32 in two fp16 parts; ``qk_unroll`` steps of 16 are summed from zero."""
+    """Tile of the Ampere forward of fp32 in fp16 parts; of two, ``qk_unroll`` steps of 16 are summed from zero."""
 
     qk_unroll: int = choice(2, 1, 2)
 
@@ -261,10 +271,17 @@ class ForwardPartsTile(ForwardSm80Tile):
         """Elements of a step along K, in 16 bits."""
         return 16
 
+    @staticmethod
+    def operand_bytes(traits: Traits) -> int:
+        """Bytes of all parts of an element."""
+        return 2 * traits.fp16_parts
+
     def registers(self, traits: Traits) -> int:
         rows = self.tile_m // self.warps_m
         acc_o = rows * padded(traits.head_dim_v) // 32 // self.warps_n
         acc_s = rows * self.tile_n // 32 // self.warps_n
+        if traits.fp16_parts == 1:
+            return self._registers_16_bit(traits, acc_o, acc_s)
         return acc_o + acc_s + rows // 2 + rows // 2 * self.qk_unroll + 40
 
     def shape_reason(self, traits: Traits) -> str | None:
@@ -273,16 +290,13 @@ class ForwardPartsTile(ForwardSm80Tile):
         )
         if self != plain:
             return f"tile is {self}; accepted for fp32 in parts: {plain}"
-        if self.qk_unroll not in (1, 2):
-            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in parts"
+        if traits.fp16_parts == 2 and self.qk_unroll not in (1, 2):
+            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two parts"
         return super().shape_reason(traits)
 
     def _unaligned_reason(self, traits: Traits) -> str | None:
         """None: rows of parts are aligned, wherever those of q, k and v start."""
         return None
-
-    def _staging_area(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
-        return {}
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,25 @@ def test_sinks(name, features):
             assert (got.lse[:, 1, : seqlen_q - seqlen_k] == 1.5).all()
 
 
+@pytest.mark.parametrize("features", ["", "causal-sinks_fp32", "window-bias_fp16-dropout"])
+def test_p_times_a_power_of_two(features):
+    """As a forward on fp32 in one fp16 part has it: outputs and LSE are the same, and those of rows without keys."""
+    tiling = replace(TILINGS[SMALL].of(features), p_exponent=14)
+    for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
+        bias = torch.randn(2, 3, seqlen_q, seqlen_k).half()
+        bias[:, :, 5] = -torch.inf
+        problem = Scores.random(
+            *(2, 3, seqlen_q, seqlen_k),
+            bias=bias if "bias" in features else None,
+            window_left=20,
+            window_right=3,
+            dropout_p=0.3 if "dropout" in features else 0.0,
+            rng_state=torch.tensor([2**40 + 7, 2**33 - 4]) if "dropout" in features else None,
+            sinks=torch.tensor([-200.0, 1.5, 300.0]) if "sinks" in features else None,
+        )
+        compare(tiling, problem)
+
+
 # ---- bias ----
 
 

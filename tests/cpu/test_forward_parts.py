@@ -1,4 +1,4 @@
-"""The forward of fp32 in two fp16 parts: operands, numerics, kernels, and which calls take it."""
+"""The forward of fp32 in fp16 parts: operands, numerics, kernels, and which calls take it."""
 
 import functools
 import re
@@ -154,10 +154,60 @@ def test_products_are_as_exact_as_plain_fp32(k, chunk):
     assert k < 4096 or whole.mean() > 4 * error.mean(), "long sums would show"
 
 
+def rounded_to_tf32(x):
+    """11 significant bits, half-way cases away from 0."""
+    bits = (np.float32(x).view(np.int32) + 0x1000) & np.int32(~0x1FFF)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def in_one_part(x):
+    """Of a tensor, times its power of two, in fp16; back in its own units."""
+    exponent = 14 - int(np.floor(np.log2(np.abs(x).max())))
+    return np.float64((x * 2.0**exponent).astype(np.float16)) * 2.0**-exponent
+
+
+def p_in_one_part(p):
+    return np.float64((p * 2.0**P_SCALE).astype(np.float16)) * 2.0**-P_SCALE
+
+
+def attend(q, k, v, rounded=np.float64, p_rounded=np.float64):
+    """Softmax of scores from rounded q and k, rounded again, times rounded v; sums are exact."""
+    q, k, v = (rounded(x) for x in (q, k, v))
+    scores = q @ k.T * q.shape[1] ** -0.5
+    p = np.exp(scores - scores.max(1, keepdims=True))
+    return p_rounded(p) @ v / p.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("what", ["normal", "small rows", "small elements", "sink", "heavy tails"])
+def test_one_part_is_as_exact_as_tf32(what):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((256, 64)) for _ in range(3))
+    if what == "small rows":  # as small as fits
+        factors = 2.0 ** -rng.uniform(0, 23, (256, 1))
+        k, v = k * factors, v * factors[::-1]
+    elif what == "small elements":
+        v = v * 2.0 ** -rng.uniform(0, 20, v.shape)
+    elif what == "sink":  # nearly all of P for a key whose value is 0: the rest of P is small
+        q[:, 0], k[:, 0], k[0, 0], v[0] = 8.0, 0.0, 14.0, 0.0
+    elif what == "heavy tails":
+        q, k, v = (x**3 for x in (q, k, v))
+    q, k, v = (x.astype(np.float32) for x in (q, k, v))
+    exact = attend(q, k, v)
+
+    def rms(*rounded):
+        return np.sqrt(((attend(q, k, v, *rounded) - exact) ** 2).mean())
+
+    tf32 = rms(rounded_to_tf32, rounded_to_tf32)
+    assert rms(in_one_part, p_in_one_part) <= 1.1 * tf32
+    unscaled = rms(in_one_part, lambda p: p.astype(np.float16))
+    assert what != "sink" or unscaled > 1.5 * tf32, "the scale of P would not be needed"
+
+
 # ---- kernels ----
 
 PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\S*\s*" + r",\s*".join([r"\{([^}]*)\}"] * 4))
-ONE = [("parts-fp32-d128-causal", "sm90")]
+ONE = [("parts-fp32-d128-causal", "sm90"), ("parts-fp32-d128-tf32-causal", "sm90")]
+TF32 = "parts-fp32-d{}-tf32"
 FEATURES = "-causal-softcap-alibi-bias_fp32-dropout"
 EVERY = [
     *((f"parts-fp32-d{dim}{rest}", "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
@@ -168,6 +218,12 @@ EVERY = [
     ),
     *((f"parts-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
     *((f"exact-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
+    *((TF32.format(dim) + rest, "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
+    *((TF32.format(dim) + "-bias_fp32", "sm90") for dim in (64, 128, 320)),
+    *((TF32.format(dim), "sm90") for dim in ("320", "512", "576x512")),
+    *((TF32.format(dim), target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
+    ("parts-fp32-d59-tf32-unaligned-varlen-seqused_q", "sm90"),
+    ("exact-fp32-d64-tf32-causal", "sm90"),
 ]
 
 
@@ -190,9 +246,10 @@ def test_kernels_do_not_spill(name_on_target):
         assert len({x.strip() for x in a.split(",")}) == 4 and len({x.strip() for x in b.split(",")}) == 2, a
     if name_on_target in ONE:  # a step without masks and one with; in each Q K^T is a loop
         tile, traits = compiled.tile, compiled.traits
-        per_step = lookup(traits, None, target).step_content().mma
-        qk = 3 * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8)
-        assert len(products) == 2 * (per_step - qk * (traits.head_dim // 16 - tile.qk_unroll))
+        kernel = lookup(traits, None, target)
+        qk = kernel.products * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8)
+        in_loop = qk * (traits.head_dim // 16 - tile.qk_unroll)
+        assert len(products) == 2 * (kernel.step_content().mma - in_loop)
 
 
 # ---- which calls take it ----
@@ -215,6 +272,9 @@ LARGE = {
     "unaligned": single(2048, 4096, (16, 16), 35),
     "d256": single(1024, 1024, (16, 16), 256),
     "d512": single(1024, 1024, (16, 16), 512),
+    "tf32": single(1024, 2048, (16, 16), precision="tf32"),
+    "tf32, unaligned": single(1024, 2048, (16, 16), 123, precision="tf32"),
+    "tf32, d512": single(1024, 1024, (16, 16), 512, precision="tf32"),
     "small, by name": single(64, 64, kernel="sm80:parts"),
     "exact, by name": single(64, 64, kernel="sm80:exact"),
     "tile": single(64, 64, kernel="sm80:parts", tile="tile_n=32"),
@@ -226,6 +286,7 @@ def test_large_calls_take_both_kernels(name):
     params = LARGE[name]
     speculative, exact = wanted(params)
     assert (speculative.traits.variant, exact.traits.variant) == ("parts", "exact")
+    assert speculative.traits.precision == exact.traits.precision == params.precision
     assert speculative.tile.tile_n == (32 if params.tile else speculative.tile.tile_n)
     for kernel in (speculative, exact):
         assert kernel.tile.reject(kernel.traits, "sm90") is None
@@ -235,7 +296,7 @@ OTHERS = {
     "small": single(512, 512),
     "few queries": single(64, 65536, (16, 16)),
     "few keys": single(65536, 64, (16, 16)),
-    "tf32": single(1024, 2048, (16, 16), precision="tf32"),
+    "tf32, fewer keys": single(2048, 1000, (16, 16), precision="tf32"),
     "bf16": call(1024, 2048, (16, 16)),
     "tile": single(1024, 2048, (16, 16), tile="num_stages=1"),
 }
@@ -255,18 +316,19 @@ def assert_declared(declared, given):
         emulate._check(declared, given)
 
 
-@pytest.mark.parametrize("name, head_dim", [("plain", 36), ("packed", 36), ("unaligned", 35)])
+@pytest.mark.parametrize("name, head_dim", [("plain", 36), ("packed", 36), ("unaligned", 35), ("tf32", 36)])
 def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
-    packed = name == "packed"
+    packed, count = name == "packed", 1 if name == "tf32" else 2
     q, k, v = (torch.randn(2, n, h, head_dim) for n, h in ((5, 4), (3, 2), (3, 2)))
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     traits = Traits("forward", "sm80", "fp32", head_dim, aligned=name != "unaligned", varlen=packed)
+    traits = replace(traits, precision="tf32" if count == 1 else "")
     launched = []
     functions = [
         lambda *args, name=name: launched.append((name, args)) for name in ("split", "parts", "exact")
     ]
-    split = SplitLauncher(functions[0], (64, 64, 64), 256)
+    split = SplitLauncher(functions[0], (64, 64, 64), 256, count)
     lse = torch.empty(*((4, 10) if packed else (2, 4, 5)))
     rest = (torch.empty_like(q), lse, None, 1.0, None, ())
     SpeculativeForward(split, *functions[1:])(q, k, v, *rest)
@@ -279,16 +341,13 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
         declared = lookup(replace(traits, variant=variant), None, "sm90").fake_args()
         assert_declared((*declared[:5], declared[-1]), (*given[:5], given[-1]))
     for rows, own in zip(of_parts, of_split[1], strict=False):
-        assert rows.data_ptr() == own.data_ptr() and rows.shape[-1] == 128 and own.shape[-2:] == (2, 64)
+        assert rows.data_ptr() == own.data_ptr()
+        assert rows.shape[-1] == count * 64 and own.shape[-2:] == (count, 64)
 
 
 def test_what_the_kernels_decline():
-    for name, reason in {
-        "forward-sm80:parts-fp32-d64-tf32": "fp32 at full precision, not fp32 tf32",
-        "forward-sm80:exact-bf16-d64": "fp32 at full precision, not bf16",
-    }.items():
-        with pytest.raises(Unsupported, match=reason):
-            lookup(Traits.parse(name), None, "sm90")
+    with pytest.raises(Unsupported, match="it computes fp32, not bf16"):
+        lookup(Traits.parse("forward-sm80:exact-bf16-d64"), None, "sm90")
     parts = Traits.parse("forward-sm80:parts-fp32-d64")
     for tile, reason in {
         "key_groups=2": "accepted for fp32 in parts",

@@ -1,4 +1,4 @@
-"""fp32 tensors as two fp16 parts: the rule, its numerics, and the device code on the host."""
+"""fp32 tensors as fp16 parts: the rule, its numerics, and the device code on the host."""
 
 import cutlass
 import numpy as np
@@ -28,40 +28,41 @@ def bits(*values):
     return [int(x) for x in np.array(values, np.float32).view(np.int32)]
 
 
-# (largest element, smallest of the rows' largest or None for rows of zeros, whether it fits, exponent if so)
+# (largest element, smallest of the rows' largest or None for rows of zeros, in how many parts it fits, exponent)
 RULES = [
-    (1.0, 1.0, True, 14),
-    (1.999, 2.0**-13, True, 14),
-    (1.0, 2.0**-13 * 0.999, False, 0),
-    (3.0e4, 4.0, True, 0),
-    (2.0**62, 2.0**60, True, -48),
-    (2.0**63, 2.0**63, False, 0),
-    (2.0**-34, 2.0**-40, True, 48),
-    (2.0**-35, 2.0**-35, False, 0),
-    (1e-40, 1e-40, False, 0),
-    (0.0, None, True, 0),
-    (np.inf, 1.0, False, 0),
-    (np.nan, 1.0, False, 0),
+    (1.0, 1.0, (1, 2), 14),
+    (1.999, 2.0**-13, (1, 2), 14),
+    (1.0, 2.0**-13 * 0.999, (1,), 14),
+    (1.999, 2.0**-24, (1,), 14),
+    (1.0, 2.0**-24 * 0.999, (), 0),
+    (3.0e4, 4.0, (1, 2), 0),
+    (2.0**62, 2.0**60, (1, 2), -48),
+    (2.0**63, 2.0**63, (), 0),
+    (2.0**-34, 2.0**-40, (1, 2), 48),
+    (2.0**-35, 2.0**-35, (), 0),
+    (1e-40, 1e-40, (), 0),
+    (0.0, None, (1, 2), 0),
+    (np.inf, 1.0, (), 0),
+    (np.nan, 1.0, (), 0),
 ]
 
 
 @cute.jit
-def write_rule(largest: Int32, smallest: Int32, out: cute.Tensor):
-    out[0] = Int32(fits(largest, smallest))
+def write_rule(largest: Int32, smallest: Int32, parts: cutlass.Constexpr, out: cute.Tensor):
+    out[0] = Int32(fits(largest, smallest, parts))
     out[1] = scale_exponent(largest)
     out[2] = power_of_two(-scale_exponent(largest)).bitcast(Int32)
 
 
-def test_which_tensors_fit():
+@pytest.mark.parametrize("parts", [1, 2])
+def test_which_tensors_fit(parts):
     rows = [(*bits(large), NO_ROW if small is None else bits(small)[0]) for large, small, *_ in RULES]
     found = run_on_host(
-        lambda out: [write_rule(Int32(a), Int32(b), out[i, None]) for i, (a, b) in enumerate(rows)],
+        lambda out: [write_rule(Int32(a), Int32(b), parts, out[i, None]) for i, (a, b) in enumerate(rows)],
         *(len(rows), 3),
     )
-    for (large, small, serves, exponent), (got_serves, got_exponent, inverse) in zip(
-        RULES, found, strict=True
-    ):
-        assert bool(got_serves) == serves, (large, small)
+    for (large, small, fitting, exponent), (serves, got_exponent, inverse) in zip(RULES, found, strict=True):
+        assert bool(serves) == (parts in fitting), (large, small)
         if serves:
             assert got_exponent == exponent and inverse == bits(2.0**-exponent)[0], (large, small)
 
@@ -110,8 +111,9 @@ def write_parts(
         words[i] = (
             (noise & Int32(0x80FFFFFF - 2**32)) + Int32(0x3D800000) + ((noise >> 3) & Int32(0x03000000))
         )
+    count = kernel.traits.fp16_parts
     parts = cute.make_tensor(
-        cute.recast_ptr(out.iterator + step, dtype=Float16), cute.make_layout((*outer, 2, padded(dim)))
+        cute.recast_ptr(out.iterator + step, dtype=Float16), cute.make_layout((*outer, count, padded(dim)))
     )
     places = RowPlaces.make(x)
     for thread in cutlass.range(kernel.tile.num_threads):
@@ -121,19 +123,23 @@ def write_parts(
             )
 
 
-@pytest.mark.parametrize("shape, dim_step", [((2, 5, 3, 40), 1), ((7, 2, 36), 1), ((2, 3, 1, 33), 2)])
-def test_parts_of_all_rows(shape, dim_step):
+@pytest.mark.parametrize(
+    "shape, dim_step, count",
+    [((2, 5, 3, 40), 1, 2), ((7, 2, 36), 1, 2), ((2, 3, 1, 33), 2, 2), ((2, 5, 3, 40), 1, 1)],
+)
+def test_parts_of_all_rows(shape, dim_step, count):
     rows, dim = int(np.prod(shape[:-1])), shape[-1]
-    extra = "" if dim_step == 1 else "-unaligned"
+    extra = ("" if count == 2 else "-tf32") + ("" if dim_step == 1 else "-unaligned")
     traits = Traits.parse(f"forward_split-sm80-fp32-d{dim}{extra}" + ("-varlen" if len(shape) == 3 else ""))
     kernel = SplitFp32(traits, SplitFp32Tile(num_threads=32, blocks=2))
     step = rows * dim * dim_step
-    found = run_on_host(lambda out: write_parts(shape, dim_step, kernel, out), step + rows * padded(dim))
+    words = rows * padded(dim) * count // 2
+    found = run_on_host(lambda out: write_parts(shape, dim_step, kernel, out), step + words)
     x = found[:step].view(np.float32).reshape(rows, dim, dim_step)[..., 0]
     assert (x < 0).any() and (np.abs(x) < 0.07).any()
-    parts = found[step:].view(np.float16).reshape(rows, 2, padded(dim))
+    parts = found[step:].view(np.float16).reshape(rows, count, padded(dim))
     hi, lo, exponent = in_parts(x)
     assert exponent == EXPONENT
     np.testing.assert_array_equal(parts[:, 0, :dim], hi)
-    np.testing.assert_array_equal(parts[:, 1, :dim], lo)
+    assert count == 1 or np.array_equal(parts[:, 1, :dim], lo)
     assert (parts[..., dim:] == 0).all()

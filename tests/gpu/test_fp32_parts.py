@@ -1,4 +1,4 @@
-"""fp32 in two fp16 parts on the card: named cases, and inputs that the exact kernel has to compute."""
+"""fp32 in fp16 parts on the card: named cases, and inputs that the exact kernel has to compute."""
 
 import math
 from dataclasses import replace
@@ -44,15 +44,18 @@ CASES = [
     Case("large-scores-d64", seqlen_q=128, seqlen_k=500, logits=20.0),
 ]
 CASES = [replace(case, dtype="fp32") for case in CASES]
+TF32 = ("causal-d64", "d512", "d59-causal", "bias-dropout-d128", "varlen-d64")
+TF32_FACTOR = 1.5
+"""How many times the error of the kernel that multiplies in tf32 one of a single fp16 part may have."""
 
 
 def needed_kernels(chosen, target):
-    """Both kernels of a case, and the split."""
-    case = chosen.get("parts_case")
-    if case is not None:
-        traits = case.traits("sm80")
+    """Both kernels of a case, and the split; in tf32 also the kernel they are compared with."""
+    case, single = chosen.get("parts_case"), chosen.get("tf32_case")
+    if case is not None or single is not None:
+        traits = case.traits("sm80") if case else replace(single.traits("sm80"), precision="tf32")
         yield traits.split_fp32("forward_split"), None, target
-        for name in ("parts", "exact"):
+        for name in ("parts", "exact", *(() if case else ("",))):
             yield replace(traits, variant=name), None, target
 
 
@@ -64,6 +67,15 @@ def test_case(parts_case, matmul_precision):
     actual = problem.run(precision="fp32", kernel=PARTS)
     check("out", actual["out"], exact["out"], plain["out"], roundings=8)
     check("lse", actual["lse"], exact["lse"], plain["lse"], roundings=32)
+
+
+@pytest.mark.parametrize("tf32_case", [c for c in CASES if c.name in TF32], ids=lambda case: case.name)
+def test_case_in_tf32(tf32_case):
+    problem = tf32_case.build("cuda")
+    exact = problem.expected(torch.float64)
+    plain, actual = (problem.run(precision="tf32", kernel=kernel) for kernel in ("sm80", PARTS))
+    for name in ("out", "lse"):
+        check(name, actual[name], exact[name], plain[name], factor=TF32_FACTOR, roundings=32)
 
 
 @pytest.fixture
@@ -108,6 +120,9 @@ def inputs(what):
     if what == "rows down to 2^-12":
         factors = 2.0 ** -torch.arange(12, device="cuda").repeat(25)[None, :, None, None]
         return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "either"
+    if what == "rows down to 2^-20":  # one part keeps tf32's digits, two do not keep fp32's
+        factors = 2.0 ** -torch.arange(20, device="cuda").repeat(15)[None, :, None, None]
+        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "parts"
     if what == "a small row":
         q[1, 299, 1] *= 1e-8
     elif what == "small rows of v":
@@ -149,6 +164,28 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
         assert attention(q, k, v, precision="fp32", kernel=PARTS).isnan().all()
 
 
+@pytest.mark.parametrize(
+    "what",
+    ["plain", "scaled", "zeros", "rows down to 2^-20", "a small row", "small rows of v", "inf", "tiny"],
+)
+def test_the_kernel_that_has_to_computes_in_tf32(what, launch_only):
+    (q, k, v), which = inputs(what)
+    exact, exact_lse = by_definition(q.double(), k.double(), v.double())
+    found = attention(q, k, v, precision="tf32", kernel=PARTS, return_lse=True)
+    plain = attention(q, k, v, precision="tf32", kernel="sm80", return_lse=True)
+    if which == "exact":
+        for own, other in zip(found, plain, strict=True):
+            assert torch.equal(own.nan_to_num(), other.nan_to_num())
+    else:
+        check("out", found[0], exact, plain[0], factor=TF32_FACTOR, roundings=8)
+        check("lse", found[1], exact_lse, plain[1], factor=TF32_FACTOR, roundings=32)
+    launch_only(which)
+    again = attention(q, k, v, precision="tf32", kernel=PARTS)
+    assert torch.equal(again.nan_to_num(), found[0].nan_to_num())
+    launch_only("exact" if which == "parts" else "parts")
+    assert attention(q, k, v, precision="tf32", kernel=PARTS).isnan().all()
+
+
 def test_garbage_in_rows_that_no_sequence_owns(matmul_precision):
     matmul_precision("fp32")
     q, k, v = (randn(400, 2, 64, seed=i) for i in range(3))
@@ -179,8 +216,9 @@ def test_a_graph_takes_the_kernel_of_each_replay(matmul_precision):
         check("out", out, exact, by_definition(q, k, v)[0], roundings=8)
 
 
-def test_large_calls_take_it_by_themselves(launch_only):
-    q, k, v = (randn(2, 1024, 8, 64, seed=i) for i in range(3))
-    expected = attention(q, k, v, precision="fp32", kernel=PARTS)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_large_calls_take_it_by_themselves(precision, launch_only):
+    q, k, v = (randn(2, 1024, 16, 64, seed=i) for i in range(3))
+    expected = attention(q, k, v, precision=precision, kernel=PARTS)
     launch_only("parts")
-    assert torch.equal(attention(q, k, v, precision="fp32"), expected)
+    assert torch.equal(attention(q, k, v, precision=precision), expected)

@@ -1,4 +1,4 @@
-"""Splitting fp32 tensors into two fp16 parts on the card: the parts, the scales, and which tensors do not fit."""
+"""Splitting fp32 tensors into fp16 parts on the card: the parts, the scales, and which tensors do not fit."""
 
 import math
 
@@ -22,18 +22,22 @@ def split(tensors, name):
 def check_parts(x, parts, scale):
     exponent = 14 - math.floor(math.log2(x.abs().max().item()))
     assert scale.item() == 2.0**-exponent
-    hi, lo = (part[..., : x.shape[-1]] for part in parts.unbind(-2))
+    hi, *lo = (part[..., : x.shape[-1]] for part in parts.unbind(-2))
     scaled = x * 2.0**exponent
-    assert torch.equal(hi, scaled.half()) and torch.equal(lo, (scaled - scaled.half().float()).half())
+    assert torch.equal(hi, scaled.half())
+    for part in lo:
+        assert torch.equal(part, (scaled - scaled.half().float()).half())
     assert not parts[..., x.shape[-1] :].any()
 
 
-def test_parts():
+@pytest.mark.parametrize("precision", ["", "-tf32"])
+def test_parts(precision):
     q, k, v = randn(2, 300, 4, 96), 1e-3 * randn(2, 70, 2, 96, seed=1), 1e4 * randn(2, 70, 2, 96, seed=2)
     k[:, 3:9] = 0.0
     parts, scales = split(
-        (q, k.transpose(1, 2).contiguous().transpose(1, 2), v), "forward_split-sm80-fp32-d96"
+        (q, k.transpose(1, 2).contiguous().transpose(1, 2), v), f"forward_split-sm80-fp32-d96{precision}"
     )
+    assert {own.shape[-2] for own in parts} == {1 if precision else 2}
     for x, own, scale in zip((q, k, v), parts, scales, strict=True):
         check_parts(x, own, scale)
 

@@ -99,12 +99,12 @@ def step_of_divided_columns(kernel: Constexpr, ctx: MainloopContext, block: Int3
 def _share_probabilities(
     kernel: Constexpr, ctx: MainloopContext, scores: ScoreTile, acc_s: cute.Tensor, thread: Int32
 ) -> None:
-    """P with dropout to shared memory, in the operands' dtype; of operands in parts hi, then lo."""
+    """P with dropout to shared memory, in the operands' dtype; of operands in two parts hi, then lo."""
     tile, chain = kernel.tile, kernel.epilogues
     tiled_mma, shape, s_p = ctx.operands.tiled_mma, (tile.tile_m, tile.tile_n), ctx.shared.p
     assert s_p is not None
     s_p = s_p[None, None, 0]
-    if cutlass.const_expr(ctx.operands.scales is not None):
+    if cutlass.const_expr(kernel.in_two_parts):
         chain.drop(ctx.state, scores, scores.acc)
         hi, lo = parts_of_probabilities(acc_s)
         result = SmemResult(tiled_mma, shape, s_p, thread)
@@ -127,7 +127,7 @@ def _accumulate(
     """O = factors * O + P V, of the warp's own columns."""
     op = ctx.operands
     assert op.p is not None
-    if cutlass.const_expr(op.scales is not None):
+    if cutlass.const_expr(kernel.in_two_parts):
         op.p.load_all()
         parts = cute.logical_divide(op.p.fragment, (None, None, op.p.steps // 2))
         hi, lo = parts[None, None, (None, 0)], parts[None, None, (None, 1)]

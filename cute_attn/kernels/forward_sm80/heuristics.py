@@ -193,7 +193,13 @@ _PARTS_FIT_ALWAYS = [
 
 
 def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
-    """Tiles for fp32 in two fp16 parts, best first."""
+    """Tiles for fp32 in fp16 parts, best first."""
+    if traits.fp16_parts == 1:  # its main loop is that of 16-bit tensors
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        half = dataclasses.replace(
+            traits, dtype="fp16", precision="", aligned=True, head_dim=d, head_dim_v=dv
+        )
+        return [ForwardPartsTile(**vars(tile)) for tile in preferred_tiles(half)]
     if traits.head_dim_v > 256:
         return _PARTS_DIVIDED
     table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
@@ -203,10 +209,13 @@ def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
     return [*table[need], *_PARTS_FIT_ALWAYS]
 
 
-PARTS_LEAST_USES = 512
-"""Keys of a query, and queries of a key, from which on products by parts pay for splitting the rows."""
-PARTS_LEAST_FLOP = 2**32
-"""Floating-point operations of a call from which on they pay for three more launches."""
+PARTS_LEAST_USES = {2: 512, 1: 1024}
+"""Parts -> keys of a query, and queries of a key, from which on products by parts pay for splitting the rows.
+
+One part, in place of one product of tf32, has not been measured: it saves half as much time as two for a product.
+"""
+PARTS_LEAST_FLOP = {2: 2**32, 1: 2**33}
+"""Parts -> floating-point operations of a call from which on they pay for three more launches."""
 
 
 def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:
@@ -219,7 +228,8 @@ def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: in
     """
     flop = 2 * rows * seqlen_k * (traits.head_dim + traits.head_dim_v)
     uses = min(seqlen_k, seqlen_q * group)
-    return uses >= PARTS_LEAST_USES and flop >= PARTS_LEAST_FLOP
+    parts = traits.fp16_parts
+    return uses >= PARTS_LEAST_USES[parts] and flop >= PARTS_LEAST_FLOP[parts]
 
 
 # A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. The second one of fp32 spills 20 bytes

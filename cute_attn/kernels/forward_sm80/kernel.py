@@ -124,7 +124,7 @@ class ForwardSm80:
         qk = products * mma_sync_count(tile.tile_m, tile.tile_n, d, warps, depth)
         pv = products * mma_sync_count(tile.tile_m, dv, tile.tile_n, warps, depth)
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
-        loops = product_loop(qk, d // depth, tile.steps_at_once(d, tile.qk_unroll, self.traits.element_bytes))
+        loops = product_loop(qk, d // depth, self.unroll)
         exp2 = elements * (1 + self.traits.softcap) + rows
         return StepContent(qk + pv, exp2, elements, warps, () if tile.keeps_q else loops)
 
@@ -159,6 +159,22 @@ class ForwardSm80:
     def products(self) -> int:
         """Products on tensor cores for each product: three for the precision of fp32."""
         return 3 if self.single and not self.traits.precision else 1
+
+    @property
+    def p_exponent(self) -> int:
+        """P is times 2^p_exponent; see :class:`OnlineSoftmax`."""
+        return 0
+
+    @property
+    def in_two_parts(self) -> bool:
+        """Whether operands are fp32 numbers in two fp16 parts, as of :mod:`.parts_kernel`."""
+        return False
+
+    @property
+    def unroll(self) -> int:
+        """Steps along head_dim that Q K^T reads at a time."""
+        extent, tile = padded(self.traits.head_dim), self.tile
+        return tile.steps_at_once(extent, tile.qk_unroll, 32 // tile.mma_depth(self.traits))
 
     @property
     def swizzle_bits(self) -> int | None:
@@ -379,13 +395,19 @@ class ForwardSm80:
         acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(tiled_mma, tile.tile_m, dv))
         rows = cute.size(acc_o_rows, mode=[0])
         own_stats = self.row_stats(shared.stats, rows, thread) if tile.stats_in_smem else None
-        chain = self.epilogues
-        softmax = OnlineSoftmax.make(
-            rows, scale_log2, chain.may_mask_rows, own_stats, may_be_large=self.scores_may_be_large
-        )
+        softmax = self.online_softmax(rows, scale_log2, own_stats, operands)
         return MainloopContext(
             *(operands, load_k, load_v, blocks, state, group, thread, row0),
             *(softmax, shared, acc_o, acc_o_rows),
+        )
+
+    def online_softmax(
+        self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands
+    ) -> OnlineSoftmax:
+        """The softmax of ``rows`` rows of a thread before the first step; see :meth:`OnlineSoftmax.make`."""
+        may_be_empty, large = self.epilogues.may_mask_rows, self.scores_may_be_large
+        return OnlineSoftmax.make(
+            rows, scale_log2, may_be_empty, stats, may_be_large=large, p_exponent=self.p_exponent
         )
 
     @cute.jit
@@ -547,15 +569,12 @@ class ForwardSm80:
             loaded = self.epilogues.load(
                 ctx.state, self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
             )
-        unroll: Constexpr = tile.steps_at_once(
-            padded(self.traits.head_dim), tile.qk_unroll, self.traits.element_bytes
-        )
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
         elif cutlass.const_expr(self.single):
-            gemm_qk(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, self.products)
+            gemm_qk(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll, self.products)
         else:
-            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
+            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll)
         return acc_s, loaded
 
     def score_tile(self, ctx: MainloopContext, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:

@@ -1,4 +1,4 @@
-"""The Ampere forward of fp32 in two fp16 parts, and the exact kernel that computes where parts do not serve.
+"""The Ampere forward of fp32 in fp16 parts, and the exact kernel that computes where parts do not serve.
 
 A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of Q, K and V, and their scales. Then both kernels of
 this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the speculative kernel
@@ -10,7 +10,10 @@ The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twic
 and the output are in natural units, so that epilogues are the same. Rows of Q, K and V may start anywhere, since their
 parts are aligned.
 
-Limits: fp32 at full precision, otherwise the forward's.
+With precision tf32 there is one part, which has tf32's digits, and each product is one of fp16, as in the kernel of
+16-bit tensors. P is times 2^14 there: down to 2^-28 it has its digits. The exact kernel computes one product of tf32.
+
+Limits: fp32, otherwise the forward's.
 """
 
 from collections.abc import Callable
@@ -33,11 +36,11 @@ from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.math import LOG2_E, rematerialize
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import rows_fake, scales_fake
 from cute_attn.kernels.forward_sm80.heuristics import tiles_of_parts
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
-from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
@@ -51,7 +54,7 @@ exponents reach."""
 
 @cute.jit
 def parts_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
-    """Whether parts of Q, K and V have the precision of fp32, and scores stay below LARGEST_SCORE."""
+    """Whether parts of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE."""
     largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_PART**2))
     return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0) & (largest <= Float32(LARGEST_SCORE))
 
@@ -65,9 +68,8 @@ class FollowsSplit(ForwardSm80):
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
         """Why this kernel cannot serve ``traits``, or None."""
-        if traits.dtype != "fp32" or traits.precision:
-            what = f"{traits.dtype} {traits.precision}".strip()
-            return f"it computes fp32 at full precision, not {what}"
+        if traits.dtype != "fp32":
+            return f"it computes fp32, not {traits.dtype}"
         return ForwardSm80.supports.__func__(cls, traits)  # type: ignore[attr-defined]
 
     def fake_args(self) -> tuple:
@@ -101,14 +103,14 @@ class FollowsSplit(ForwardSm80):
 
 @dataclass(frozen=True)
 class ForwardExact(FollowsSplit):
-    """The forward, where parts of Q, K or V do not have the precision of fp32."""
+    """The forward, where parts of Q, K or V do not have the wanted precision."""
 
 
 @dataclass(frozen=True)
 class ForwardParts(FollowsSplit):
-    """The forward on parts of Q, K and V, where they have the precision of fp32.
+    """The forward on parts of Q, K and V, where they have the wanted precision.
 
-    mQ, mK and mV: rows of twice the padded head dim in fp16, the hi part, then the lo part.
+    mQ, mK and mV: rows of all parts in fp16, each of the padded head dim: the hi part, then the lo part, if any.
     """
 
     computes_parts: ClassVar[bool] = True
@@ -126,23 +128,37 @@ class ForwardParts(FollowsSplit):
         ndim = 3 if self.traits.varlen else 4
         return (*(rows_fake(Float16, ndim) for _ in range(3)), *others)
 
-    def step_content(self) -> StepContent:
-        """A step of the unmasked loop."""
-        tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
-        qk = 3 * mma_sync_count(tile.tile_m, tile.tile_n, d, tile.num_warps)
-        pv = 3 * mma_sync_count(tile.tile_m, dv, tile.tile_n, tile.num_warps)
-        elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
-        loops = product_loop(qk, d // 16, self.unroll)
-        return StepContent(
-            qk + pv, elements * (1 + self.traits.softcap) + rows, elements, tile.num_warps, loops
-        )
-
-    # ---- what differs from operands of one part ----
+    # ---- what differs from 16-bit tensors ----
 
     @property
     def dtype(self) -> Any:
         """Element type of the parts."""
         return Float16
+
+    @property
+    def single(self) -> bool:
+        """False: products are on fp16."""
+        return False
+
+    @property
+    def in_two_parts(self) -> bool:
+        """Whether each product is three of hi and lo parts."""
+        return self.traits.fp16_parts == 2
+
+    @property
+    def products(self) -> int:
+        """Products on tensor cores for each product."""
+        return 3 if self.in_two_parts else 1
+
+    @property
+    def p_exponent(self) -> int:
+        """One part's; two are multiplied when they are split."""
+        return 0 if self.in_two_parts else P_SCALE
+
+    @property
+    def folds_factor(self) -> bool:
+        """Whether the softmax multiplies by the factor that undoes the scales of Q and K: nothing else reads scores."""
+        return not (self.in_two_parts or self.epilogues.modifiers)
 
     @property
     def scores_may_be_large(self) -> bool:
@@ -151,18 +167,14 @@ class ForwardParts(FollowsSplit):
 
     @property
     def row_widths(self) -> tuple[int, int]:
-        """Elements of a row of both parts of Q and K, and of V."""
-        return 2 * padded(self.traits.head_dim), 2 * padded(self.traits.head_dim_v)
+        """Elements of a row of all parts of Q and K, and of V."""
+        traits = self.traits
+        return traits.fp16_parts * padded(traits.head_dim), traits.fp16_parts * padded(traits.head_dim_v)
 
     @property
     def loads_aligned(self) -> bool:
         """Rows of parts always are."""
         return True
-
-    @property
-    def unroll(self) -> int:
-        """Steps along head_dim that Q K^T sums from zero."""
-        return self.tile.steps_at_once(padded(self.traits.head_dim), self.tile.qk_unroll)
 
     def operands(self, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None = None) -> Operands:
         """Operands of both products in shared memory; V is read transposed."""
@@ -181,17 +193,38 @@ class ForwardParts(FollowsSplit):
         )
 
     def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
-        """P's hi and lo parts, and a number a row of each of the warps that share it, where warps divide columns."""
+        """P's parts, and a number a row of each of the warps that share it, where warps divide columns."""
         tile = self.tile
         if tile.warps_n == 1:
             return None, None
         _, exchange = FollowsSplit.divided_columns(self, area)
-        layout = layouts.smem_layout(tile.tile_m, 2 * tile.tile_n, self.dtype, stages=1)
+        layout = layouts.smem_layout(tile.tile_m, self.traits.fp16_parts * tile.tile_n, self.dtype, stages=1)
         return cute.make_tensor(area("p", self.dtype), layout), exchange
+
+    def online_softmax(
+        self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands
+    ) -> OnlineSoftmax:
+        """The softmax of ``rows`` rows of a thread before the first step."""
+        if self.folds_factor:
+            scale_log2 = scale_log2 * (operands.scales[0] * operands.scales[1])
+        return FollowsSplit.online_softmax(self, rows, scale_log2, stats, operands)
 
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, stage: Int32):
         """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
+        if cutlass.const_expr(self.in_two_parts):
+            acc_s, loaded = self.scores_of_two_parts(ctx, block, stage)
+        else:
+            acc_s, loaded = FollowsSplit.scores(self, ctx, block, stage)
+            if cutlass.const_expr(not self.folds_factor):
+                factor = ctx.operands.scales[0] * ctx.operands.scales[1]
+                for i in cutlass.range_constexpr(cute.size(acc_s)):
+                    acc_s[i] = acc_s[i] * factor
+        return acc_s, loaded
+
+    @cute.jit
+    def scores_of_two_parts(self, ctx: MainloopContext, block: Int32, stage: Int32):
+        """:meth:`scores` by three products."""
         op, tile = ctx.operands, self.tile
         acc_s = cute.make_rmem_tensor(
             op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
@@ -216,6 +249,22 @@ class ForwardParts(FollowsSplit):
         masked: Constexpr,
     ) -> None:
         """Scores to probabilities, and O += P V."""
+        if cutlass.const_expr(self.in_two_parts):
+            self.accumulate_two_parts(ctx, block, acc_s, loaded, stage, masked)
+        else:
+            FollowsSplit.accumulate(self, ctx, block, acc_s, loaded, stage, masked)
+
+    @cute.jit
+    def accumulate_two_parts(
+        self,
+        ctx: MainloopContext,
+        block: Int32,
+        acc_s: cute.Tensor,
+        loaded: tuple,
+        stage: Int32,
+        masked: Constexpr,
+    ) -> None:
+        """:meth:`accumulate` by three products."""
         chain, op = self.epilogues, ctx.operands
         thread = rematerialize(ctx.thread)
         scores = self.score_tile(ctx, block, acc_s, thread)
@@ -231,8 +280,11 @@ class ForwardParts(FollowsSplit):
         gemm_pv_parts(op.tiled_mma, ctx.acc_o, *p, op.v, stage, factors)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
-        """Of P's and V's scales as well."""
-        return self.epilogues.rescale(ctx.state) * (ctx.operands.scales[2] * Float32(2.0**-P_SCALE))
+        """Of V's scale as well, and of two parts of P."""
+        scale = ctx.operands.scales[2]
+        if self.in_two_parts:
+            scale = scale * Float32(2.0**-P_SCALE)
+        return self.epilogues.rescale(ctx.state) * scale
 
     @cute.jit
     def store_output(self, mO: cute.Tensor, ctx: MainloopContext, tile: QueryTile, thread: Int32) -> None:
