@@ -1,9 +1,10 @@
 """Key blocks in equal shares: split-KV whatever the lengths, divided on the device from the lengths it finds there.
 
 A *unit* is a query block of one kv head of one sequence, with the key blocks that its queries see. All units' key
-blocks lie on one line: sequence by sequence, kv head by kv head, query block by query block. The line is cut into
+blocks lie on one line: kv head by kv head, sequence by sequence, query block by query block. The line is cut into
 parts whose sizes differ by one at most, one for each *slot*, a CTA's place. (As stream-K divides a GEMM: Osama et al.
-2023, arXiv:2301.03598.)
+2023, arXiv:2301.03598.) So CTAs at equal distances read all heads of a sequence at about the same time, whose rows are
+neighbours in memory; one CTA after the other would read each row of DRAM in pieces.
 
 So a CTA gets the end of one unit, some whole units, and the start of another. Whole units it writes directly; the other
 two are partial results, at 2 * slot and 2 * slot + 1 of the workspace. The combine kernel finds a unit's slots by the
@@ -109,7 +110,7 @@ class KeyShares:
     batch: Int32
     heads: Int32
     lane: Int32
-    total: Int32  # positions on the line
+    of_head: Int32  # positions of a kv head's units
     slots: Int32  # that have a share: at most as many as there are positions
     overhead: Constexpr
 
@@ -133,21 +134,27 @@ class KeyShares:
         overhead: Constexpr,
         sequence: Int32,
     ) -> tuple["KeyShares", Int32]:
-        """As :meth:`make`, and where ``sequence`` starts on the line."""
+        """As :meth:`make`, and where ``sequence`` starts among a head's positions."""
         line = KeyShares(blocks, batch, heads, lane, Int32(0), Int32(0), overhead)
-        total, start, largest = warp_sums(line.sequence_size, batch, sequence, lane)
-        used = line.used_slots(slots, total, largest)
-        return KeyShares(blocks, batch, heads, lane, total, used, overhead), start
+        of_head, start, largest = warp_sums(line.sequence_size, batch, sequence, lane)
+        used = line.used_slots(slots, of_head, largest)
+        return KeyShares(blocks, batch, heads, lane, of_head, used, overhead), start
+
+    @property
+    def total(self) -> Int32:
+        """Positions on the line."""
+        return self.of_head * self.heads
 
     @cute.jit
-    def used_slots(self, slots: Int32, total: Int32, largest: Int32) -> Int32:
-        """How many slots get a share; ``largest``: positions of the longest sequence.
+    def used_slots(self, slots: Int32, of_head: Int32, largest: Int32) -> Int32:
+        """How many slots get a share, of a head's positions and those of the longest sequence.
 
         Where all sequences are as long and have one query block, some fewer slots may get whole units, or units in as
         many parts each: nearly as many CTAs saturate the memory as well, and less is left to merge.
         """
+        total = of_head * self.heads
         used = cutlass.min(slots, total)
-        if (total > 0) & (total == self.batch * largest):
+        if (total > 0) & (of_head == self.batch * largest):
             if self.blocks.m_blocks(Int32(0)) == 1:
                 units = self.batch * self.heads
                 waves = cute.ceil_div(units, slots)
@@ -187,17 +194,12 @@ class KeyShares:
         return cutlass.max(blocks.end - blocks.begin, 1) + self.overhead
 
     @cute.jit
-    def head_size(self, batch: Int32) -> Int32:
-        """Positions of all query blocks of one kv head."""
+    def sequence_size(self, batch: Int32) -> Int32:
+        """Positions of all query blocks of one kv head of a sequence."""
         size = Int32(0)
         for m_block in cutlass.range(self.blocks.m_blocks(batch), unroll=1):
             size += self.unit_size(batch, m_block)
         return size
-
-    @cute.jit
-    def sequence_size(self, batch: Int32) -> Int32:
-        """Positions of a sequence."""
-        return self.head_size(batch) * self.heads
 
     # ---- from positions to units and back ----
 
@@ -210,10 +212,9 @@ class KeyShares:
     @cute.jit
     def find_unit(self, position: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
         """The unit that has a position: its batch, head and m_block, where it starts, and its positions."""
-        batch, start = self.find_sequence(position)
-        size = self.head_size(batch)
-        head = (position - start) // size
-        start += head * size
+        head = position // self.of_head
+        batch, start = self.find_sequence(position - head * self.of_head)
+        start += head * self.of_head
         m_block = Int32(0)
         size = self.unit_size(batch, m_block)
         while start + size <= position:
@@ -228,13 +229,19 @@ class KeyShares:
         batch, head, m_block = share.batch, share.head, share.m_block + 1
         if m_block >= self.blocks.m_blocks(batch):
             m_block = Int32(0)
-            head += 1
-            if head >= self.heads:
-                head = Int32(0)
-                batch += 1
-                while self.blocks.m_blocks(batch) == 0:
-                    batch += 1
+            batch = self.nonempty(batch + 1)
+            if batch >= self.batch:
+                head += 1
+                batch = self.nonempty(Int32(0))
         return self.share_of_unit(batch, head, m_block, share.next, share.next, end)
+
+    @cute.jit
+    def nonempty(self, batch: Int32) -> Int32:
+        """The first sequence with queries from ``batch`` on; the number of sequences where none follows."""
+        last = self.batch - 1
+        while (batch <= last) & (self.blocks.m_blocks(cutlass.min(batch, last)) == 0):
+            batch += 1
+        return batch
 
     @cute.jit
     def share_of_unit(
@@ -259,7 +266,7 @@ class KeyShares:
 
     @cute.jit
     def find_sequence(self, position: Int32) -> tuple[Int32, Int32]:
-        """The sequence that has a position, and where it starts."""
+        """The sequence that has one of a head's positions, and where it starts."""
         batch, start, first = Int32(0), Int32(0), Int32(0)
         searching = Boolean(True)
         while searching:
@@ -274,9 +281,9 @@ class KeyShares:
         """The first and the last slot of a unit; where they are the same, that one wrote the result directly.
 
         Otherwise each slot between them, and these two, wrote a partial result: :meth:`partial`. ``start``: where the
-        sequence starts, see :meth:`measure`.
+        sequence starts among a head's positions, see :meth:`measure`.
         """
-        position = start + head * self.head_size(batch)
+        position = start + head * self.of_head
         for before in cutlass.range(m_block, unroll=1):
             position += self.unit_size(batch, before)
         last = position + self.unit_size(batch, m_block) - 1
