@@ -39,7 +39,7 @@ from cute_attn.work.key_shares import OVERHEAD, KeyShares, VisibleBlocks
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory: fp32 (rows, MAX_PARTIALS) twice, (rows, groups, head_dim_v), (rows, groups).
+    """A CTA's shared memory: fp32 (rows, most_partials) twice, (rows, groups, head_dim_v), (rows, groups).
 
     The latter two have no memory, and no use, with one group.
     """
@@ -216,8 +216,8 @@ class Combine:
             )
 
         return Shared(
-            area("lse", tile.rows, MAX_PARTIALS),
-            area("weights", tile.rows, MAX_PARTIALS),
+            area("lse", tile.rows, tile.most_partials),
+            area("weights", tile.rows, tile.most_partials),
             area("sums", tile.rows, tile.groups, self.traits.head_dim_v),
             area("totals", tile.rows, tile.groups),
         )

@@ -55,6 +55,11 @@ class CombineTile(Tile):
         groups = 8 if partials >= 64 else 4
         return CombineTile(1, groups, _unroll(partials, groups) if eager else 4, eager)
 
+    @property
+    def most_partials(self) -> int:
+        """Partial results of a row, at most."""
+        return MAX_PARTIALS
+
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads of a group, each with up to two vectors of 16 bytes of a partial row: the fewest idle."""
         pieces = traits.head_dim_v // 4
@@ -72,8 +77,8 @@ class CombineTile(Tile):
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """LSEs, weights, and where there are several groups each group's sums of weighted rows and of weights."""
         sizes = {
-            "lse": 4 * self.rows * MAX_PARTIALS,
-            "weights": 4 * self.rows * MAX_PARTIALS,
+            "lse": 4 * self.rows * self.most_partials,
+            "weights": 4 * self.rows * self.most_partials,
             "sums": 4 * self.rows * self.groups * traits.head_dim_v if self.groups > 1 else 0,
             "totals": 4 * self.rows * self.groups if self.groups > 1 else 0,
         }
@@ -112,12 +117,19 @@ class CombineSharesTile(CombineTile):
         tile_m, tile_n, pack_heads: that kernel's.
         by_slot: whether a CTA looks for the unit that a slot begins and does not end, rather than for the slots of one
             of all units: where units are many, most are whole.
+        slots: of that kernel, at most: each leaves one partial result of a row. The fewer, the less shared memory, so
+            that CTAs find their units beside that kernel's, of which each nearly fills a multiprocessor.
     """
 
     tile_m: int = 64
     tile_n: int = 64
     pack_heads: int = 1
     by_slot: bool = False
+    slots: int = MAX_PARTIALS
+
+    @property
+    def most_partials(self) -> int:
+        return self.slots
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """And the unit that the first warp found."""
@@ -136,14 +148,14 @@ class CombineSharesTile(CombineTile):
         of_unit = min(queries * tile.pack_heads, tile.tile_m)
         rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_unit <= 4 else 16, 4)
         chosen = CombineSharesTile(
-            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, by_slot=units > slots
+            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, units > slots, slots
         )
         while chosen.num_threads(traits) % 32:
             chosen = replace(chosen, rows=2 * chosen.rows)
         return chosen
 
     def shape_reason(self, traits: Traits) -> str | None:
-        for name in ("tile_m", "tile_n", "pack_heads"):
+        for name in ("tile_m", "tile_n", "pack_heads", "slots"):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}; accepted: 1 or more"
         if self.tile_m % self.pack_heads:
