@@ -209,12 +209,15 @@ class SplitFp32:
         block: Int32,
         thread: Int32,
     ) -> None:
-        """Write the parts of every blocks-th group of rows; columns beyond ``dim`` are 0."""
+        """Write the parts of every blocks-th group of rows; columns beyond ``dim`` are 0.
+
+        From the last rows on: the L2 has those that were measured last, and then the first rows' parts.
+        """
         lane, rows, cols = thread % self.tile.LANES, self.tile.rows, padded(dim)
         count: Constexpr = self.traits.fp16_parts
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
-            row = first + thread // self.tile.LANES
-            if row < places.count:
+            row = places.count - 1 - (first + thread // self.tile.LANES)
+            if row >= 0:
                 values = self.load(x, places.start(x, row), dim, lane)
                 start = parts.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
                 for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
