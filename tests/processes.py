@@ -5,6 +5,7 @@ and output alone.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -66,16 +67,20 @@ def _server() -> "subprocess.Popen[str]":
 
 
 def _serve() -> None:
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure  # noqa: F401
     import torch  # noqa: F401
-    from cutlass.base_dsl import dsl
 
     import cute_attn.cli
     import cute_attn.lab.report
     import cute_attn.lab.tune
     import cute_attn.registry  # noqa: F401
     import layouts.show  # noqa: F401
+    from tests import quick_builds
 
-    dsl._set_enable_frame_filtering = lambda enable: None  # as no_source_locations in cpu/conftest.py
+    quick_builds.apply()
+    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
+        _run("-m", "cute_attn", "list", "--json")  # what reads and writes a command's text is loaded by the first one
     gc.freeze()  # what is loaded need not be copied when a child collects its own garbage
     for line in sys.stdin:
         children = []

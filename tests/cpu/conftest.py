@@ -40,13 +40,10 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_source_locations():
-    """Builds without the source line of each operation: finding them takes a fifth of a build, and no kernel has them.
-
-    With ``remarks{ptx}`` the DSL collects them as for debugging. ``test_harness.py`` compares the kernels.
-    """
-    from cutlass.base_dsl import dsl
+def quick_builds():
+    """See ``tests/quick_builds.py``."""
+    from tests import quick_builds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dsl, "_set_enable_frame_filtering", lambda enable: None)
+        quick_builds.apply(patch.setattr)
         yield

@@ -1,14 +1,18 @@
-"""The tests' own tools: the cover of all default kernels, builds without source locations, forked processes."""
+"""The tests' own tools: the cover of all default kernels, quick builds, forked processes."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 from cutlass._mlir_helpers import op
 from cutlass.base_dsl import dsl
+from cutlass.base_dsl.compiler import Compiler
+from cutlass.cutlass_dsl import tvm_ffi_provider
 
-from cute_attn import compiler
-from tests import processes, toy
+from cute_attn import compiler, emulate
+from tests import processes, quick_builds, toy
 from tests.defaults import cover, covering, demands, every
+from tests.tilings import TINY, Scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
 
@@ -61,7 +65,7 @@ def test_a_greedy_cover():
 @pytest.mark.parametrize(
     "name, tile", [(toy.NAME, "values=256"), ("backward_convert-sm80-bf16-d64", None)], ids=["spills", "real"]
 )
-def test_kernels_are_the_same_without_source_locations(name, tile, fresh_cache, tmp_path, monkeypatch):
+def test_quick_builds_yield_the_same_kernels(name, tile, fresh_cache, tmp_path, monkeypatch):
     quick = compiler.compile(name, tile, "sm90")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "another"))
     monkeypatch.setattr(compiler, "_requests", {})
@@ -73,11 +77,32 @@ def test_kernels_are_the_same_without_source_locations(name, tile, fresh_cache, 
         op._set_enable_frame_filtering(enable)
 
     monkeypatch.setattr(dsl, "_set_enable_frame_filtering", track)
+    monkeypatch.setattr(tvm_ffi_provider, "_aot_support", quick_builds.EXPORTER)
     slow = compiler.compile(name, tile, "sm90")
     op._set_enable_frame_filtering(False)
     assert tracking == [True] and not quick.from_cache and not slow.from_cache
     assert (quick.cubin, quick.ptx) == (slow.cubin, slow.ptx)
     assert (quick.resources, quick.warnings) == (slow.resources, slow.warnings)
+
+
+def test_emulated_code_computes_the_same_without_optimisation(monkeypatch):
+    """To the last bit."""
+    tiling = TINY["warps2x1-32x32"].of("causal-softcap-alibi-sinks_fp32")
+    tensors = {"alibi_slopes": torch.rand(1, 2), "sinks": torch.randn(2)}
+    problem, levels = Scores.random(1, 2, 40, 70, softcap=2.5, **tensors), []
+    quick = problem.emulate(tiling)
+
+    def jit(compiler, module, opt_level=2, shared_libs=()):
+        levels.append(opt_level)
+        return quick_builds.JIT(compiler, module, opt_level, shared_libs)
+
+    monkeypatch.setattr(Compiler, "jit", jit)
+    emulate._compiled.cache_clear()
+    slow = problem.emulate(tiling)
+    assert levels == [2]
+    for name in ("scores", "visits", "out", "lse"):
+        one, other = getattr(quick, name), getattr(slow, name)
+        assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 # ---- processes ----

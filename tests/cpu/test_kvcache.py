@@ -370,6 +370,7 @@ def test_tables_out_of_bounds_are_told_where_asked():
 )
 def test_parts_of_one_sequence(keys, heads, parts):
     """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
-    problem = Problem(Case((9,), capacity=keys, heads=heads, dims=(128, 128)), dtype=torch.float16)
+    problem = Problem(Case((9,), heads=heads, dims=(128, 128)), dtype=torch.float16)
+    problem.k = problem.v = torch.empty(1, keys, heads[1], 128, dtype=torch.float16)
     _, split = kvcache_launcher.choose_kernel(params_of(problem), "sm90", 132)
     assert (split.how, split.parts) == ("parts", parts)

@@ -157,7 +157,7 @@ def test_a_step_that_is_not_in_the_code_is_said(fresh_cache, monkeypatch):
 
 
 @pytest.fixture
-def source_locations(no_source_locations, monkeypatch):
+def source_locations(quick_builds, monkeypatch):
     """Builds with the source line of each operation, as outside the tests."""
     monkeypatch.setattr(dsl, "_set_enable_frame_filtering", op._set_enable_frame_filtering)
     yield

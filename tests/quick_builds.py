@@ -1,0 +1,42 @@
+"""Changes to the DSL under which the tests build in less time: no kernel's code is another.
+
+``cpu/test_harness.py`` compares kernels, and what emulated code computes, with and without them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from cutlass.base_dsl import dsl
+from cutlass.base_dsl.compiler import Compiler
+from cutlass.cutlass_dsl import tvm_ffi_provider
+
+JIT, EXPORTER = Compiler.jit, tvm_ffi_provider._aot_support
+
+
+class _Exporter:
+    """Host code around a kernel, which tests without a GPU hardly run, is not optimised: 0.1 s a kernel."""
+
+    @staticmethod
+    def export_module_to_bytes(module: Any, **options: Any) -> bytes:
+        return EXPORTER.export_module_to_bytes(module, **options | {"opt_level": 0})
+
+
+def _jit_without_optimisation(
+    compiler: Compiler, module: Any, opt_level: int = 2, shared_libs: Any = ()
+) -> Any:
+    """Emulated code is not optimised: it runs once or a few times, for less time than that takes."""
+    return JIT(compiler, module, 0, shared_libs)
+
+
+def _no_source_locations(enable: bool) -> None:
+    """Finding the source line of each operation takes a fifth of a build, and no kernel has them.
+
+    With ``remarks{ptx}`` the DSL collects them as for debugging.
+    """
+
+
+def apply(set_attribute: Callable[[Any, str, Any], Any] = setattr) -> None:
+    """Make the changes, with ``setattr`` or pytest's, which takes them back."""
+    set_attribute(dsl, "_set_enable_frame_filtering", _no_source_locations)
+    set_attribute(Compiler, "jit", _jit_without_optimisation)
+    set_attribute(tvm_ffi_provider, "_aot_support", _Exporter)
