@@ -153,7 +153,10 @@ def covering(
     rank: Callable[[Item], Any] = lambda _: 0,
     always: Sequence[Item] = (),
 ) -> list[Item]:
-    """Items that have all demands of all items, in their order; of those with as many more, the highest in rank."""
+    """Items that have all demands of all items, in their order; of those with as many more, the highest in rank.
+
+    None of them but those of ``always`` has only demands of the others.
+    """
     pool = list(items)
     chosen = [i for i, item in enumerate(pool) if item in always]
     done = set().union(*(demands(item) for item in always))
@@ -163,6 +166,9 @@ def covering(
         chosen.append(best)
         done = missing[best]
         missing = [wanted - done for wanted in missing]
+    for i in [i for i in chosen if pool[i] not in always]:  # later ones may have all that an earlier one has
+        if demands(pool[i]) <= set().union(*(demands(pool[j]) for j in chosen if j != i)):
+            chosen.remove(i)
     return [pool[i] for i in sorted(chosen)]
 
 

@@ -29,19 +29,19 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> Done:
 
     ``environment``: variables to set, beside this process's.
     """
-    return run_at_once([command], environment)[0]
+    return run_at_once([command], environment or {})[0]
 
 
-def run_at_once(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None
-) -> list[Done]:
-    """:func:`run` of each, all at the same time."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+def run_at_once(commands: Sequence[Sequence[str]], *environments: Mapping[str, str]) -> list[Done]:
+    """:func:`run` of each, all at the same time; ``environments``: one for each, or one for all."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    if len(environments) < 2:
+        environments = (environments or ({},)) * len(commands)
     with tempfile.TemporaryDirectory(prefix="cute_attn-test-") as folder:
         outputs = [f"{folder}/{i}" for i in range(len(commands))]
         calls = [
-            {"command": [*map(str, command)], "environment": variables, "output": output}
-            for command, output in zip(commands, outputs, strict=True)
+            {"command": [*map(str, command)], "environment": variables | environment, "output": output}
+            for command, output, environment in zip(commands, outputs, environments, strict=True)
         ]
         server = _server()
         assert server.stdin is not None and server.stdout is not None
@@ -80,7 +80,9 @@ def _serve() -> None:
 
     quick_builds.apply()
     with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
-        _run("-m", "cute_attn", "list", "--json")  # what reads and writes a command's text is loaded by the first one
+        _run(
+            "-m", "cute_attn", "list", "--json"
+        )  # what reads and writes a command's text is loaded by the first one
     gc.freeze()  # what is loaded need not be copied when a child collects its own garbage
     for line in sys.stdin:
         children = []

@@ -78,7 +78,7 @@ TILINGS = {
     "warps2x2-64x64": _warps(64, 64, 4, 2),
     "warps2x4-32x128": _warps(32, 128, 8, 4),
     "wgmma1-64x80": _warpgroups(64, 80, 1),
-    "wgmma2-128x176": _warpgroups(128, 176, 2),
+    "wgmma2-128x112": _warpgroups(128, 112, 2),
     "wgmma2-64x128-along-n": _warpgroups(64, 128, 2, 2),
 }
 TRANSPOSED = {

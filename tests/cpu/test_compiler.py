@@ -226,21 +226,6 @@ def test_eight_cold_processes_build_once(fresh_cache, tmp_path):
     assert len(list((fresh_cache / "kernels").iterdir())) == 1
 
 
-def test_prebuild(fresh_cache):
-    wrong = dataclasses.replace(TRAITS, head_dim=128, head_dim_v=128)
-    compile(TRAITS, None, "sm80")
-    done = {
-        (built.traits, built.tile): built
-        for built in compiler.prebuild(
-            [(TRAITS, None, "sm80"), (TRAITS, "values=4", "sm80"), (wrong, None, "sm80")], 1
-        )
-    }
-    on_disk, new = done[TRAITS, None], done[TRAITS, "values=4"]
-    assert on_disk.error is None and on_disk.seconds == 0
-    assert new.error is None and new.seconds > 0 and compile(TRAITS, "values=4", "sm80").from_cache
-    assert "head_dim is 128" in done[wrong, None].error
-
-
 GUARDLESS = """
 import sys
 from dataclasses import dataclass
@@ -321,7 +306,8 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
     assert "a module that registers kernels calls prebuild when it is imported" in done.stdout, done.stderr
 
 
-def test_a_crashed_worker_fails_one_kernel(fresh_cache, tmp_path, monkeypatch):
+def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
+    """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "deadly_kernels.py").write_text(
         NAMED_AS_ANOTHER.replace(
@@ -331,12 +317,19 @@ def test_a_crashed_worker_fails_one_kernel(fresh_cache, tmp_path, monkeypatch):
     import deadly_kernels  # noqa: F401
 
     deadly = Traits.parse("forward-sm80:deadly-bf16-d64")
+    wrong = dataclasses.replace(TRAITS, head_dim=128, head_dim_v=128)
+    requests = [(deadly, None), (TRAITS, None), (TRAITS, "values=4"), (wrong, None)]
+    compile(TRAITS, None, "sm80")
     try:
-        built = compiler.prebuild([(deadly, None, "sm80"), (TRAITS, None, "sm80")], 1)
-        errors = {one.traits: one.error for one in built}
+        built = compiler.prebuild([(*request, "sm80") for request in requests], 1)
+        done = {(one.traits, one.tile): one for one in built}
     finally:
         del registry.KERNELS["forward", "sm80", "deadly"]
-    assert errors == {deadly: "the process that built it ended with status 3", TRAITS: None}
+    assert done[deadly, None].error == "the process that built it ended with status 3"
+    on_disk, new = done[TRAITS, None], done[TRAITS, "values=4"]
+    assert on_disk.error is None and on_disk.seconds == 0
+    assert new.error is None and new.seconds > 0 and compile(TRAITS, "values=4", "sm80").from_cache
+    assert "head_dim is 128" in done[wrong, None].error
 
 
 def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):

@@ -56,8 +56,12 @@ def test_default_builds_without_spills(default):
     assert not [word for word in words if word not in compiled.ptx]
 
 
-# ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled.
-KINDS = {(default.traits.op, default.traits.arch): default for default in COVER}
+# ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled. Kernels
+# with instructions of their own in SASS are the same for both generations.
+KINDS = {
+    (default.traits.op,) if default.traits.op in SASS else (default.traits.op, default.traits.arch): default
+    for default in COVER
+}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)

@@ -11,9 +11,7 @@ from tests import emulated_kvcache
 PROCESSORS = 132
 
 
-def call(
-    seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=torch.bfloat16, **changes
-):
+def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=torch.bfloat16, **changes):
     """A call's parameters, of tensors that are not filled: only their metadata is looked at."""
     q = torch.empty(batch, seqlen_q, heads[0], dim, dtype=dtype)
     k = torch.empty(batch, seqlen_k, heads[1], dim, dtype=dtype)

@@ -109,7 +109,7 @@ def signs(tiling, problem):
         ("warps8x1-128x96", "dropout_mem_efficient"),
         ("warps2x2-64x64", "dropout"),
         ("wgmma1-64x80", "dropout_mem_efficient"),
-        ("wgmma2-128x176", "dropout"),
+        ("wgmma2-128x112", "dropout"),
     ],
 )
 def test_the_whole_chain(name, dropout):
@@ -144,8 +144,8 @@ WINDOWS = [(0, 0), (5, 2), (64, 0), (0, 300), (1000, 1000), (70, UNBOUNDED), (UN
     ("mask", "name"),
     [
         *[(mask, SMALL) for mask in ("", "causal", "causal_top_left", "window", "window_top_left")],
-        ("causal", "wgmma2-128x176"),
-        ("window", "wgmma2-128x176"),
+        ("causal", "wgmma2-128x112"),
+        ("window", "wgmma2-128x112"),
         ("window_top_left", "warps2x4-32x128"),
     ],
 )
@@ -369,11 +369,11 @@ def test_bias_is_not_read_beyond_its_end(dtype):
     ("kind", "name"),
     [
         # The whole chain and sequences of lengths of their own have the other tilings.
-        *[("dropout", name) for name in TILINGS if name not in ("warps2x2-64x64", "wgmma2-128x176")],
+        *[("dropout", name) for name in TILINGS if name not in ("warps2x2-64x64", "wgmma2-128x112")],
         *[
             ("dropout_mem_efficient", name)
             for name in TILINGS
-            if name not in ("warps8x1-128x96", "wgmma1-64x80", "wgmma2-128x176")
+            if name not in ("warps8x1-128x96", "wgmma1-64x80", "wgmma2-128x112")
         ],
     ],
 )
@@ -423,7 +423,7 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
     [
         (SMALL, ()),
         ("wgmma1-80x64-transposed", ()),
-        *((name, (90, 131, 8, 0, 63)) for name in (SMALL, "wgmma2-128x176", "warps2x1-32x32-transposed")),
+        *((name, (90, 131, 8, 0, 63)) for name in (SMALL, "wgmma2-128x112", "warps2x1-32x32-transposed")),
     ],
     ids=lambda value: ("all", "seqused_k")[bool(value)] if isinstance(value, tuple) else value,
 )

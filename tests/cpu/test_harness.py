@@ -56,6 +56,9 @@ def test_a_greedy_cover():
     assert covering(sets, lambda word: set(word.lower()), rank=str.islower) == ["cd", "abe", "f"]
     assert covering(sets, lambda word: set(word.lower()), rank=len) == ["cd", "abe", "cF"]
     assert covering(sets, lambda word: set(word.lower()), always=["bc"]) == ["bc", "cd", "abe", "f"]
+    assert covering(["abcd", "abe", "cdf"], set) == ["abe", "cdf"], (
+        "the first has nothing that these have not"
+    )
     assert covering([], set) == []
 
 
