@@ -656,10 +656,10 @@ def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]
     """(traits, tile) of the main kernel, its preprocess and its convert; of parts also the split and the exact one."""
     from cute_attn import registry
 
-    beside: list[tuple[Traits, Any]] = []
-    if getattr(main.tile, "in_parts", False):
-        split = main.traits.split_fp32("backward_split")
-        beside = [(split, None), (main.traits, main.tile.exact())]
+    beside, tile = [], main.tile
+    if getattr(tile, "in_parts", False):
+        tile = tile.exact(main.traits)  # the convert's as well
+        beside = [(main.traits.split_fp32("backward_split"), None), (main.traits, tile)]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
-    tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, main.tile) for part in parts]
+    tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, tile) for part in parts]
     return [(main.traits, main.tile), *zip(parts, tiles, strict=True), *beside]

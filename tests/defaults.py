@@ -68,6 +68,8 @@ FURTHER = [
         for rest in ("d160-causal", "d224")
     ),
     "backward-sm80-fp32-d64-causal",
+    "backward-sm80-fp32-d64-tf32-causal",
+    "backward-sm80-fp32-d512-tf32",
     "backward-sm80-fp32-d64-tf32-causal-softcap-alibi-bias_fp32-dropout-bias_grad",
     "backward-sm80-fp32-d128-causal",
     "backward-sm80-fp32-d256-causal",

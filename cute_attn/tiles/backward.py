@@ -34,9 +34,10 @@ class BackwardSm80Tile(WarpTile):
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
             memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
-        operands: ``whole``, or of fp32 ``parts``: Q, K, V and dO come as two fp16 parts from another kernel, P and dS
-            are split here, and a product is three in fp16. ``exact``: as ``whole``, of a kernel that returns at once
-            where tensors fit two parts, since the kernel of ``parts`` has computed the gradients.
+        operands: ``whole``, or of fp32 ``parts``: Q, K, V and dO come as fp16 parts from another kernel, two with which
+            a product is three in fp16, or with precision tf32 one; P and dS become parts here. ``exact``: as ``whole``,
+            of a kernel that returns at once where tensors fit their parts, since the kernel of ``parts`` has computed
+            the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -60,7 +61,7 @@ class BackwardSm80Tile(WarpTile):
 
     @property
     def in_parts(self) -> bool:
-        """Whether operands are two parts."""
+        """Whether operands are parts."""
         return self.operands == "parts"
 
     @property
@@ -75,15 +76,30 @@ class BackwardSm80Tile(WarpTile):
 
     def for_convert(self) -> "BackwardSm80Tile":
         """The convert's tile: this one, or the exact kernel's, which has the same order of dQ in memory."""
-        return self.exact() if self.in_parts else self
+        return dataclasses.replace(self, operands="exact") if self.in_parts else self
 
-    def exact(self) -> "BackwardSm80Tile":
-        """Of a tile with ``parts``: one for whole fp32 operands with the same blocks and the same order of dQ."""
-        return dataclasses.replace(self, operands="exact")
+    def exact(self, traits: Traits) -> "BackwardSm80Tile":
+        """Of a tile with ``parts``: one for whole fp32 operands with the same query blocks and the same order of dQ.
+
+        Whole operands take twice the shared memory of one part: half the keys then and single stages, or where dQ's
+        passes are chunks, operands that are streamed.
+        """
+        tile = dataclasses.replace(self, operands="exact")
+        if traits.fp16_parts == 2 or self.columns:
+            return tile
+        tile = dataclasses.replace(tile, tile_n=self.tile_n // 2, stages_q=1, stages_do=1)
+        if self.dq_passes == 1:
+            return tile
+        tile = dataclasses.replace(tile, sdp_unroll=2, dkv_unroll=1, dq_unroll=1)
+        return dataclasses.replace(tile, tile_n=64, sdp_warps_m=4, dkv_warps_m=4, columns=256)
 
     def operand_bytes(self, traits: Traits) -> int:
         """Bytes of an element of the operands: of one part with ``parts``."""
         return 2 if self.in_parts else traits.element_bytes
+
+    def in_one_part(self, traits: Traits) -> bool:
+        """Whether operands are one fp16 part."""
+        return self.in_parts and traits.fp16_parts == 1
 
     @property
     def dq_transposed(self) -> bool:
@@ -122,14 +138,17 @@ class BackwardSm80Tile(WarpTile):
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Name -> first byte and end of each area of shared memory; dK and dV reuse the operands' memory."""
-        row, row_v = row_bytes(traits)
+        (row, row_v), size = row_bytes(traits), traits.element_bytes
         m, n = self.tile_m, self.tile_n
-        k, v, scores = n * row, n * row_v, traits.element_bytes * m * n
+        dk, dv = n * row, n * row_v
+        if self.in_one_part(traits):
+            row, row_v, size = row // 2, row_v // 2, 2
+        k, v, scores = n * row, n * row_v, size * m * n
         areas, end = {}, 0
         if self.columns:
-            chunk = 2 * self.chunk(traits) * traits.element_bytes  # two stages
+            chunk = 2 * self.chunk(traits) * size  # two stages
             named = {"queries": m * chunk, "keys": n * chunk, "p": scores, "ds": scores, "lse": 4 * m}
-            for name, size in (named | {"minus_d": 4 * m} | self._scale_areas()).items():
+            for name, size in (named | {"minus_d": 4 * m} | self._scale_areas(traits)).items():
                 areas[name] = (end, end + size)
                 end += size
             return areas
@@ -141,7 +160,7 @@ class BackwardSm80Tile(WarpTile):
             ("lse", 4 * m * self.stages_q),
             ("minus_d", 4 * m * self.stages_do),
             ("spilled", 80),
-            *self._scale_areas().items(),
+            *self._scale_areas(traits).items(),
         ]
         for name, size in [("k", k), ("v", v)]:
             areas[name] = (end, end + size)
@@ -153,14 +172,19 @@ class BackwardSm80Tile(WarpTile):
                 start += size
             end = max(end, start)
         for name, size in rest:
+            if name == "lse":
+                end = max(end, dk + dv)  # what follows is read while they are written
             areas[name] = (end, end + size)
             end += size
-        areas["dk"], areas["dv"] = (0, k), (k, k + v)
+        areas["dk"], areas["dv"] = (0, dk), (dk, dk + dv)
         return areas
 
-    def _scale_areas(self) -> dict[str, int]:
-        """Name -> bytes of what operands in two parts add to shared memory."""
-        return {"factors": 32, "largest": 4 * self.num_warps} if self.in_parts else {}
+    def _scale_areas(self, traits: Traits) -> dict[str, int]:
+        """Name -> bytes of what operands in parts add to shared memory."""
+        if not self.in_parts:
+            return {}
+        warps = 4 * self.num_warps
+        return {"factors": 32, "largest": warps} | ({"applied": warps} if self.in_one_part(traits) else {})
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
@@ -185,7 +209,10 @@ class BackwardSm80Tile(WarpTile):
     def reject(self, traits: Traits, target: str) -> str | None:
         if self.dq_vector != 1 and target != "sm90":
             return f"dq_vector is {self.dq_vector}; accepted: 1 on {target}, which reduces single floats"
-        return super().reject(traits, target)
+        reason = super().reject(traits, target)
+        if reason is None and self.in_one_part(traits):
+            reason = self.exact(traits).reject(traits, target)
+        return reason
 
     def _warps_reason(self) -> str | None:
         for name in ("sdp_warps_m", "dkv_warps_m", "dq_warps_m"):
@@ -235,7 +262,7 @@ class BackwardSm80Tile(WarpTile):
         return None
 
     def _fp32_reason(self, traits: Traits) -> str | None:
-        whole = traits.dtype != "fp32" or traits.precision
+        whole = traits.dtype != "fp32"
         if self.operands not in (("whole",) if whole else ("whole", "parts", "exact")):
             accepted = "whole" if whole else "whole or parts"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"

@@ -119,7 +119,9 @@ class Torch:
             scales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
             if scales[i]:
                 hi = (4 * x).half()
-                own[..., 0, : x.shape[-1]], own[..., 1, : x.shape[-1]] = hi, 4 * x - hi.float()
+                assert own.shape[-2] == traits.fp16_parts
+                for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
+                    part[..., : x.shape[-1]] = value
 
     @classmethod
     def main(cls, traits, tile, *args):
@@ -373,11 +375,12 @@ FP32_CASES = {"plain": FP32, "varlen": replace(FP32, lengths_q=(5, 0, 66, 1), le
 
 
 @pytest.mark.parametrize("small_row", [None, "q", "v", "grad_out"])
-@pytest.mark.parametrize("name", FP32_CASES)
+@pytest.mark.parametrize("name", [*FP32_CASES, "tf32"])
 def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row):
-    """In two parts, or whole operands where a row is too small."""
-    problem = FP32_CASES[name].build("cpu")
-    call = the_call(problem, backward_tile="operands=parts")._replace(precision="")
+    """In parts, or whole operands where a row is too small."""
+    precision = "tf32" if name == "tf32" else ""
+    problem = (FP32 if precision else FP32_CASES[name]).build("cpu")
+    call = the_call(problem, backward_tile="operands=parts")._replace(precision=precision)
     inputs = [x.nan_to_num(0, 0, 0).abs().clamp(0.1) for x in call[:3]]
     grad_out = torch.rand(*call.q.shape[:-1], call.v.shape[-1]) + 0.1
     changed = dict(zip(("q", "k", "v"), inputs, strict=True)) | {"grad_out": grad_out}
@@ -390,7 +393,8 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     expected = expected_gradients(replace(problem, tensors=tuple(inputs)), leaves, (grad_out, None))
     for own, right in zip(found, expected, strict=True):
         assert own.dtype == torch.float32
-        torch.testing.assert_close(own, right, atol=1e-4 * float(right.abs().max()), rtol=1e-3)
+        atol = (1e-2 if precision else 1e-4) * float(right.abs().max())
+        torch.testing.assert_close(own, right, atol=atol, rtol=1e-3)
     launched = [(traits.op, getattr(tile, "operands", "")) for traits, tile, _ in torch_kernels.launched]
     assert launched == [
         ("backward_preprocess", ""),
@@ -401,9 +405,10 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     ]
 
 
-def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch):
+@pytest.mark.parametrize("precision", ["", "tf32"])
+def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
     """Those of many operations are in parts, unless they have too many rows, which a named tile does not change."""
-    call = the_call(FP32.build("cpu"))._replace(precision="")
+    call = the_call(FP32.build("cpu"))._replace(precision=precision)
     out, lse, _ = ops.forward_cpu(call)
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
 

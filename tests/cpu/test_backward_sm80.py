@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import cutlass
 import numpy as np
@@ -33,13 +34,16 @@ KERNELS = {
     "d32x64-in-regs": (32, 64, IN_REGS),
     "d64-parts": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
     "d96x160-parts": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="parts")),
+    "d64-one-part": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
+    "d64-one-part-in-regs": (64, 64, replace(IN_REGS, tile_m=32, queries_at_once=0, operands="parts")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    return BackwardSm80(Traits("backward", "sm80", "fp32" if tile.in_parts else "fp16", d, dv), tile)
+    dtype, precision = "fp32" if tile.in_parts else "fp16", "tf32" if "one-part" in name else ""
+    return BackwardSm80(Traits("backward", "sm80", dtype, d, dv, precision=precision), tile)
 
 
 def storage_at_zero(kernel):
@@ -72,7 +76,7 @@ def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Te
     """out[thread, k, piece, part] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
-        one = operand.hi if kernel.tile.in_parts else operand
+        one = operand.hi if kernel.products.in_two_parts else operand
         first_passes = 1 if name != "k_t" else kernel.tile.dq_passes
         reference = one.tiled_copy.get_slice(thread).partition_S(
             cute.make_identity_tensor(one.tile.layout.shape)
@@ -83,7 +87,7 @@ def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Te
             for piece in cutlass.range_constexpr(operand.pieces):
                 row, col, _ = reference[0, piece, k, 0]
                 for part in cutlass.range_constexpr(kernel.num_parts):
-                    which = (part,) if kernel.tile.in_parts else ()
+                    which = (part,) if kernel.products.in_two_parts else ()
                     whole = cute.size(one.tile, mode=[0]) * cute.size(one.tile, mode=[1]) * first_passes
                     wanted = 2 * (cute.crd2idx((row, col, 0), one.tile.layout) + part * whole)
                     out[thread, k, piece, part, 0] = operand.address(start, piece, k, *which).toint()
@@ -139,7 +143,7 @@ def write_stores(
             result = kernel.gradient_result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
-            result = result.result if kernel.tile.in_parts else result
+            result = result.result if kernel.products.in_two_parts else result
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
         row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
         start = result.start()
@@ -340,6 +344,27 @@ def test_products_of_fp32_are_summed_from_zero(operands):
     compiled = compile("backward-sm80-fp32-d256-causal", f"operands={operands}", "sm80")
     lengths, others = summed_from_zero(compiled.ptx)
     assert lengths and set(lengths) == {3} and others == 0
+
+
+def test_one_part_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
+    kernel = kernel_of("d64-one-part")
+    for dims, target, operands in (
+        ((64, 64), "sm86", "parts"),
+        ((128, 128), "sm80", "parts"),
+        ((256, 256), "sm80", "parts"),
+        ((256, 256), "sm86", "whole"),
+        ((512, 512), "sm90", "parts"),
+        ((320, 96), "sm86", "parts"),
+    ):
+        traits = Traits("backward", "sm80", "fp32", *dims, precision="tf32")
+        tile = registry.lookup(traits, None, target).tile
+        assert tile.operands == operands
+        for own in (tile, tile.exact(traits)) if tile.in_parts else (tile,):
+            assert own.reject(traits, target) is None
+    fp32 = BackwardSm80(Traits("backward", "sm80", "fp32", 64), kernel.tile)
+    assert fp32.step_content().mma == 3 * kernel.step_content().mma
+    half = BackwardSm80(Traits("backward", "sm80", "fp16", 64), replace(kernel.tile, operands="whole"))
+    assert half.step_content().mma == kernel.step_content().mma
 
 
 def test_products_in_parts_are_of_lo_hi_and_hi_lo_and_hi_hi():

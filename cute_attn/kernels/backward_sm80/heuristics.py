@@ -165,6 +165,30 @@ _PARTS_SM80: dict[int, list[BackwardSm80Tile]] = {
     256: _PARTS_TILES[256],
 }
 """The same for targets with less shared memory than sm90."""
+
+
+def _one_part(
+    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, stages: int = 2, **fields: Any
+) -> BackwardSm80Tile:
+    """stages: of Q and dO."""
+    stages_of = {"stages_q": stages, "stages_do": stages}
+    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="parts", **stages_of, **fields)
+
+
+_FEW = {"sdp_unroll": 4, "dkv_unroll": 2, "dq_unroll": 2}
+_ONE_PART_LEAST = _one_part(32, 64, 4, 2, 2, 2, stages=1, **_FEW)
+_ONE_PART_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
+    64: [(3, _one_part(32, 128, 4, 1, 4, 2, p_in_regs=True)), (5, _one_part(64, 64, 4, 2, 2, 2, **_FEW))],
+    96: [(3, _one_part(64, 128, 8, 2, 4, 4)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
+    128: [(3, _one_part(64, 128, 8, 2, 4, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
+    192: [(0, _one_part(64, 64, 8, 4, 2, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
+    256: [
+        (0, _one_part(64, 64, 8, 4, 2, 2, stages=1)),
+        (5, _one_part(64, 64, 8, 4, 2, 2, stages=1, **_FEW)),
+    ],
+}
+"""The larger head dim -> tiles of fp32 elements in one fp16 part, as ``_TILES``. Not measured yet: those of 16-bit
+tensors that do not spill, with all queries of a step at a time."""
 _TF32_TILES: dict[int, list[BackwardSm80Tile]] = {
     64: [
         _fp32_in_regs(4, dq_unroll=4, sdp_unroll=2),
@@ -212,6 +236,31 @@ def streamed_parts_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
     return dataclasses.replace(tile, columns=-(-share // chunk) * chunk, dq_passes=passes)
 
 
+def _tiles_of_one_part(traits: Traits) -> list[BackwardSm80Tile]:
+    """Of fp32 elements in one fp16 part, for head dims up to 256.
+
+    The last has an exact kernel whose operands are streamed, for targets with little shared memory.
+    """
+    largest = max(traits.head_dim, traits.head_dim_v)
+    tiles = next(tiles for dim, tiles in _ONE_PART_TILES.items() if largest <= dim)
+    fitting = [tile for highest, tile in tiles if highest >= _pressure(traits)]
+    streamed = _one_part(64, 64, 8, 4, 2, 4, stages=1, **_FEW)
+    passes = padded(traits.head_dim) // streamed.exact(traits).chunk(traits)
+    return [*fitting, _ONE_PART_LEAST, dataclasses.replace(streamed, dq_passes=passes)]
+
+
+def _large_tiles_in_parts(traits: Traits, vector: int) -> list[BackwardSm80Tile]:
+    """Of fp32 elements in parts, for head dims beyond 256. One part may stay in shared memory, as 16 bits do."""
+    streamed = streamed_parts_tile(traits, vector)
+    if traits.fp16_parts == 2:
+        return [streamed]
+    unrolls = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1}
+    resident = _one_part(
+        64, 32, 8, 4, 2, 2, stages=1, dq_vector=vector, dq_passes=streamed.dq_passes, **unrolls
+    )
+    return [resident, streamed]
+
+
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
     vector = 4 if target == "sm90" else 1
@@ -222,11 +271,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
             for tile in _LARGE_TILES[traits.element_bytes]
             for n in passes
         ]
-        in_parts = (
-            [streamed_parts_tile(traits, vector)]
-            if traits.element_bytes == 4 and not traits.precision
-            else []
-        )
+        in_parts = _large_tiles_in_parts(traits, vector) if traits.element_bytes == 4 else []
         return [*in_parts, *resident, streamed_tile(traits, vector)]
     if traits.element_bytes == 4:
         largest = max(traits.head_dim, traits.head_dim_v)
@@ -234,7 +279,9 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
         of_fp32 = next((tiles for dim, tiles in of_precision.items() if largest <= dim), of_precision[256])
         if traits.precision == "tf32" and largest <= 64 and (_pressure(traits) or not traits.aligned):
             of_fp32 = of_fp32[1:]
-        if not traits.precision:
+        if traits.fp16_parts == 1:
+            of_fp32 = [*_tiles_of_one_part(traits), *of_fp32]
+        else:
             of_target = _PARTS_TILES if target == "sm90" else _PARTS_SM80
             of_fp32 = [*next(tiles for dim, tiles in of_target.items() if largest <= dim), *of_fp32]
         return [

@@ -20,8 +20,9 @@ With ``p_in_regs`` the scores are computed transposed and P and dS are the regis
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
 fp32 operands come in two fp16 parts, with P and dS split alike, for three products in fp16: see
-:mod:`cute_attn.device.gemm_hi_lo`. Where they do not fit two parts, and in the precision tf32, they are multiplied in
-tf32, three products for one or one, and P and dS stay fp32: see :mod:`cute_attn.device.gemm_fp32`. Large head dims
+:mod:`cute_attn.device.gemm_hi_lo`; in the precision tf32 in one: see :mod:`cute_attn.device.one_part`. Where they do
+not fit their parts, they are multiplied in tf32, three products for one or one, and P and dS stay fp32: see
+:mod:`cute_attn.device.gemm_fp32`. Large head dims
 compute dQ in passes over its columns; where K, V, Q and dO do not fit shared memory, a tile with ``columns`` streams
 them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
@@ -45,8 +46,9 @@ from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.element_copy import store_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale, split
+from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale
 from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.one_part import change_units, running_scale
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
@@ -131,7 +133,8 @@ class BackwardSm80:
     def parts_pay(self, rows: int, seqlen_k: int) -> bool:
         """Whether a call is large enough for operands in parts; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
-        return 2 * rows * seqlen_k * dims >= PARTS_LEAST_FLOP
+        least = PARTS_LEAST_FLOP * (2 // self.traits.fp16_parts)  # one part saves less time
+        return 2 * rows * seqlen_k * dims >= least
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
         """The kernel of the same traits with the default tile of whole fp32 operands."""
@@ -163,7 +166,7 @@ class BackwardSm80:
 
     @property
     def dtype(self) -> Any:
-        """Element type of the gradients, and of Q, K, V and dO unless they are two parts."""
+        """Element type of the gradients, and of Q, K, V and dO unless they are parts."""
         return CUTE_DTYPES[self.traits.dtype]
 
     @property
@@ -174,7 +177,7 @@ class BackwardSm80:
     @property
     def num_parts(self) -> int:
         """Parts of an operand."""
-        return 2 if self.tile.in_parts else 1
+        return self.traits.fp16_parts if self.tile.in_parts else 1
 
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
         """(rows, cols[, stages]) of operands in shared memory."""
@@ -241,8 +244,8 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``.
 
-        With operands ``parts``, mQ, mK, mV and mDO are their parts, (..., 2, padded head dim) in fp16. scales: (4,)
-        fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit two parts; or None.
+        With operands ``parts``, mQ, mK, mV and mDO are their parts, (..., parts, padded head dim) in fp16. scales: (4,)
+        fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit its parts; or None.
         """
         if cutlass.const_expr(self.tile.in_parts):
             mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
@@ -387,8 +390,12 @@ class BackwardSm80:
         ).gradient_scale
         keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch) - key0
         mma_dkv = self.mma_dkv()
-        self.stage_gradient(gradients.dk, softmax_scale * rescale, mma_dkv, smem.dk, thread)
-        self.stage_gradient(gradients.dv, rescale, mma_dkv, smem.dv, thread)
+        of_dk, of_dv = softmax_scale * rescale, rescale
+        if cutlass.const_expr(self.products.in_one_part):
+            own_dk, own_dv = smem.scales.gradient_factors(thread)  # type: ignore[union-attr]
+            of_dk, of_dv = of_dk * own_dk, of_dv * own_dv
+        self.stage_gradient(gradients.dk, of_dk, mma_dkv, smem.dk, thread)
+        self.stage_gradient(gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
         self.store_gradient(smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread)
         self.store_gradient(smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread)
@@ -419,8 +426,13 @@ class BackwardSm80:
             dk=area("dk", self.gradient_layout(d), self.dtype),
             dv=area("dv", self.gradient_layout(dv), self.dtype),
             spilled=area("spilled", cute.make_layout(len(SPILLED)), Int64),
-            scales=ScaleStorage.make(area, tile.num_warps) if tile.in_parts else None,
+            scales=self.scale_storage(area),
         )
+
+    def scale_storage(self, area: Any) -> ScaleStorage | None:
+        """What operands in parts need in shared memory; area: see ``ScaleStorage.make``."""
+        tile = self.tile
+        return ScaleStorage.make(area, tile.num_warps, self.products.in_one_part) if tile.in_parts else None
 
     @cute.jit
     def load_keys(
@@ -534,7 +546,7 @@ class BackwardSm80:
             ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
-        factor = Float32(1.0)  # of dS, in two parts
+        factor = Float32(1.0)  # of dS, in parts
         for piece in cutlass.range_constexpr(tile.pieces):
             factor = self.scores(ctx, block, piece)
         cute.arch.barrier()
@@ -579,7 +591,7 @@ class BackwardSm80:
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
 
-        Returns what dS is times, if it is stored in two parts.
+        Returns what dS is times, if it is stored in parts.
         """
         tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
         products, factors = self.products, partial(factor_of, ctx.smem.scales)
@@ -596,6 +608,7 @@ class BackwardSm80:
             products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll, factor=factors("s"))
         else:
             products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q, factors("s"))
+        products.to_units(acc_s, factors("s"))
         scores = self.score_tile(ctx, block, piece, acc_s)
         saved = chain.forward(ctx.state, scores, loaded, False)
         full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
@@ -606,7 +619,8 @@ class BackwardSm80:
         probabilities(scores, lse, ctx.scale_log2, visible_keys)
         stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
         minus_d = None
-        if cutlass.const_expr(traits.dropout):  # zeroes elements of dP, not of D
+        # Dropout zeroes elements of dP, not of D; and one part's dP is in other units.
+        if cutlass.const_expr(bool(traits.dropout) or products.in_one_part):
             acc_dp = self.dp(ctx, stage_do, None)
             minus_d = self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
         else:
@@ -616,7 +630,7 @@ class BackwardSm80:
         dp = self.score_tile(ctx, block, piece, acc_dp)
         chain.zero_dropped(mask, self.by_rows(op, p))
         if cutlass.const_expr(tile.in_parts):
-            p = split(p, Float32(2.0**P_EXPONENT))
+            p = products.in_parts(p, Float32(2.0**P_EXPONENT))
         if cutlass.const_expr(op.p_out is None):
             products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, factors("dv"))
         else:
@@ -627,9 +641,8 @@ class BackwardSm80:
         factor = Float32(1.0)
         if cutlass.const_expr(tile.in_parts):
             thread = below_1024(rematerialize(ctx.thread))
-            of_warps = ctx.smem.scales.largest  # type: ignore[union-attr]
-            scale, factor = common_scale(acc_dp, of_warps, thread)
-            ds = split(acc_dp, scale)
+            scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, (ctx.gradients.dk,), thread)
+            ds = products.in_parts(acc_dp, scale)
         else:
             ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
             ds.store(acc_dp.load().to(self.dtype))
@@ -648,8 +661,23 @@ class BackwardSm80:
             acc.fill(0.0)
         else:
             start_from(self.by_rows(op, acc), start)
-        self.products.multiply_by_v(acc, op, stage, factor_of(ctx.smem.scales, "dp"))
+        factor = factor_of(ctx.smem.scales, "dp")
+        self.products.multiply_by_v(acc, op, stage, factor)
+        self.products.to_units(acc, factor)
         return acc
+
+    @cute.jit
+    def gradient_scale(
+        self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32
+    ) -> tuple[Float32, Float32]:
+        """The power of two that dS is split with, and its inverse; with one part dK is in units of it as well."""
+        if cutlass.const_expr(self.products.in_one_part):
+            scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread)
+            for acc in dk:
+                change_units(acc, change)
+        else:
+            scale, inverse = common_scale(ds, scales.largest, thread)
+        return scale, inverse
 
     def score_tile(self, ctx: MainloopContext, block: Int32, piece: int, acc: cute.Tensor) -> ScoreTile:
         """An accumulator of scores with the query and key indices of its elements."""
@@ -688,7 +716,7 @@ class BackwardSm80:
 
     @cute.jit
     def add_dq(self, ctx: MainloopContext, block: Int32, factor: Float32) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factor: of dS in two parts."""
+        """Add dS K of this key block to the query block's dQ in global memory; factor: of dS in parts."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
@@ -699,6 +727,7 @@ class BackwardSm80:
             self.products.multiply(
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factor * of_k
             )
+            self.products.to_units(acc, factor * of_k)
             blocks = cute.make_ptr(
                 Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
             )

@@ -2,7 +2,8 @@
 
 16-bit operands are read by ldmatrix, transposing where K is not contiguous; fp32 ones as
 :mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32, or as two fp16 parts by three products:
-:mod:`cute_attn.device.gemm_hi_lo`.
+:mod:`cute_attn.device.gemm_hi_lo`. One fp16 part, of precision tf32, is a 16-bit operand whose products are in other
+units: :meth:`Products.to_units`.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
 from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, gemm_fp32, gemm_rs_fp32
 from cute_attn.device.gemm_hi_lo import HiLo, HiLoOperand, HiLoResult, gemm_hi_lo, gemm_rs_hi_lo, split
+from cute_attn.device.one_part import scaled_to_fp16
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.outputs import dq_order as dq
 from cute_attn.tiles import BackwardSm80Tile
@@ -73,6 +75,16 @@ class Products:
     def of_fp32(self) -> bool:
         """Whether operands are fp32."""
         return self.traits.element_bytes == 4 and not self.tile.in_parts
+
+    @property
+    def in_one_part(self) -> bool:
+        """Whether operands are one fp16 part."""
+        return self.tile.in_one_part(self.traits)
+
+    @property
+    def in_two_parts(self) -> bool:
+        """Whether operands are two fp16 parts."""
+        return self.tile.in_parts and not self.in_one_part
 
     @property
     def operand_dtype(self) -> Any:
@@ -187,14 +199,14 @@ class Products:
         make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
         make = SmemOperand.a if is_a else SmemOperand.b
         given = (mma, make_copy(mma, self.operand_dtype, transpose), view, thread)
-        if self.tile.in_parts:
+        if self.in_two_parts:
             shape = (s if whole is None else whole).shape
             return HiLoOperand.make(make, cute.size(shape[0]) * cute.size(shape[1]), *given)
         return make(*given)
 
     def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> Any:
         """Where a thread stores its part of P or dS."""
-        if self.tile.in_parts:
+        if self.in_two_parts:
             return HiLoResult(SmemResult(mma, self.scores_shape, plane, thread), cute.size(plane))
         kind = Fp32Result if self.of_fp32 else SmemResult
         return kind(mma, self.scores_shape, plane, thread)
@@ -225,7 +237,7 @@ class Products:
 
         factor: of the product of operands in two parts.
         """
-        if self.tile.in_parts:
+        if self.in_two_parts:
             gemm_hi_lo(mma, acc, a, b, stage, unroll, factor, a_stage)
         elif self.of_fp32:
             gemm_fp32(mma, acc, a, b, stage, unroll, self.each, a_stage)
@@ -242,7 +254,7 @@ class Products:
         factor: Float32 | None = None,
     ) -> None:
         """acc += A B^T with A = ``scores``, P^T or dS^T in registers as :meth:`as_operand` has them."""
-        if self.tile.in_parts:
+        if self.in_two_parts:
             own = HiLo(layouts.as_operand_a(scores.hi), layouts.as_operand_a(scores.lo))
             gemm_rs_hi_lo(mma, acc, own, b, stage, factor)
         elif self.of_fp32:
@@ -250,13 +262,15 @@ class Products:
         else:
             gemm_rs(mma, acc, layouts.as_operand_a(scores), b, stage)
 
-    def as_operand(self, scores: cute.Tensor, factor: Float32 | None = None) -> Any:
-        """P or dS, fp32 in registers, in the operands' element type; times ``factor`` in two parts."""
-        if self.tile.in_parts:
-            return split(scores, factor)
-        fragment = cute.make_rmem_tensor_like(scores, self.dtype)
-        fragment.store(scores.load().to(self.dtype))
-        return fragment
+    def in_parts(self, scores: cute.Tensor, factor: Float32) -> Any:
+        """P or dS, fp32 in registers, times ``factor`` in one or two parts."""
+        return split(scores, factor) if self.in_two_parts else scaled_to_fp16(scores, factor)
+
+    def to_units(self, acc: cute.Tensor, factor: Float32) -> None:
+        """A product of operands in one part times ``factor``; others have been multiplied by it."""
+        if self.in_one_part:
+            for i in range(cute.size(acc)):
+                acc[i] = acc[i] * factor
 
     def multiply_by_v(
         self, acc: cute.Tensor, op: Operands, stage: Int32, factor: Float32 | None = None

@@ -15,28 +15,43 @@ SPILLED = ("stride_q", "stride_do", "dq", "block", *BAND, *BLOCKS)
 in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
-"""Of the sums of products of operands in two parts: of S, dP and dV, and of Q and K alone."""
+"""Of the sums of products of operands in parts: of S, dP and dV, and of Q and K alone."""
 
 
 @dataclass(frozen=True)
 class ScaleStorage:
-    """What kernels of operands in two parts keep in shared memory."""
+    """What kernels of operands in parts keep in shared memory."""
 
     factors: cute.Tensor  # (8,), see FACTORS
-    largest: cute.Tensor  # (warps,) int32: the bits of each warp's largest dS
+    largest: (
+        cute.Tensor
+    )  # (warps,) int32: the bits of each warp's largest dS, of a step or of one part of all so far
+    applied: cute.Tensor | None  # (warps,): of one part, what each warp's dK is times
 
     @staticmethod
-    def make(area: Callable[..., cute.Tensor], num_warps: int) -> "ScaleStorage":
+    def make(area: Callable[..., cute.Tensor], num_warps: int, one_part: bool) -> "ScaleStorage":
         """area: (name, layout, element type) -> an area of shared memory."""
+        of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
-            area("factors", cute.make_layout(8), Float32), area("largest", cute.make_layout(num_warps), Int32)
+            area("factors", cute.make_layout(8), Float32),
+            area("largest", of_warps, Int32),
+            area("applied", of_warps, Float32) if one_part else None,
         )
 
     def store(self, scales: cute.Tensor) -> None:
         """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
+        if self.applied is not None:
+            for warp in range(cute.size(self.applied)):
+                self.largest[warp] = Int32(0)
+                self.applied[warp] = Float32(1.0)
         q, k, v, do = (scales[i] for i in range(4))
         for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
             self.factors[FACTORS.index(name)] = factor
+
+    def gradient_factors(self, thread: Int32) -> tuple[Float32, Float32]:
+        """What dK and dV of one part are times at the end."""
+        assert self.applied is not None
+        return self.applied[thread // 32] * factor_of(self, "q"), factor_of(self, "dv")
 
 
 def factor_of(scales: ScaleStorage | None, name: str) -> Float32:

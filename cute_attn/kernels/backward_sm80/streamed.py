@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.gemm_hi_lo import P_EXPONENT, common_scale, split
+from cute_attn.device.gemm_hi_lo import P_EXPONENT
 from cute_attn.device.math import rematerialize
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
@@ -145,7 +145,7 @@ class Streamed:
             lse=area("lse", cute.make_layout((tile.tile_m, 1)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, 1)), Float32),
             gradient=area("keys", kernel.gradient_layout(self.chunk), kernel.dtype),
-            scales=ScaleStorage.make(area, tile.num_warps) if tile.in_parts else None,
+            scales=kernel.scale_storage(area),
         )
 
     def operands(self, smem: StreamedStorage, thread: Int32) -> StreamedOperands:
@@ -239,7 +239,11 @@ class Streamed:
         ).gradient_scale
         keys = existing_rows(seqlens.cu_seqlens_k, mK, batch) - key0
         _, mDK, mDV = outputs
-        for gradient, m, factor in ((dk, mDK, softmax_scale * rescale), (dv, mDV, rescale)):
+        of_dk, of_dv = softmax_scale * rescale, rescale
+        if cutlass.const_expr(self.products.in_one_part):
+            own_dk, own_dv = smem.scales.gradient_factors(thread)  # type: ignore[union-attr]
+            of_dk, of_dv = of_dk * own_dk, of_dv * own_dv
+        for gradient, m, factor in ((dk, mDK, of_dk), (dv, mDV, of_dv)):
             g = sequence(m, batch, key_tile.head_dkv, info.offset_k, varlen)
             self.store(gradient, factor, g, smem, key0, keys, part, thread)
 
@@ -273,7 +277,9 @@ class Streamed:
         for t in cutlass.range(of_qk, of_qk + of_v, unroll=1):
             self.wait_and_start(ctx, block, t)
             products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2, factors("dp"))
-        factor = self.scores(ctx, block, acc_s, acc_dp)
+        products.to_units(acc_s, factors("s"))
+        products.to_units(acc_dp, factors("dp"))
+        factor = self.scores(ctx, block, acc_s, acc_dp, dk)
         for j in cutlass.range_constexpr(self.chunks):
             first = of_qk + of_v + 2 * j
             self.wait_and_start(ctx, block, Int32(first))
@@ -375,8 +381,10 @@ class Streamed:
             ctx.smem.minus_d[ctx.thread, 0] = ctx.minus_d[row]
 
     @cute.jit
-    def scores(self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor) -> Float32:
-        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in two parts."""
+    def scores(
+        self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor, dk: Constexpr
+    ) -> Float32:
+        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in parts."""
         kernel, chain, traits, op = self.kernel, self.kernel.epilogues, self.kernel.traits, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
         mask, loaded = (), ()
@@ -395,7 +403,7 @@ class Streamed:
         dp = kernel.score_tile(ctx, block, 0, acc_dp)
         chain.zero_dropped(mask, kernel.by_rows(op, p))
         if cutlass.const_expr(self.tile.in_parts):
-            p = split(p, Float32(2.0**P_EXPONENT))
+            p = self.products.in_parts(p, Float32(2.0**P_EXPONENT))
         op.p_out.store(p)
         chain.zero_dropped(mask, dp.acc)
         score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
@@ -408,9 +416,8 @@ class Streamed:
                 modifier.backward(ctx.state.modifiers[i], dp, saved[i])
         factor = Float32(1.0)
         if cutlass.const_expr(self.tile.in_parts):
-            of_warps = ctx.smem.scales.largest  # type: ignore[union-attr]
-            scale, factor = common_scale(acc_dp, of_warps, ctx.thread)
-            ds = split(acc_dp, scale)
+            scale, factor = kernel.gradient_scale(ctx.smem.scales, acc_dp, dk, ctx.thread)
+            ds = self.products.in_parts(acc_dp, scale)
         else:
             ds = cute.make_rmem_tensor_like(acc_dp, kernel.dtype)
             ds.store(acc_dp.load().to(kernel.dtype))
@@ -421,12 +428,13 @@ class Streamed:
     def add_dq(
         self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32, factor: Float32
     ) -> None:
-        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in two parts."""
+        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in parts."""
         kernel, tile, op = self.kernel, self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
         acc.fill(0.0)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
         self.products.multiply(op.mma_dq, acc, op.ds, op.keys_t, stage, unroll, factor=factor)
+        self.products.to_units(acc, factor)
         floats = dq.block_floats(kernel.traits, tile)
         first = Int64(block) * floats + Int64(column) * (tile.tile_m * self.chunk)
         add_fragment(acc, ctx.dq + cute.assume(first, divby=4), ctx.thread, tile.dq_vector)
