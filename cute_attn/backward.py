@@ -4,9 +4,9 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-At fp32's precision, q, k, v and grad_out are split into two fp16 parts before the main kernel
+fp32 q, k, v and grad_out are split into two fp16 parts before the main kernel, or with precision tf32 into one
 (:mod:`cute_attn.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
-whether the tensors fit two parts, and one of them returns at once. Small calls that name no tile do without parts.
+whether the tensors fit their parts, and one of them returns at once. Small calls that name no tile do without parts.
 
 As in :mod:`cute_attn.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 

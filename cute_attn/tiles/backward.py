@@ -5,7 +5,16 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.tiles.base import COMPUTE_REGISTERS, LOAD_REGISTERS, Tile, WarpTile, choice, padded, row_bytes
+from cute_attn.tiles.base import (
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
+    SHARED_MEMORY_BYTES,
+    Tile,
+    WarpTile,
+    choice,
+    padded,
+    row_bytes,
+)
 from cute_attn.traits import Traits
 
 
@@ -81,16 +90,17 @@ class BackwardSm80Tile(WarpTile):
     def exact(self, traits: Traits) -> "BackwardSm80Tile":
         """Of a tile with ``parts``: one for whole fp32 operands with the same query blocks and the same order of dQ.
 
-        Whole operands take twice the shared memory of one part: half the keys then and single stages, or where dQ's
-        passes are chunks, operands that are streamed.
+        Whole operands take twice the shared memory of one part: single stages then, and half the keys where all of them
+        do not fit every target (the kernel is launched twice then); or where dQ's passes are chunks, operands that are
+        streamed.
         """
         tile = dataclasses.replace(self, operands="exact")
         if traits.fp16_parts == 2 or self.columns:
             return tile
-        tile = dataclasses.replace(tile, tile_n=self.tile_n // 2, stages_q=1, stages_do=1)
+        tile = dataclasses.replace(tile, stages_q=1, stages_do=1, sdp_unroll=2, dkv_unroll=1, dq_unroll=1)
         if self.dq_passes == 1:
-            return tile
-        tile = dataclasses.replace(tile, sdp_unroll=2, dkv_unroll=1, dq_unroll=1)
+            fits = tile.smem_bytes(traits) <= min(SHARED_MEMORY_BYTES.values())
+            return tile if fits else dataclasses.replace(tile, tile_n=self.tile_n // 2)
         return dataclasses.replace(tile, tile_n=64, sdp_warps_m=4, dkv_warps_m=4, columns=256)
 
     def operand_bytes(self, traits: Traits) -> int:

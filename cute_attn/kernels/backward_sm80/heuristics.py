@@ -179,7 +179,7 @@ _FEW = {"sdp_unroll": 4, "dkv_unroll": 2, "dq_unroll": 2}
 _ONE_PART_LEAST = _one_part(32, 64, 4, 2, 2, 2, stages=1, **_FEW)
 _ONE_PART_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
     64: [(3, _one_part(32, 128, 4, 1, 4, 2, p_in_regs=True)), (5, _one_part(64, 64, 4, 2, 2, 2, **_FEW))],
-    96: [(3, _one_part(64, 128, 8, 2, 4, 4)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
+    96: [(3, _one_part(64, 128, 8, 2, 4, 4)), (5, _one_part(64, 64, 4, 2, 2, 2, stages=1, **_FEW))],
     128: [(3, _one_part(64, 128, 8, 2, 4, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
     192: [(0, _one_part(64, 64, 8, 4, 2, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
     256: [
@@ -239,14 +239,16 @@ def streamed_parts_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
 def _tiles_of_one_part(traits: Traits) -> list[BackwardSm80Tile]:
     """Of fp32 elements in one fp16 part, for head dims up to 256.
 
-    The last has an exact kernel whose operands are streamed, for targets with little shared memory.
+    One of them has an exact kernel whose operands are streamed, for targets with little shared memory, and for head
+    dims that four warps cannot divide.
     """
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next(tiles for dim, tiles in _ONE_PART_TILES.items() if largest <= dim)
     fitting = [tile for highest, tile in tiles if highest >= _pressure(traits)]
-    streamed = _one_part(64, 64, 8, 4, 2, 4, stages=1, **_FEW)
-    passes = padded(traits.head_dim) // streamed.exact(traits).chunk(traits)
-    return [*fitting, _ONE_PART_LEAST, dataclasses.replace(streamed, dq_passes=passes)]
+    streamed = _one_part(64, 64, 8, 4, 4, 4, stages=1, **_FEW)
+    passes = padded(traits.head_dim) // streamed.chunk(traits)
+    others = [_ONE_PART_LEAST, dataclasses.replace(streamed, dq_passes=passes)]
+    return [*fitting, *(others if largest <= 128 else reversed(others))]
 
 
 def _large_tiles_in_parts(traits: Traits, vector: int) -> list[BackwardSm80Tile]:
