@@ -38,7 +38,8 @@ def divide(
     blocks = VisibleBlocks(seqlens, args, mask, QUERIES, TILE_N)
     line = KeyShares.make(blocks, batch, numbers[0], numbers[1], lane, overhead)
     count = Int32(0)
-    for slot in cutlass.range(numbers[1], unroll=1):
+    for cta in cutlass.range(numbers[1], unroll=1):
+        slot = line.slot_of_cta(cta)
         position, end = line.begin(slot), line.begin(slot + 1)
         share = line.share_of_unit(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         if position < end:

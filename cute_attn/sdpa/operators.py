@@ -308,6 +308,11 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
     return x.new_empty(shape)[..., : x.shape[-1]].copy_(x)
 
 
+def _four_dims(bias: Tensor | None) -> Tensor | None:
+    """A bias as PyTorch's function gives it to cuDNN, alone of the backends: with two dimensions or more."""
+    return bias if bias is None or bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+
+
 def cudnn_forward(
     options: Options,
     query: Tensor,
@@ -322,7 +327,7 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
-    inputs = (query, key, value, attn_bias, None, None, None, None)
+    inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     plan = forward_plan(("cudnn", is_causal, dropout_p, scale), options, inputs)
     if isinstance(plan, str):
         return plan
@@ -351,7 +356,7 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
-    inputs = (query, key, value, attn_bias, None, None, None, None)
+    inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
     plan = _backward(("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
     if isinstance(plan, str):

@@ -170,6 +170,14 @@ class KeyShares:
     # ---- slots ----
 
     @cute.jit
+    def slot_of_cta(self, cta: Int32) -> Int32:
+        """The slot of a CTA: where slots are as many for each kv head, CTAs that start together read one sequence."""
+        slot, each = cta, self.slots // self.heads
+        if (each * self.heads == self.slots) & (cta < self.slots):
+            slot = cta % self.heads * each + cta // self.heads
+        return slot
+
+    @cute.jit
     def begin(self, slot: Int32) -> Int32:
         """Where slot ``slot`` begins on the line, and the one before it ends; the end of the line for slots beyond.
 

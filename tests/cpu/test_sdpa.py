@@ -378,6 +378,8 @@ def test_cudnn(on_cpu):
     bias = randn(1, 1, 5, 11, seed=5, dtype=torch.float16)
     out = aten._scaled_dot_product_cudnn_attention(*tensors, bias.expand(2, 4, 5, 11), True)[0]
     compare(out, tensors, attn_mask=bias.double())
+    out = aten._scaled_dot_product_cudnn_attention(*tensors, bias[0, 0], True)[0]
+    compare(out, tensors, attn_mask=bias.double())
     out = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, 0.0, True)[0]
     compare(out, tensors, is_causal=True)
 

@@ -209,7 +209,6 @@ class KvcacheSm80(ForwardSm80):
     @cute.jit
     def run_shares(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
         """The slot's shares of all key blocks."""
-        slot = cute.arch.block_idx()[0]
         mask, queries = self.epilogues.mask, self.tile.queries
         visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
         packs = params.packs.per_sequence.divisor
@@ -217,6 +216,7 @@ class KvcacheSm80(ForwardSm80):
         line = KeyShares.make(
             visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
         )
+        slot = line.slot_of_cta(cute.arch.block_idx()[0])
         position, end = line.begin(slot), line.begin(slot + 1)
         if position < end:
             share = line.share(position, end)

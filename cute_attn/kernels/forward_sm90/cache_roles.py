@@ -94,7 +94,7 @@ class CacheProducer(CacheRole, Producer):
     def run_shares(self) -> None:
         """Broadcast and load what the CTA, a slot, has of each unit."""
         kernel, params, work = self.kernel, self.params, self.storage.work
-        slot, slots, order = cute.arch.block_idx()[0], cute.arch.grid_dim()[0], params.order
+        slots, order = cute.arch.grid_dim()[0], params.order
         blocks = VisibleBlocks(
             params.seqlens,
             params.score_args[1],
@@ -106,6 +106,7 @@ class CacheProducer(CacheRole, Producer):
         shares = KeyShares.make(
             blocks, params.batch, order.packs.divisor, slots, cute.arch.lane_idx(), OVERHEAD
         )
+        slot = shares.slot_of_cta(cute.arch.block_idx()[0])
         position, end, n = shares.begin(slot), shares.begin(slot + 1), Int32(0)
         pipeline_state = PipelineState(Int32(0), Int32(0))
         if position < end:
