@@ -6,7 +6,7 @@ and is multiplied when it changes: a few times a CTA.
 """
 
 import cutlass
-from cutlass import Float16, Float32, Int32, cute
+from cutlass import Constexpr, Float16, Float32, Int32, cute
 
 from cute_attn.device.gemm_hi_lo import largest_finite, scale_of
 from cute_attn.device.math import convert_to_16_bits
@@ -24,23 +24,32 @@ def scaled_to_fp16(words: cute.Tensor, factor: Float32) -> cute.Tensor:
 
 @cute.jit
 def running_scale(
-    words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32
+    words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, piece: Constexpr
 ) -> tuple[Float32, Float32, Float32]:
     """(scale, its inverse, what sums in units of the last scale have to be times), with a barrier.
 
     The scale is :func:`scale_of` the largest finite |x| of all threads' registers, now and in calls before. In one part
     x then errs by at most 2^-12 of itself or 2^-39 of the largest.
 
-    of_warps, applied: (warps,) int32 and fp32 in shared memory, 0 and 1 before the first call; a barrier is between
-    two calls.
+    Args:
+        of_warps: (warps, pieces) int32 in shared memory, 0 before the first call; the largest so far.
+        applied: (warps,) fp32, 1 before the first call; the last inverse.
+        thread: of the CTA.
+        piece: which of the calls between two further barriers this is. Each has its own column of ``of_warps``: a warp
+            that is ahead must not change what others have still to read.
     """
+    warps, pieces = (cute.size(of_warps, mode=[i]) for i in range(2))
     warp, largest = thread // 32, largest_finite(words)
+    if cutlass.const_expr(pieces > 1):
+        cute.arch.sync_warp()  # ``applied`` of the piece before
     before = applied[warp]
     if thread % 32 == 0:
-        of_warps[warp] = cutlass.max(of_warps[warp], largest)
+        for own in cutlass.range_constexpr(pieces):
+            largest = cutlass.max(largest, of_warps[warp, own])
+        of_warps[warp, piece] = largest
     cute.arch.barrier()
-    for other in cutlass.range_constexpr(cute.size(of_warps)):
-        largest = cutlass.max(largest, of_warps[other])
+    for other in cutlass.range_constexpr(warps):
+        largest = cutlass.max(largest, of_warps[other, piece])
     scale, inverse = scale_of(largest)
     if thread % 32 == 0:
         applied[warp] = inverse

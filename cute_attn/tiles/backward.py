@@ -194,7 +194,9 @@ class BackwardSm80Tile(WarpTile):
         if not self.in_parts:
             return {}
         warps = 4 * self.num_warps
-        return {"factors": 32, "largest": warps} | ({"applied": warps} if self.in_one_part(traits) else {})
+        if not self.in_one_part(traits):
+            return {"factors": 32, "largest": warps}
+        return {"factors": 32, "largest": warps * self.pieces, "applied": warps}
 
     def registers(self, traits: Traits) -> int:
         d, dv, threads = padded(traits.head_dim), padded(traits.head_dim_v), self.num_threads
@@ -277,7 +279,10 @@ class BackwardSm80Tile(WarpTile):
             accepted = "whole" if whole else "whole or parts"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
         if self.in_parts and self.pieces > 1:
-            return f"operands is parts with queries_at_once {self.queries_at_once}; accepted: all of tile_m"
+            step = 16 * self.dq_warps_m
+            if traits.fp16_parts == 2 or self.queries % step:
+                accepted = "all of tile_m" if traits.fp16_parts == 2 else f"multiples of {step}"
+                return f"operands is parts with queries_at_once {self.queries_at_once}; accepted: {accepted}"
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:

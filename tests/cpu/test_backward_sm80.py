@@ -35,7 +35,7 @@ KERNELS = {
     "d64-parts": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
     "d96x160-parts": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="parts")),
     "d64-one-part": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
-    "d64-one-part-in-regs": (64, 64, replace(IN_REGS, tile_m=32, queries_at_once=0, operands="parts")),
+    "d64-one-part-in-regs": (64, 64, replace(IN_REGS, tile_m=64, queries_at_once=32, operands="parts")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
@@ -365,6 +365,30 @@ def test_one_part_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_wh
     assert fp32.step_content().mma == 3 * kernel.step_content().mma
     half = BackwardSm80(Traits("backward", "sm80", "fp16", 64), replace(kernel.tile, operands="whole"))
     assert half.step_content().mma == kernel.step_content().mma
+
+
+@cute.jit
+def write_rows(kernel: cutlass.Constexpr, out: cute.Tensor):
+    """out[thread, element, M mode] = rows of the dQ accumulator."""
+    mma, tile = kernel.mma_dq(), kernel.tile
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        shape = (tile.tile_m, padded(kernel.traits.head_dim))
+        coords = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
+        for i in cutlass.range_constexpr(cute.size(coords, mode=[0])):
+            for m in cutlass.range_constexpr(cute.size(coords, mode=[1])):
+                out[thread, i, m] = coords[i, m, 0][0]
+
+
+def test_pieces_of_one_part_are_whole_modes_of_dq():
+    """So that each has its own factor."""
+    kernel = kernel_of("d64-one-part-in-regs")
+    tile = kernel.tile
+    found = run_on_host(lambda out: write_rows(kernel, out), tile.num_threads, 4, tile.tile_m // 32)
+    pieces = np.arange(tile.tile_m // 32) * tile.pieces // (tile.tile_m // 32)
+    assert tile.pieces == 2 and (found // tile.queries == pieces).all()
+    for queries_at_once, text in ((16, "multiples of 32"), (32, None)):
+        reason = replace(tile, queries_at_once=queries_at_once).reject(kernel.traits, "sm90")
+        assert reason is None if text is None else text in reason
 
 
 def test_products_in_parts_are_of_lo_hi_and_hi_lo_and_hi_hi():

@@ -178,7 +178,11 @@ def _one_part(
 _FEW = {"sdp_unroll": 4, "dkv_unroll": 2, "dq_unroll": 2}
 _ONE_PART_LEAST = _one_part(32, 64, 4, 2, 2, 2, stages=1, **_FEW)
 _ONE_PART_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
-    64: [(3, _one_part(32, 128, 4, 1, 4, 2, p_in_regs=True)), (5, _one_part(64, 64, 4, 2, 2, 2, **_FEW))],
+    64: [
+        (0, _one_part(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32, dq_unroll=4)),
+        (3, _one_part(32, 128, 4, 1, 4, 2, p_in_regs=True)),
+        (5, _one_part(64, 64, 4, 2, 2, 2, **_FEW)),
+    ],
     96: [(3, _one_part(64, 128, 8, 2, 4, 4)), (5, _one_part(64, 64, 4, 2, 2, 2, stages=1, **_FEW))],
     128: [(3, _one_part(64, 128, 8, 2, 4, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
     192: [(0, _one_part(64, 64, 8, 4, 2, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],

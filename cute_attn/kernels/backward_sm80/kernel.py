@@ -432,7 +432,8 @@ class BackwardSm80:
     def scale_storage(self, area: Any) -> ScaleStorage | None:
         """What operands in parts need in shared memory; area: see ``ScaleStorage.make``."""
         tile = self.tile
-        return ScaleStorage.make(area, tile.num_warps, self.products.in_one_part) if tile.in_parts else None
+        pieces = tile.pieces if self.products.in_one_part else 0
+        return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_parts else None
 
     @cute.jit
     def load_keys(
@@ -546,9 +547,8 @@ class BackwardSm80:
             ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
-        factor = Float32(1.0)  # of dS, in parts
-        for piece in cutlass.range_constexpr(tile.pieces):
-            factor = self.scores(ctx, block, piece)
+        factors_ds = [self.scores(ctx, block, piece) for piece in range(tile.pieces)]  # in parts
+        factor = factors_ds[0]
         cute.arch.barrier()
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
@@ -569,7 +569,7 @@ class BackwardSm80:
             if cutlass.const_expr(tile.stages_q == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, True, False)
-        self.add_dq(ctx, block, factor)
+        self.add_dq(ctx, block, tuple(factors_ds))
 
     @cute.jit
     def start_next(self, ctx: MainloopContext, block: Int32, q: Constexpr, do: Constexpr) -> None:
@@ -641,7 +641,7 @@ class BackwardSm80:
         factor = Float32(1.0)
         if cutlass.const_expr(tile.in_parts):
             thread = below_1024(rematerialize(ctx.thread))
-            scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, (ctx.gradients.dk,), thread)
+            scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, (ctx.gradients.dk,), thread, piece)
             ds = products.in_parts(acc_dp, scale)
         else:
             ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
@@ -668,11 +668,11 @@ class BackwardSm80:
 
     @cute.jit
     def gradient_scale(
-        self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32
+        self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, piece: Constexpr = 0
     ) -> tuple[Float32, Float32]:
         """The power of two that dS is split with, and its inverse; with one part dK is in units of it as well."""
         if cutlass.const_expr(self.products.in_one_part):
-            scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread)
+            scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, piece)
             for acc in dk:
                 change_units(acc, change)
         else:
@@ -715,8 +715,8 @@ class BackwardSm80:
         return numbers
 
     @cute.jit
-    def add_dq(self, ctx: MainloopContext, block: Int32, factor: Float32) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factor: of dS in parts."""
+    def add_dq(self, ctx: MainloopContext, block: Int32, factors: tuple[Float32, ...]) -> None:
+        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in parts, by pieces."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
@@ -725,9 +725,12 @@ class BackwardSm80:
             acc.fill(0.0)
             of_k = factor_of(ctx.smem.scales, "k")
             self.products.multiply(
-                op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factor * of_k
+                op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factors[0] * of_k
             )
-            self.products.to_units(acc, factor * of_k)
+            # The rows of a piece are whole M modes of the accumulator.
+            pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
+            for piece in cutlass.range_constexpr(tile.pieces):
+                self.products.to_units(pieces[None, (None, piece), None], factors[piece] * of_k)
             blocks = cute.make_ptr(
                 Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
             )

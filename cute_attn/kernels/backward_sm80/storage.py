@@ -25,24 +25,25 @@ class ScaleStorage:
     factors: cute.Tensor  # (8,), see FACTORS
     largest: (
         cute.Tensor
-    )  # (warps,) int32: the bits of each warp's largest dS, of a step or of one part of all so far
+    )  # (warps,) int32: the bits of each warp's largest dS; of one part see ``running_scale``
     applied: cute.Tensor | None  # (warps,): of one part, what each warp's dK is times
 
     @staticmethod
-    def make(area: Callable[..., cute.Tensor], num_warps: int, one_part: bool) -> "ScaleStorage":
-        """area: (name, layout, element type) -> an area of shared memory."""
+    def make(area: Callable[..., cute.Tensor], num_warps: int, pieces: int) -> "ScaleStorage":
+        """area: (name, layout, element type) -> an area of shared memory; pieces: of one part, or 0 for two parts."""
         of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
             area("factors", cute.make_layout(8), Float32),
-            area("largest", of_warps, Int32),
-            area("applied", of_warps, Float32) if one_part else None,
+            area("largest", cute.make_layout((num_warps, pieces)) if pieces else of_warps, Int32),
+            area("applied", of_warps, Float32) if pieces else None,
         )
 
     def store(self, scales: cute.Tensor) -> None:
         """Store ``FACTORS``, by all threads; scales: of Q, K, V and dO."""
         if self.applied is not None:
+            for i in range(cute.size(self.largest)):
+                self.largest[i] = Int32(0)
             for warp in range(cute.size(self.applied)):
-                self.largest[warp] = Int32(0)
                 self.applied[warp] = Float32(1.0)
         q, k, v, do = (scales[i] for i in range(4))
         for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
