@@ -17,7 +17,7 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn import reference
-from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
+from cute_attn.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from tests import curand
