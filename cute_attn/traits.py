@@ -107,7 +107,8 @@ class Traits:
         dtype: element type of q, k, v and o.
         head_dim: elements of a row of q and k, up to 576; a multiple of 16 bytes unless unaligned.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
-        precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32.
+        precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32's
+            11 significant bits.
         aligned: rows of q, k, v and o start at multiples of 16 bytes and are contiguous. If not, elements may lie
             anywhere, and head dims be any.
         mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last

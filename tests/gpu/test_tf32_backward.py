@@ -16,7 +16,10 @@ from tests.gpu.test_fp32_backward import BY_NAME, PARTS, run
 from tests.problem import Case, Problem, Start
 
 CASES = {
-    **{name: BY_NAME[name] for name in ("d64-causal", "d128-causal", "d256", "bias-dropout", "varlen")},
+    **{
+        name: BY_NAME[name]
+        for name in ("d64-causal", "d128-causal", "d256", "alibi", "bias-dropout", "varlen")
+    },
     "d512": Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512, dtype="fp32"),
 }
 RATIO = 1.5
