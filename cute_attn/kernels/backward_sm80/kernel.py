@@ -727,10 +727,11 @@ class BackwardSm80:
             self.products.multiply(
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factors[0] * of_k
             )
-            # The rows of a piece are whole M modes of the accumulator.
-            pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
-            for piece in cutlass.range_constexpr(tile.pieces):
-                self.products.to_units(pieces[None, (None, piece), None], factors[piece] * of_k)
+            if cutlass.const_expr(self.products.in_one_part):
+                # The rows of a piece are whole M modes of the accumulator.
+                pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
+                for piece in cutlass.range_constexpr(tile.pieces):
+                    self.products.to_units(pieces[None, (None, piece), None], factors[piece] * of_k)
             blocks = cute.make_ptr(
                 Float32, ctx.smem.number("dq")[0], cute.AddressSpace.gmem, assumed_align=16
             )
