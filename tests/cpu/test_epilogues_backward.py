@@ -14,7 +14,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from cute_attn import reference
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.emulate import MASKED, UNMASKED, UNVISITED
+from cute_attn.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.bias import untransposed
 from cute_attn.epilogues.chain import EpilogueChain
