@@ -14,6 +14,9 @@ BASE_PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
 export PYTHONUNBUFFERED := 1
+# Tests and builds start many interpreters, which would each compile torch's and the DSL's modules, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 
 ready = import torch, cutlass, tvm_ffi, pytest, rich, typer, filelock; assert torch.cuda.is_available()
 ifneq (,$(filter demo test-gpu bench bench-backward bench-decode bench-shapes,$(MAKECMDGOALS)))
