@@ -247,7 +247,7 @@ def test_kernels_do_not_spill(name_on_target):
     if name_on_target in ONE:  # a step without masks and one with; in each Q K^T is a loop
         tile, traits = compiled.tile, compiled.traits
         kernel = lookup(traits, None, target)
-        qk = kernel.products * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8)
+        qk = kernel.products.each * (tile.tile_m // tile.num_warps // 16) * (tile.tile_n // 8)
         in_loop = qk * (traits.head_dim // 16 - tile.qk_unroll)
         assert len(products) == 2 * (kernel.step_content().mma - in_loop)
 

@@ -283,7 +283,7 @@ class KvcacheSm80(ForwardSm80):
         """Attention of a work tile with some key blocks: O and row statistics, those of the first group at the end."""
         q = sequence(params.mQ, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         load_k, load_v = self.cache_loads(params, shared, tile, group)
-        operands = self.operands(shared, group.thread)
+        operands = self.products.operands(self.tiled_mma(), shared, group.thread, None)
         ctx = self.mainloop_context(
             operands, load_k, load_v, blocks, state, tile.row0, params.scale_log2, shared, group
         )

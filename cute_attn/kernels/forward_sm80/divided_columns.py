@@ -17,10 +17,7 @@ from typing import Any
 import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
-from cute_attn.device.forward_fp32 import PermutedResult, as_fp32, gemm_pv
-from cute_attn.device.forward_parts import gemm_pv_parts, parts_of_probabilities
 from cute_attn.device.gemm import SmemResult, gemm
-from cute_attn.device.gemm_fp32 import split
 from cute_attn.device.math import add, fmax, quad_reduce, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -104,15 +101,9 @@ def _share_probabilities(
     tiled_mma, shape, s_p = ctx.operands.tiled_mma, (tile.tile_m, tile.tile_n), ctx.shared.p
     assert s_p is not None
     s_p = s_p[None, None, 0]
-    if cutlass.const_expr(kernel.in_two_parts):
+    if cutlass.const_expr(kernel.products.scales_output):
         chain.drop(ctx.state, scores, scores.acc)
-        hi, lo = parts_of_probabilities(acc_s)
-        result = SmemResult(tiled_mma, shape, s_p, thread)
-        result.store(hi)
-        result.store(lo, tile.tile_n)
-    elif cutlass.const_expr(kernel.single):
-        chain.drop(ctx.state, scores, scores.acc)
-        PermutedResult(tiled_mma, shape, s_p, thread).store(acc_s)
+        kernel.products.store_p(ctx.operands, acc_s, shape, s_p, thread)
     else:
         p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
         p.store(acc_s.load().to(kernel.dtype))
@@ -126,16 +117,8 @@ def _accumulate(
 ) -> None:
     """O = factors * O + P V, of the warp's own columns."""
     op = ctx.operands
-    assert op.p is not None
-    if cutlass.const_expr(kernel.in_two_parts):
-        op.p.load_all()
-        parts = cute.logical_divide(op.p.fragment, (None, None, op.p.steps // 2))
-        hi, lo = parts[None, None, (None, 0)], parts[None, None, (None, 1)]
-        gemm_pv_parts(op.tiled_mma, ctx.acc_o, hi, lo, op.v, Int32(0), factors)
-    elif cutlass.const_expr(kernel.single):
-        op.p.load_all()
-        a = split(as_fp32(op.p.fragment), kernel.products)
-        gemm_pv(op.tiled_mma, ctx.acc_o, a, op.v, Int32(0), factors, kernel.products)
+    if cutlass.const_expr(kernel.products.scales_output):
+        kernel.products.stored_pv(op, ctx.acc_o, factors)
     else:
         softmax.rescale(ctx.acc_o_rows, factors)
         gemm(op.tiled_mma, ctx.acc_o, op.p, op.v, Int32(0), op.v.steps)

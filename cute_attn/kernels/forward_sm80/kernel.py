@@ -37,9 +37,8 @@ from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
 import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.element_copy import store_elements
-from cute_attn.device.forward_fp32 import Fp32Rows, as_operand_a, gemm_pv, gemm_qk, store_rows
-from cute_attn.device.gemm import SmemOperand, gemm, gemm_rs
-from cute_attn.device.gemm_fp32 import split
+from cute_attn.device.forward_fp32 import store_rows
+from cute_attn.device.gemm import gemm_rs
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -47,7 +46,7 @@ from cute_attn.device.word_rows import WordRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
+from cute_attn.kernels.arguments import forward_fake_args
 from cute_attn.kernels.forward_sm80.divided_columns import add_row_sums, step_of_divided_columns
 from cute_attn.kernels.forward_sm80.groups import GroupResults, KeyGroup
 from cute_attn.kernels.forward_sm80.heuristics import (
@@ -57,6 +56,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
 )
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
@@ -120,7 +120,7 @@ class ForwardSm80:
         """A step of the unmasked loop; each of a thread's rows has one exponential more, the factor of O."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         warps = tile.num_warps * tile.key_groups
-        products, depth = self.products, tile.mma_depth(self.traits)
+        products, depth = self.products.each, tile.mma_depth(self.traits)
         qk = products * mma_sync_count(tile.tile_m, tile.tile_n, d, warps, depth)
         pv = products * mma_sync_count(tile.tile_m, dv, tile.tile_n, warps, depth)
         elements, rows = tile.tile_m * tile.tile_n // tile.num_threads, tile.tile_m // (8 * tile.warps_m)
@@ -130,10 +130,15 @@ class ForwardSm80:
 
     # ---- layouts, copies and the MMA: override one of these to experiment ----
 
+    @functools.cached_property
+    def products(self) -> Products:
+        """Both products, for the elements of Q, K and V."""
+        return (Fp32Products if self.single else Products)(self.traits, self.tile)
+
     @property
     def dtype(self) -> Any:
-        """Element type of Q, K, V and O."""
-        return CUTE_DTYPES[self.traits.dtype]
+        """Element type of Q, K and V in shared memory."""
+        return self.products.dtype
 
     @property
     def row_widths(self) -> tuple[int, int]:
@@ -156,19 +161,9 @@ class ForwardSm80:
         return self.epilogues.may_be_large or (self.single and not self.traits.precision)
 
     @property
-    def products(self) -> int:
-        """Products on tensor cores for each product: three for the precision of fp32."""
-        return 3 if self.single and not self.traits.precision else 1
-
-    @property
     def p_exponent(self) -> int:
         """P is times 2^p_exponent; see :class:`OnlineSoftmax`."""
         return 0
-
-    @property
-    def in_two_parts(self) -> bool:
-        """Whether operands are fp32 numbers in two fp16 parts, as of :mod:`.parts_kernel`."""
-        return False
 
     @property
     def unroll(self) -> int:
@@ -270,7 +265,8 @@ class ForwardSm80:
             end_row = cutlass.min(row0 + self.tile.queries, info.seqlen_q)
             blocks = BlockRange.of_queries(state.band, row0, end_row, self.tile.tile_n)
             shared = self.shared_memory(group)
-            operands, (width, width_v) = self.operands(shared, thread, params.scales), self.row_widths
+            operands = self.products.operands(self.tiled_mma(), shared, thread, params.scales)
+            width, width_v = self.row_widths
             load_k = self.block_load(params.mK, shared.k, width, tile, group)
             load_v = self.block_load(params.mV, shared.v, width_v, tile, group)
             ctx = self.mainloop_context(
@@ -318,10 +314,6 @@ class ForwardSm80:
             exchange,
         )
 
-    def v_rows(self, shared: SharedMemory, thread: Int32) -> Fp32Rows:
-        """V in fp32 as an operand."""
-        return Fp32Rows(shared.v, thread, self.tile.warps_m, self.tile.warps_n)
-
     def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
         """P, and a number a row of each of the warps that share it, where warps divide columns."""
         tile = self.tile
@@ -338,24 +330,6 @@ class ForwardSm80:
         threads = self.tile.num_threads
         layout = cute.make_layout((rows, 2, threads), stride=(1, rows * threads, rows))
         return cute.make_tensor(stats, layout)[None, None, thread]
-
-    def operands(self, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None = None) -> Operands:
-        """Operands of both products in shared memory; V is read transposed."""
-        tiled_mma = self.tiled_mma()
-        copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
-        copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
-        if self.single:
-            v: SmemOperand | Fp32Rows = self.v_rows(shared, thread)
-        else:
-            copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
-            v = SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
-        return Operands(
-            tiled_mma,
-            SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
-            SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
-            v,
-            None if shared.p is None else SmemOperand.a(tiled_mma, copy_a, shared.p, thread),
-        )
 
     def block_load(
         self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
@@ -571,10 +545,8 @@ class ForwardSm80:
             )
         if cutlass.const_expr(tile.keeps_q):
             gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
-        elif cutlass.const_expr(self.single):
-            gemm_qk(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll, self.products)
         else:
-            gemm(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll)
+            self.products.qk(op, acc_s, stage, self.unroll)
         return acc_s, loaded
 
     def score_tile(self, ctx: MainloopContext, block: Int32, acc_s: cute.Tensor, thread: Int32) -> ScoreTile:
@@ -620,13 +592,12 @@ class ForwardSm80:
         chain.forward(ctx.state, scores, loaded, masked)
         stored = self.stored_softmax(ctx, thread)
         softmax = stored.load_stats()
-        if cutlass.const_expr(self.single):
+        if cutlass.const_expr(self.products.scales_output):
             factors = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
             softmax.advance(scores.acc, factors, masked)
             stored.store_stats(softmax)
             chain.drop(ctx.state, scores, scores.acc)
-            p = split(as_operand_a(acc_s), self.products)
-            gemm_pv(op.tiled_mma, ctx.acc_o, p, op.v, stage, factors, self.products)
+            self.products.pv(op, ctx.acc_o, acc_s, stage, factors)
         else:
             softmax.step(scores.acc, ctx.acc_o_rows, masked)
             stored.store_stats(softmax)
@@ -700,7 +671,8 @@ class ForwardSm80:
         tiled_mma, tile_m, dv = ctx.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
-        col = self.v_rows(ctx.shared, thread).first_col(thread) + thread % 4 * 8
+        v = self.products.v_operand(tiled_mma, ctx.shared, thread)
+        col = v.first_col(thread) + thread % 4 * 8  # type: ignore[union-attr]
         store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv, self.traits.aligned)
 
     @cute.jit

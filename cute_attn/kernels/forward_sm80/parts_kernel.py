@@ -16,31 +16,28 @@ With precision tf32 there is one part, which has tf32's digits, and each product
 Limits: fp32, otherwise the forward's.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
-import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.forward_parts import (
     P_SCALE,
-    gemm_pv_parts,
-    gemm_qk_parts,
-    parts_of_probabilities,
     store_pairs,
 )
-from cute_attn.device.gemm import SmemOperand
-from cute_attn.device.math import LOG2_E, rematerialize
+from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import rows_fake, scales_fake
 from cute_attn.kernels.forward_sm80.heuristics import tiles_of_parts
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands
+from cute_attn.kernels.forward_sm80.products import OnePartProducts, Products, TwoPartProducts
 from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
@@ -130,10 +127,12 @@ class ForwardParts(FollowsSplit):
 
     # ---- what differs from 16-bit tensors ----
 
-    @property
-    def dtype(self) -> Any:
-        """Element type of the parts."""
-        return Float16
+    @functools.cached_property
+    def products(self) -> Products:
+        """Of one part or two."""
+        if self.in_two_parts:
+            return TwoPartProducts(self.traits, self.tile)
+        return OnePartProducts(self.traits, self.tile, self.folds_factor)
 
     @property
     def single(self) -> bool:
@@ -144,11 +143,6 @@ class ForwardParts(FollowsSplit):
     def in_two_parts(self) -> bool:
         """Whether each product is three of hi and lo parts."""
         return self.traits.fp16_parts == 2
-
-    @property
-    def products(self) -> int:
-        """Products on tensor cores for each product."""
-        return 3 if self.in_two_parts else 1
 
     @property
     def p_exponent(self) -> int:
@@ -176,22 +170,6 @@ class ForwardParts(FollowsSplit):
         """Rows of parts always are."""
         return True
 
-    def operands(self, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None = None) -> Operands:
-        """Operands of both products in shared memory; V is read transposed."""
-        assert scales is not None
-        tiled_mma = self.tiled_mma()
-        copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
-        copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
-        copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
-        return Operands(
-            tiled_mma,
-            SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
-            SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
-            SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread),
-            None if shared.p is None else SmemOperand.a(tiled_mma, copy_a, shared.p, thread),
-            scales,
-        )
-
     def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
         """P's parts, and a number a row of each of the warps that share it, where warps divide columns."""
         tile = self.tile
@@ -208,76 +186,6 @@ class ForwardParts(FollowsSplit):
         if self.folds_factor:
             scale_log2 = scale_log2 * (operands.scales[0] * operands.scales[1])
         return FollowsSplit.online_softmax(self, rows, scale_log2, stats, operands)
-
-    @cute.jit
-    def scores(self, ctx: MainloopContext, block: Int32, stage: Int32):
-        """S = Q K^T, and the epilogues' loads from global memory, issued before it."""
-        if cutlass.const_expr(self.in_two_parts):
-            acc_s, loaded = self.scores_of_two_parts(ctx, block, stage)
-        else:
-            acc_s, loaded = FollowsSplit.scores(self, ctx, block, stage)
-            if cutlass.const_expr(not self.folds_factor):
-                factor = ctx.operands.scales[0] * ctx.operands.scales[1]
-                for i in cutlass.range_constexpr(cute.size(acc_s)):
-                    acc_s[i] = acc_s[i] * factor
-        return acc_s, loaded
-
-    @cute.jit
-    def scores_of_two_parts(self, ctx: MainloopContext, block: Int32, stage: Int32):
-        """:meth:`scores` by three products."""
-        op, tile = ctx.operands, self.tile
-        acc_s = cute.make_rmem_tensor(
-            op.tiled_mma.get_slice(0).partition_shape_C((tile.tile_m, tile.tile_n)), Float32
-        )
-        acc_s.fill(0.0)
-        loaded = ()
-        if cutlass.const_expr(self.epilogues.modifiers):
-            at = self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
-            loaded = self.epilogues.load(ctx.state, at)
-        factor = op.scales[0] * op.scales[1]
-        gemm_qk_parts(op.tiled_mma, acc_s, op.q, op.k, stage, self.unroll, factor)
-        return acc_s, loaded
-
-    @cute.jit
-    def accumulate(
-        self,
-        ctx: MainloopContext,
-        block: Int32,
-        acc_s: cute.Tensor,
-        loaded: tuple,
-        stage: Int32,
-        masked: Constexpr,
-    ) -> None:
-        """Scores to probabilities, and O += P V."""
-        if cutlass.const_expr(self.in_two_parts):
-            self.accumulate_two_parts(ctx, block, acc_s, loaded, stage, masked)
-        else:
-            FollowsSplit.accumulate(self, ctx, block, acc_s, loaded, stage, masked)
-
-    @cute.jit
-    def accumulate_two_parts(
-        self,
-        ctx: MainloopContext,
-        block: Int32,
-        acc_s: cute.Tensor,
-        loaded: tuple,
-        stage: Int32,
-        masked: Constexpr,
-    ) -> None:
-        """:meth:`accumulate` by three products."""
-        chain, op = self.epilogues, ctx.operands
-        thread = rematerialize(ctx.thread)
-        scores = self.score_tile(ctx, block, acc_s, thread)
-        chain.forward(ctx.state, scores, loaded, masked)
-        stored = self.stored_softmax(ctx, thread)
-        softmax = stored.load_stats()
-        factors = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
-        softmax.advance(scores.acc, factors, masked)
-        stored.store_stats(softmax)
-        chain.drop(ctx.state, scores, scores.acc)
-        hi, lo = parts_of_probabilities(acc_s)
-        p = (layouts.as_operand_a(hi), layouts.as_operand_a(lo))
-        gemm_pv_parts(op.tiled_mma, ctx.acc_o, *p, op.v, stage, factors)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
         """Of V's scale as well, and of two parts of P."""
