@@ -140,7 +140,7 @@ def write_stores(
         storage = storage_at_zero(kernel)
         operands = kernel.operands(storage, thread)
         if cutlass.const_expr(name in ("dk", "dv")):
-            result = kernel.gradient_result(operands.mma_dkv, getattr(storage, name), thread)
+            result = kernel.products.result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
             result = result.result if kernel.products.in_two_parts else result

@@ -44,7 +44,6 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, 
 import layouts
 from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.element_copy import store_elements
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale
 from cute_attn.device.math import optimization_barrier, rematerialize
@@ -53,12 +52,14 @@ from cute_attn.device.probabilities import probabilities, score_gradient, start_
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.word_rows import WordRows
-from cute_attn.epilogues.chain import EpilogueChain, ScoreState
+from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
+from cute_attn.kernels.backward_sm80.gradients import Gradients, stage_gradient, store_gradient
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, PARTS_LEAST_FLOP, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
-from cute_attn.kernels.backward_sm80.products import Operands, Products, Result
+from cute_attn.kernels.backward_sm80.params import MainloopContext
+from cute_attn.kernels.backward_sm80.products import Operands, Products
 from cute_attn.kernels.backward_sm80.step import step_content
 from cute_attn.kernels.backward_sm80.storage import (
     BAND,
@@ -77,31 +78,6 @@ from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles, key_tile_of
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """dK and dV of a key block, accumulated in fp32 registers."""
-
-    dk: cute.Tensor
-    dv: cute.Tensor
-
-
-@dataclass(frozen=True)
-class MainloopContext:
-    """One query head of a CTA's key block: what a step of the mainloop reads and writes."""
-
-    smem: BackwardSm80Storage
-    operands: Operands
-    gradients: Gradients
-    load_q: BlockLoad
-    load_do: BlockLoad
-    blocks: BlockRange
-    state: ScoreState
-    dq_blocks: cute.Pointer  # fp32 accumulator of dQ, one query block after the other
-    key0: Int32
-    scale_log2: Float32
-    thread: Int32
 
 
 @dataclass(frozen=True)
@@ -331,7 +307,7 @@ class BackwardSm80:
         self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
         self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(not self.loads_vectors):
+        if cutlass.const_expr(not self.products.loads_vectors):
             cute.arch.cp_async_wait_group(0)
             self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread, True)
             self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread, True)
@@ -340,7 +316,7 @@ class BackwardSm80:
             cute.arch.barrier()
             operands.v.load_all()  # type: ignore[union-attr]
             cute.arch.barrier()
-        gradients = self.gradients(operands.mma_dkv, thread)
+        gradients = Gradients.zeros(self, operands.mma_dkv, thread)
         head0 = key_tile.head_dkv * heads
         for head in cutlass.range(head0, head0 + heads, unroll=1):
             context = chain.context(
@@ -394,11 +370,11 @@ class BackwardSm80:
         if cutlass.const_expr(self.products.in_one_part):
             own_dk, own_dv = smem.scales.gradient_factors(thread)  # type: ignore[union-attr]
             of_dk, of_dv = of_dk * own_dk, of_dv * own_dv
-        self.stage_gradient(gradients.dk, of_dk, mma_dkv, smem.dk, thread)
-        self.stage_gradient(gradients.dv, of_dv, mma_dkv, smem.dv, thread)
+        stage_gradient(self, gradients.dk, of_dk, mma_dkv, smem.dk, thread)
+        stage_gradient(self, gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
-        self.store_gradient(smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread)
-        self.store_gradient(smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread)
+        store_gradient(self, smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread)
+        store_gradient(self, smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread)
 
     def shared_memory(self) -> BackwardSm80Storage:
         """The areas of shared memory as tensors."""
@@ -453,7 +429,7 @@ class BackwardSm80:
         """
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
-        if cutlass.const_expr(not self.loads_vectors):
+        if cutlass.const_expr(not self.products.loads_vectors):
             words = WordRows(g, head_dim, thread, self.tile.num_threads)
             tile, keys = s[None, None, 0], key_tile.info.seqlen_k - key0
             if cutlass.const_expr(arrived):
@@ -461,19 +437,12 @@ class BackwardSm80:
             else:
                 words.start(tile, key0, keys, False)
         else:
-            row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, self.loaded_columns(head_dim))
+            row_copy = RowCopy(
+                self.gmem_copy(head_dim, True), thread, cols, self.products.loaded_columns(head_dim)
+            )
             for part in cutlass.range_constexpr(self.num_parts):
                 tile = block_of_rows(part_of(g, part, cols), key0 // tile_n, tile_n, cols)
                 row_copy.copy(tile, s[None, None, part], key_tile.info.seqlen_k - key0, False)
-
-    @property
-    def loads_vectors(self) -> bool:
-        """Whether 16 bytes of a row of an operand may be copied at once; those of parts always."""
-        return self.traits.aligned or self.tile.in_parts
-
-    def loaded_columns(self, head_dim: int) -> int:
-        """Columns of an operand in global memory; parts are padded with zeros."""
-        return padded(head_dim) if self.tile.in_parts else head_dim
 
     def query_loads(
         self,
@@ -492,7 +461,7 @@ class BackwardSm80:
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
             g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
-            columns, vectors = self.loaded_columns(head_dim), self.loads_vectors
+            columns, vectors = self.products.loaded_columns(head_dim), self.products.loads_vectors
             number = smem.number(stride)
             return BlockLoad(
                 g, vectors, columns, s, number, g_row, s_row, seqlen, thread, threads, self.num_parts
@@ -502,17 +471,6 @@ class BackwardSm80:
             load(mQ, self.traits.head_dim, smem.q, "stride_q", mLSElog2, smem.lse),
             load(mDO, self.traits.head_dim_v, smem.do, "stride_do", mMinusD, smem.minus_d),
         )
-
-    def gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
-        """dK and dV, all zero."""
-        shapes = ((self.tile.tile_n, padded(dim)) for dim in (self.traits.head_dim, self.traits.head_dim_v))
-        dk, dv = (
-            cute.make_rmem_tensor(mma_dkv.get_slice(thread).partition_shape_C(shape), Float32)
-            for shape in shapes
-        )
-        dk.fill(0.0)
-        dv.fill(0.0)
-        return Gradients(dk, dv)
 
     @cute.jit
     def main_loop(self, ctx: MainloopContext) -> None:
@@ -542,7 +500,7 @@ class BackwardSm80:
         """One query block."""
         tile, op = self.tile, ctx.operands
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(not self.loads_vectors):
+        if cutlass.const_expr(not self.products.loads_vectors):
             ctx.load_q.finish(block, self.stage(block, tile.stages_q))
             ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
@@ -740,38 +698,3 @@ class BackwardSm80:
                 first += index * (floats // tile.dq_passes)
             target = blocks + cute.assume(first, divby=4)
             add_fragment(acc, target, below_1024(rematerialize(ctx.thread)), tile.dq_vector)
-
-    @cute.jit
-    def stage_gradient(
-        self, acc: cute.Tensor, factor: Float32, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32
-    ) -> None:
-        """Write acc * factor to shared memory in 16 bits."""
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = acc[i] * factor
-        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
-        fragment.store(acc.load().to(self.dtype))
-        self.gradient_result(mma_dkv, s, thread).store(fragment)
-
-    def gradient_result(self, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Result:
-        """Where a thread stores its part of dK or dV."""
-        return self.products.result(mma_dkv, s, thread)
-
-    @cute.jit
-    def store_gradient(
-        self,
-        s: cute.Tensor,
-        m: cute.Tensor,
-        head_dim: int,
-        key_tile: KeyTiles,
-        key0: Int32,
-        keys: Int32,
-        thread: Int32,
-    ) -> None:
-        """dK or dV from shared to global memory, in 16-byte vectors, or of unaligned rows by elements."""
-        cols = padded(head_dim)
-        g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
-        if cutlass.const_expr(not self.traits.aligned):
-            store_elements(s, g, key0, keys, thread, self.tile.num_threads)
-        else:
-            tile = block_of_rows(g, key0 // self.tile.tile_n, self.tile.tile_n, cols)
-            RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)

@@ -19,7 +19,7 @@ from cute_attn.device.gemm_hi_lo import HiLo, HiLoOperand, HiLoResult, gemm_hi_l
 from cute_attn.device.one_part import scaled_to_fp16
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.outputs import dq_order as dq
-from cute_attn.tiles import BackwardSm80Tile
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
 Operand = SmemOperand | Fp32Operand | HiLoOperand
@@ -95,6 +95,15 @@ class Products:
     def each(self) -> int:
         """How many products of tf32, or of fp16 parts, make one of fp32 operands."""
         return 1 if self.traits.precision == "tf32" else 3
+
+    @property
+    def loads_vectors(self) -> bool:
+        """Whether 16 bytes of a row of an operand may be copied at once; those of parts always."""
+        return self.traits.aligned or self.tile.in_parts
+
+    def loaded_columns(self, head_dim: int) -> int:
+        """Columns of an operand in global memory; parts are padded with zeros."""
+        return padded(head_dim) if self.tile.in_parts else head_dim
 
     # ---- MMAs ----
 

@@ -27,6 +27,7 @@ from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
+from cute_attn.kernels.backward_sm80.gradients import stage_gradient
 from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of
 from cute_attn.outputs import dq_order as dq
@@ -342,7 +343,7 @@ class Streamed:
         """Start loading a chunk of a part; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
         if cutlass.const_expr(self.tile.in_parts):  # what follows from it takes no register in the products
             thread = below_1024(rematerialize(thread))
-        if cutlass.const_expr(not self.kernel.loads_vectors):
+        if cutlass.const_expr(not self.kernel.products.loads_vectors):
             shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))
             own = cute.make_tensor(
                 g.iterator + Int64(col0) * g.stride[1], cute.make_layout(shape, stride=g.stride)
@@ -458,7 +459,7 @@ class Streamed:
         s = smem.gradient
         for j in cutlass.range_constexpr(self.chunks):
             cute.arch.barrier()  # the last chunk has been read
-            kernel.stage_gradient(gradient[j], factor, kernel.mma_dkv(), s, thread)
+            stage_gradient(kernel, gradient[j], factor, kernel.mma_dkv(), s, thread)
             cute.arch.barrier()
             col0 = (part * self.chunks + j) * self.chunk
             left = g.shape[1] - col0
