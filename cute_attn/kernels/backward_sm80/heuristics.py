@@ -191,8 +191,8 @@ _ONE_PART_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
         (5, _one_part(64, 64, 8, 4, 2, 2, stages=1, **_FEW)),
     ],
 }
-"""The larger head dim -> tiles of fp32 elements in one fp16 part, as ``_TILES``. Not measured yet: those of 16-bit
-tensors that do not spill, with all queries of a step at a time."""
+"""The larger head dim -> tiles of fp32 elements in one fp16 part, as ``_TILES``: those of 16-bit tensors
+that do not spill, without a search."""
 _TF32_TILES: dict[int, list[BackwardSm80Tile]] = {
     64: [
         _fp32_in_regs(4, dq_unroll=4, sdp_unroll=2),

@@ -138,8 +138,8 @@ _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
 }
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
 
-# The same in fp32, by precision; "low" and above take "high" where it is listed. Not measured yet: those that do not
-# spill, with two CTAs or eight warps a multiprocessor.
+# The same in fp32, by precision; "low" and above take "high" where it is listed. They compute small calls, and where
+# parts do not serve: those that do not spill, with two CTAs or eight warps a multiprocessor, without a search.
 _TILES_FP32: dict[str, dict[int, dict[str, list[ForwardSm80Tile]]]] = {
     "": {
         32: {"none": [_tile(128, 64, 4, 2, 2)], "high": [_tile(64, 32, 4, 2, 2)]},
@@ -251,7 +251,8 @@ _DIVIDED_FP32 = [
 ]
 
 
-# The same for rows that start anywhere, whose copies take more registers. Not measured yet: those that do not spill.
+# The same for rows that start anywhere, whose copies take more registers: those that do not spill. At head dims 59 and
+# 123 tiles of 256 rows are no faster on an H200.
 _UNALIGNED: dict[int, ForwardSm80Tile] = {
     32: _tile(128, 64, 4, 2),
     64: _tile(128, 96, 4, 2),
