@@ -158,7 +158,7 @@ class BackwardLauncher:
     Attributes:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
-        split, exact: of a main kernel whose operands are two parts: what splits them, and the other main kernel.
+        split, exact: of a main kernel whose operands are parts: what splits them, and the other main kernel.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.

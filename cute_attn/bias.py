@@ -15,9 +15,14 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     max_seqlen_k: of packed sequences; None: k has the keys of a batch.
     """
     q, k, bias = tensors[0], tensors[1], tensors[_BIAS]
-    if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or not 2 <= bias.dim() <= 4 or k.dim() < 2:
+    if bias is None or not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2:
         return tensors
-    bias = readable(bias, q.dtype, k.shape[1] if max_seqlen_k is None else max_seqlen_k)
+    seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
+    # What is wrong is for the checks to say.
+    fine = isinstance(seqlen_k, int | torch.SymInt) and 0 <= seqlen_k < 2**31 and q.is_floating_point()
+    if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
+        return tensors
+    bias = readable(bias, q.dtype, seqlen_k)
     return (*tensors[:_BIAS], bias, *tensors[_BIAS + 1 :])
 
 
@@ -36,6 +41,6 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
     if bias.dim() < 4:
         bias = bias[(None,) * (4 - bias.dim())]
-    if bias.shape[3] == 1 and seqlen_k > 1:
+    if bias.shape[3] == 1 and seqlen_k != 1:
         bias = bias.expand(-1, -1, -1, seqlen_k)
     return bias if bias.stride(3) == 1 or bias.shape[3] <= 1 else bias.contiguous()

@@ -427,10 +427,10 @@ def _check_score_tensors(params: AttentionParams) -> None:
             or any(size not in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
         ):
             raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; accepted: {full}, where each of the first three may be 1"
+                f"bias has shape {tuple(bias.shape)}; accepted: {full}, where each may be 1 and the first be missing"
             )
         if bias.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+            raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list((*FLOAT_DTYPES, torch.bool))}")
     if params.dropout:
         if rng_state is None:
             raise ValueError(

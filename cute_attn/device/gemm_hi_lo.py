@@ -243,7 +243,7 @@ def scale_of(largest: Int32) -> tuple[Float32, Float32]:
 
 @cute.jit
 def all_fit(scales: cute.Tensor) -> Boolean:
-    """Whether every tensor fits two parts; scales: see :mod:`cute_attn.kernels.split_fp32`."""
+    """Whether every tensor fits its parts; scales: see :mod:`cute_attn.kernels.split_fp32`."""
     fit = Boolean(True)
     for i in cutlass.range_constexpr(4):
         fit = fit & (scales[i] != 0.0)

@@ -29,7 +29,7 @@ def running_scale(
     """(scale, its inverse, what sums in units of the last scale have to be times), with a barrier.
 
     The scale is :func:`scale_of` the largest finite |x| of all threads' registers, now and in calls before. In one part
-    x then errs by at most 2^-12 of itself or 2^-39 of the largest.
+    x then errs by at most 2^-11 of itself or 2^-39 of the largest.
 
     Args:
         of_warps: (warps, pieces) int32 in shared memory, 0 before the first call; the largest so far.

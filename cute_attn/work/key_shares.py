@@ -288,8 +288,8 @@ class KeyShares:
     def slots_of(self, start: Int32, batch: Int32, head: Int32, m_block: Int32) -> tuple[Int32, Int32]:
         """The first and the last slot of a unit; where they are the same, that one wrote the result directly.
 
-        Otherwise each slot between them, and these two, wrote a partial result: :meth:`partial`. ``start``: where the
-        sequence starts among a head's positions, see :meth:`measure`.
+        Otherwise each slot between them, and these two, wrote a partial result: :meth:`Share.partial`. ``start``: where
+        the sequence starts among a head's positions, see :meth:`measure`.
         """
         position = start + head * self.of_head
         for before in cutlass.range(m_block, unroll=1):
@@ -310,11 +310,6 @@ class KeyShares:
             if self.slot_of(start + self.overhead) == slot:
                 last = self.slot_of(start + size - 1)
         return batch, head, m_block, last
-
-    @staticmethod
-    def partial(slot: Int32, first: Int32) -> Int32:
-        """The index of the partial result that ``slot`` wrote of a unit whose first slot is ``first``."""
-        return 2 * slot + cutlass.select_(slot == first, Int32(1), Int32(0))
 
 
 Terms = Callable[[Int32], Int32]

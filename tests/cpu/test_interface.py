@@ -196,7 +196,22 @@ WRONG = {
     "bias_dims": (
         dense(bias=randn(24)),
         ValueError,
-        r"bias has shape \(24,\); accepted: \(2, 4, 16, 24\), where each of",
+        r"bias has shape \(24,\); accepted: \(2, 4, 16, 24\), where each may be 1",
+    ),
+    "bias_beside_integers": (
+        dense(q=torch.ones(2, 16, 4, 64, dtype=torch.int32), bias=torch.ones(16, 24, dtype=torch.bool)),
+        TypeError,
+        "q has dtype torch.int32",
+    ),
+    "bias_and_a_wrong_maximum": (
+        varlen(max_seqlen_k="a", bias=randn(1, 1, 16, 1)),
+        TypeError,
+        "max_seqlen_k is 'a'",
+    ),
+    "bias_and_a_large_maximum": (
+        varlen(max_seqlen_k=2**70, bias=randn(1, 1, 16, 1)),
+        ValueError,
+        "max_seqlen_k is 1180591620717411303424",
     ),
     "bias_rows": (dense(bias=randn(1, 1, 15, 24)), ValueError, r"bias has shape \(1, 1, 15, 24\)"),
     "bias_keys": (dense(bias=randn(1, 1, 16, 23)), ValueError, r"bias has shape \(1, 1, 16, 23\)"),
@@ -408,6 +423,7 @@ FINE = {
     "bias_rows_of_odd_length": dense(bias=randn(1, 1, 16, 25)[..., :24]),
     "bias_last": dense(bias=randn(1, 1, 24, 16).transpose(2, 3)),
     "bias_unaligned": dense(bias=randn(16 * 24 + 1)[1:].view(1, 1, 16, 24)),
+    "bias_without_keys": dense(k=GOOD["k"][:, :0], v=GOOD["v"][:, :0], bias=torch.zeros(16, 1)),
     "seqlen_k_0": dense(k=GOOD["k"][:, :0], v=GOOD["v"][:, :0]),
     "no_heads": dense(q=GOOD["q"][:, :, :0], k=GOOD["k"][:, :, :0], v=GOOD["v"][:, :, :0]),
     "batch_0": dense(q=GOOD["q"][:0], k=GOOD["k"][:0], v=GOOD["v"][:0]),

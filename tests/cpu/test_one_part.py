@@ -1,4 +1,7 @@
-"""Gradients of fp32 in one fp16 part: as exact as with operands rounded to tf32, by simulation with exact sums."""
+"""Gradients of fp32 in one fp16 part: as exact as with operands rounded to tf32, by simulation with exact sums.
+
+What is simulated is the rule. The device code that follows it runs in tests/gpu/test_tf32_backward.py.
+"""
 
 import numpy as np
 import pytest

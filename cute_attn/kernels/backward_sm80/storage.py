@@ -23,9 +23,8 @@ class ScaleStorage:
     """What kernels of operands in parts keep in shared memory."""
 
     factors: cute.Tensor  # (8,), see FACTORS
-    largest: (
-        cute.Tensor
-    )  # (warps,) int32: the bits of each warp's largest dS; of one part see ``running_scale``
+    # (warps,) int32: the bits of each warp's largest dS; of one part see ``running_scale``
+    largest: cute.Tensor
     applied: cute.Tensor | None  # (warps,): of one part, what each warp's dK is times
 
     @staticmethod

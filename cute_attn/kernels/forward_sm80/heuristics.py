@@ -212,7 +212,7 @@ def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
 PARTS_LEAST_USES = {2: 512, 1: 1024}
 """Parts -> keys of a query, and queries of a key, from which on products by parts pay for splitting the rows.
 
-One part, in place of one product of tf32, has not been measured: it saves half as much time as two for a product.
+Those of one part, in place of one product of tf32, have not been searched.
 """
 PARTS_LEAST_FLOP = {2: 2**32, 1: 2**33}
 """Parts -> floating-point operations of a call from which on they pay for three more launches."""

@@ -25,10 +25,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 import layouts
-from cute_attn.device.forward_parts import (
-    P_SCALE,
-    store_pairs,
-)
+from cute_attn.device.forward_parts import P_SCALE, store_pairs
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
