@@ -52,7 +52,7 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
         "**sm80** / FA2",
         "best / best peer",
     ]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    rows = []
     for workload, values in speeds.items():
         ampere, fa2 = (
             next((values.get(name) for name in own if name.endswith("-sm80")), None),
@@ -63,8 +63,8 @@ def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
         peer = max((values[name] for name in peers if name in values), default=None)
         to_peer = f"{best / peer:.2f}" if best and peer else "-"
         cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *peers)]
-        lines.append("| " + " | ".join([workload.partition("-")[2], *cells, ratio, to_peer]) + " |")
-    return "\n".join(lines)
+        rows.append([workload.partition("-")[2], *cells, ratio, to_peer])
+    return _markdown(header, rows)
 
 
 def decode_table(result: dict[str, Any]) -> str:
@@ -79,7 +79,7 @@ def decode_table(result: dict[str, Any]) -> str:
         "GB/s",
         "best peer / best",
     ]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    rows = []
     for row, by_impl in found.items():
         cells = [f"{1e3 * by_impl[name]['ms']:.1f}" if name in by_impl else "-" for name in names]
         ours = min(
@@ -88,8 +88,13 @@ def decode_table(result: dict[str, Any]) -> str:
         theirs = [by_impl[name]["ms"] for name in names if name in by_impl and name not in own]
         cells.append(f"{ours['value']:.0f}" if ours else "-")
         cells.append(f"{min(theirs) / ours['ms']:.2f}" if ours and theirs else "-")
-        lines.append("| " + " | ".join([row, *cells]) + " |")
-    return "\n".join(lines)
+        rows.append([row, *cells])
+    return _markdown(header, rows)
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
 def _by_workload(result: dict[str, Any], key: str) -> dict[str, dict[str, float]]:

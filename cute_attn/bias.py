@@ -15,7 +15,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     max_seqlen_k: of packed sequences; None: k has the keys of a batch.
     """
     q, k, bias = tensors[0], tensors[1], tensors[_BIAS]
-    if bias is None or not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2:
+    if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2:
         return tensors
     seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
     # What is wrong is for the checks to say.
@@ -39,8 +39,17 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
     """
     if bias.dtype == torch.bool:
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
-    if bias.dim() < 4:
-        bias = bias[(None,) * (4 - bias.dim())]
+    bias = four_dims(bias)
     if bias.shape[3] == 1 and seqlen_k != 1:
         bias = bias.expand(-1, -1, -1, seqlen_k)
-    return bias if bias.stride(3) == 1 or bias.shape[3] <= 1 else bias.contiguous()
+    return last_contiguous(bias)
+
+
+def four_dims(bias: Tensor) -> Tensor:
+    """With first dimensions of 1 in place of missing ones."""
+    return bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+
+
+def last_contiguous(bias: Tensor) -> Tensor:
+    """A copy where elements of the last dimension are not neighbours."""
+    return bias if bias.stride(-1) == 1 or bias.shape[-1] <= 1 else bias.contiguous()

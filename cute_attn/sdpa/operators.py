@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import launcher
+from cute_attn.bias import four_dims
 from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, _is_capturing, call_of, why_not
 from cute_attn.sdpa.plans import (
     BackwardPlan,
@@ -309,8 +310,8 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
 
 
 def _four_dims(bias: Tensor | None) -> Tensor | None:
-    """A bias as PyTorch's function gives it to cuDNN, alone of the backends: with two dimensions or more."""
-    return bias if bias is None or bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+    """Of a bias for cuDNN, to which alone of the backends PyTorch's function gives one of fewer dimensions."""
+    return None if bias is None else four_dims(bias)
 
 
 def cudnn_forward(

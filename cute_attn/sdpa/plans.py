@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_attn import backward, launcher, ops, random_states
+from cute_attn.bias import last_contiguous
 from cute_attn.launcher import as_strided, contiguous_strides, launcher_for
 from cute_attn.params import (
     ALIGNMENT_BYTES,
@@ -104,11 +105,7 @@ def _narrow_bias(bias: Tensor) -> Tensor:
     """A bias with dimensions of stride 0 as size 1, which costs kernels less; the last one as it is."""
     dims = list(zip(bias.shape, bias.stride(), strict=True))
     shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
-    return _last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
 def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
@@ -116,7 +113,7 @@ def _prepared(inputs: Inputs, *, bias_gradient: bool = False) -> Inputs:
     q, k, v = map(_readable, inputs[:3])
     bias = inputs.bias
     if bias is not None:
-        bias = _last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
+        bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
     return Inputs(q, k, v, bias, *inputs[4:])
 
 

@@ -418,7 +418,7 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
         return found.kernel.tile.operands, found.split is not None, found.exact is not None
 
     assert operands(call) == ("whole", False, False)
-    monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.PARTS_LEAST_FLOP", 1)
+    monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.PARTS_LEAST_FLOP", {2: 1, 1: 1})
     assert operands(call) == ("parts", True, True)
     monkeypatch.setattr("cute_attn.split_fp32.MAX_ROWS", 10)
     assert operands(call) == ("whole", False, False)

@@ -142,8 +142,9 @@ def _parts(
     return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="parts", **fields, **_ONE_STAGE)
 
 
-PARTS_LEAST_FLOP = 2**31
-"""Floating-point operations of a call from which on products in parts pay for three more launches."""
+PARTS_LEAST_FLOP = {2: 2**31, 1: 2**32}
+"""Parts -> floating-point operations of a call from which on products in parts pay for three more launches. Those of
+one part have not been searched."""
 _PARTS_32 = _parts(32, 64, 4, 2, 2, 2, (2, 1, 1))
 _PARTS_LEAST = _parts(32, 32, 4, 2, 2, 2, (2, 1, 1))
 _PARTS_TILES: dict[int, list[BackwardSm80Tile]] = {

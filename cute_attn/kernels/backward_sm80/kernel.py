@@ -68,6 +68,7 @@ from cute_attn.kernels.backward_sm80.storage import (
     BackwardSm80Storage,
     ScaleStorage,
     factor_of,
+    gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
 from cute_attn.kernels.limits import beyond
@@ -109,8 +110,7 @@ class BackwardSm80:
     def parts_pay(self, rows: int, seqlen_k: int) -> bool:
         """Whether a call is large enough for operands in parts; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
-        least = PARTS_LEAST_FLOP * (2 // self.traits.fp16_parts)  # one part saves less time
-        return 2 * rows * seqlen_k * dims >= least
+        return 2 * rows * seqlen_k * dims >= PARTS_LEAST_FLOP[self.traits.fp16_parts]
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
         """The kernel of the same traits with the default tile of whole fp32 operands."""
@@ -366,10 +366,7 @@ class BackwardSm80:
         ).gradient_scale
         keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch) - key0
         mma_dkv = self.mma_dkv()
-        of_dk, of_dv = softmax_scale * rescale, rescale
-        if cutlass.const_expr(self.products.in_one_part):
-            own_dk, own_dv = smem.scales.gradient_factors(thread)  # type: ignore[union-attr]
-            of_dk, of_dv = of_dk * own_dk, of_dv * own_dv
+        of_dk, of_dv = gradient_factors(smem.scales, softmax_scale * rescale, rescale, thread)
         stage_gradient(self, gradients.dk, of_dk, mma_dkv, smem.dk, thread)
         stage_gradient(self, gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()

@@ -48,15 +48,20 @@ class ScaleStorage:
         for name, factor in zip(FACTORS, (q * k, do * v, do * 2.0**-P_EXPONENT, q, k), strict=True):
             self.factors[FACTORS.index(name)] = factor
 
-    def gradient_factors(self, thread: Int32) -> tuple[Float32, Float32]:
-        """What dK and dV of one part are times at the end."""
-        assert self.applied is not None
-        return self.applied[thread // 32] * factor_of(self, "q"), factor_of(self, "dv")
-
 
 def factor_of(scales: ScaleStorage | None, name: str) -> Float32:
     """One of ``FACTORS``; of whole operands 1."""
     return Float32(1.0) if scales is None else scales.factors[FACTORS.index(name)]
+
+
+def gradient_factors(
+    scales: ScaleStorage | None, of_dk: Float32, of_dv: Float32, thread: Int32
+) -> tuple[Float32, Float32]:
+    """What the sums of dK and dV are times at the end: of one part also what undoes its units."""
+    if scales is not None and scales.applied is not None:
+        of_dk = of_dk * (scales.applied[thread // 32] * factor_of(scales, "q"))
+        of_dv = of_dv * factor_of(scales, "dv")
+    return of_dk, of_dv
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class BackwardSm80Storage:
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
     spilled: cute.Tensor  # Int64, see SPILLED
-    scales: "ScaleStorage | None" = None
+    scales: ScaleStorage | None = None
 
     def number(self, name: str) -> cute.Tensor:
         """(1,): a spilled number."""

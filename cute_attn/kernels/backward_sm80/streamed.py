@@ -29,7 +29,7 @@ from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.gradients import stage_gradient
 from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
-from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of
+from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import padded
@@ -240,10 +240,7 @@ class Streamed:
         ).gradient_scale
         keys = existing_rows(seqlens.cu_seqlens_k, mK, batch) - key0
         _, mDK, mDV = outputs
-        of_dk, of_dv = softmax_scale * rescale, rescale
-        if cutlass.const_expr(self.products.in_one_part):
-            own_dk, own_dv = smem.scales.gradient_factors(thread)  # type: ignore[union-attr]
-            of_dk, of_dv = of_dk * own_dk, of_dv * own_dv
+        of_dk, of_dv = gradient_factors(smem.scales, softmax_scale * rescale, rescale, thread)
         for gradient, m, factor in ((dk, mDK, of_dk), (dv, mDV, of_dv)):
             g = sequence(m, batch, key_tile.head_dkv, info.offset_k, varlen)
             self.store(gradient, factor, g, smem, key0, keys, part, thread)

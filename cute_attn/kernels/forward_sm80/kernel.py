@@ -319,7 +319,7 @@ class ForwardSm80:
         tile = self.tile
         if tile.warps_n == 1:
             return None, None
-        layout = layouts.smem_layout(tile.tile_m, tile.tile_n, self.dtype, stages=1)
+        layout = layouts.smem_layout(tile.tile_m, self.products.parts * tile.tile_n, self.dtype, stages=1)
         return (
             cute.make_tensor(area("p", self.dtype), layout),
             cute.make_tensor(area("exchange", Float32), cute.make_layout((tile.tile_m, tile.warps_n))),

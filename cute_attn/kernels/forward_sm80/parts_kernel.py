@@ -17,14 +17,12 @@ Limits: fp32, otherwise the forward's.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
-import layouts
 from cute_attn.device.forward_parts import P_SCALE, store_pairs
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
@@ -166,15 +164,6 @@ class ForwardParts(FollowsSplit):
     def loads_aligned(self) -> bool:
         """Rows of parts always are."""
         return True
-
-    def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
-        """P's parts, and a number a row of each of the warps that share it, where warps divide columns."""
-        tile = self.tile
-        if tile.warps_n == 1:
-            return None, None
-        _, exchange = FollowsSplit.divided_columns(self, area)
-        layout = layouts.smem_layout(tile.tile_m, self.traits.fp16_parts * tile.tile_n, self.dtype, stages=1)
-        return cute.make_tensor(area("p", self.dtype), layout), exchange
 
     def online_softmax(
         self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands

@@ -28,6 +28,8 @@ class Products:
     traits: Traits
     tile: ForwardSm80Tile
 
+    parts: ClassVar[int] = 1
+    """Of an element of Q, K, V and P in shared memory."""
     scales_output: ClassVar[bool] = False
     """Whether P stays in fp32 until it is multiplied, and P V also multiplies O by the factor of each of its rows."""
 
@@ -124,6 +126,7 @@ class Fp32Products(Products):
 class TwoPartProducts(Products):
     """Of two fp16 parts: rows of Q, K, V and P have hi, then lo."""
 
+    parts: ClassVar[int] = 2
     scales_output: ClassVar[bool] = True
 
     @property

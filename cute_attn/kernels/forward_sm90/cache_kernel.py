@@ -3,8 +3,8 @@
 The kernel of :mod:`cute_attn.kernels.forward_sm90.kernel` with three differences:
 
 - Keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages that TMA loads in
-  boxes of rows; where pages are not whole boxes of 8 rows or more, warps beside the producer copy rows by cp.async.
-  Lengths are read on the device. Key indices are rows of an entry; leftpad is the first key that a query may see.
+  boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key indices are rows of
+  an entry; leftpad is the first key that a query may see.
 - Keys of a query block may be divided among CTAs. With split "shares" the grid is fixed, a *slot* each CTA that fits
   the GPU at once, and all key blocks are divided equally among them (:mod:`cute_attn.work.key_shares`). With "parts"
   each query block has as many parts, or parts of as many keys, and CTAs claim them. The combine kernel merges them.
