@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
+from cute_attn.work.sections import Sections
 
 
 class BackwardSchedule(NamedTuple):
@@ -41,23 +42,6 @@ class KeyTiles:
 
 L2_SECTION_BYTES = 32 << 20
 """Bytes of dQ that CTAs running together add to: fp32 reductions beyond L2 run at half the speed."""
-
-
-@dataclass(frozen=True)
-class Sections:
-    """Columns of a table that are taken together, row by row."""
-
-    columns: cute.FastDivmodDivisorV2
-    last_columns: cute.FastDivmodDivisorV2  # of the last section
-    last: Int32
-
-    @cute.jit
-    def row_and_column(self, section: Int32, position: Int32):
-        """Of the table, for a position in a section."""
-        row, column = divmod(position, self.columns)
-        if section == self.last:
-            row, column = divmod(position, self.last_columns)
-        return row, column + section * self.columns.divisor
 
 
 @dataclass(frozen=True)
@@ -106,13 +90,8 @@ class KeyTileOrder:
         divisor, sections, together = cute.FastDivmodDivisorV2, None, 1
         if longest_first:
             together = Int32(cutlass.max(L2_SECTION_BYTES // cutlass.max(head_bytes, 1), 1))
-            together = cutlass.min(together, schedule.multiprocessors // 4)
-            together = cutlass.max(cutlass.min(together, columns), 1)
-            # Of equal size: a small last section would end with its longest tiles.
-            together = cutlass.max(cute.ceil_div(columns, cute.ceil_div(columns, together)), 1)
-            last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
-            last_columns = cutlass.max(columns - last * together, 1)
-            sections = Sections(divisor(together), divisor(last_columns), last)
+            sections = Sections.make(columns, cutlass.min(together, schedule.multiprocessors // 4))
+            together = sections.columns.divisor
         return KeyTileOrder(
             num_splits=divisor(cutlass.max(num_splits, 1)),
             nheads_dkv=divisor(cutlass.max(nheads_dkv, 1)),

@@ -9,9 +9,16 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 from cute_attn.work.key_parts import KeyPart
+from cute_attn.work.sections import Sections
 
 L2_SECTION_BYTES = 32 << 20
 """K and V of one section of heads, in bytes: what stays in an L2 of 50 MB."""
+
+
+def kv_heads_of_section(seqlens: Seqlens, key_bytes: int) -> Int64:
+    """On the host: key heads whose K and V stay in L2, one at least; key_bytes: of one row of K and of V."""
+    head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
+    return cutlass.max(Int64(L2_SECTION_BYTES) // head_bytes, Int64(1))
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,9 @@ class QueryGrid:
 
     Query blocks vary fastest, last one first: under a causal mask it has the most work. Fast divisors keep the division
     in integer arithmetic, so that head, batch and the pointers computed from them stay in uniform registers.
+
+    :meth:`longest_first` has sections of heads instead, whose last query blocks come first. Then the CTAs of a causal
+    mask that start last are short ones.
     """
 
     last_m_block: Int32
@@ -72,6 +82,9 @@ class QueryGrid:
     nheads: cute.FastDivmodDivisorV2
     qheads_per_kvhead: cute.FastDivmodDivisorV2
     packs: PackedHeads | None = None
+    section_tiles: cute.FastDivmodDivisorV2 | None = None
+    sections: Sections | None = None  # of planes
+    claimed: Int32 | None = None  # the running CTA's work tile, where that is not its own index
 
     @staticmethod
     def make(m_blocks: Int32, nheads: Int32, nheads_kv: Int32, heads: int = 1) -> "QueryGrid":
@@ -83,10 +96,27 @@ class QueryGrid:
             return grid
         return replace(grid, packs=PackedHeads.make(group, nheads_kv, heads))
 
+    def longest_first(self, seqlens: Seqlens, batch: Int32, key_bytes: int, fewest: Int32) -> "QueryGrid":
+        """On the host: the grid by sections of as many heads as keep K and V in L2, or have ``fewest`` work tiles.
+
+        key_bytes: of one row of K and of V.
+        """
+        group = (self.qheads_per_kvhead if self.packs is None else self.packs.per_kvhead).divisor
+        m_blocks = cutlass.max(self.last_m_block + 1, 1)
+        heads = kv_heads_of_section(seqlens, key_bytes) * group
+        most = cutlass.max(heads, Int64(cute.ceil_div(fewest, m_blocks)))
+        sections = Sections.make(self.planes * batch, most, group)
+        tiles = cute.FastDivmodDivisorV2(m_blocks * sections.columns.divisor)
+        return replace(self, section_tiles=tiles, sections=sections)
+
     @property
     def planes(self) -> Int32:
         """Heads or packs of heads of a sequence."""
         return self.nheads.divisor if self.packs is None else self.packs.per_sequence.divisor
+
+    def tiles(self, batch: Int32) -> Int32:
+        """How many there are."""
+        return (self.last_m_block + 1) * self.planes * batch
 
     @cute.jit
     def tile(self, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
@@ -94,12 +124,13 @@ class QueryGrid:
 
         Rematerialized at each call: otherwise the compiler keeps it in registers through the mainloop, and spills.
         """
-        return self.at(optimization_barrier(cute.arch.block_idx()[0]), seqlens, tile_m)
+        block = cute.arch.block_idx()[0] if self.claimed is None else self.claimed
+        return self.at(optimization_barrier(block), seqlens, tile_m)
 
     @cute.jit
     def at(self, block: Int32, seqlens: Seqlens, tile_m: Constexpr) -> QueryTile:
         """The work tile ``block``; ``tile_m``: queries of a tile."""
-        plane, from_last = divmod(block, self.m_blocks)
+        plane, from_last = self.plane_and_block(block)
         planes = self.nheads if self.packs is None else self.packs.per_sequence
         batch, head = (cute.arch.make_warp_uniform(x) for x in divmod(plane, planes))
         row0 = (self.last_m_block - from_last) * tile_m
@@ -107,6 +138,17 @@ class QueryGrid:
             info = SeqlenInfo.read(seqlens, batch)
             return self.packs.tile(row0, head, batch, info)  # type: ignore[union-attr]
         return QueryTile(row0, head, head // self.qheads_per_kvhead, batch, SeqlenInfo.read(seqlens, batch))
+
+    @cute.jit
+    def plane_and_block(self, block: Int32):
+        """(head or pack of all sequences, query block from the last one on) of the work tile ``block``."""
+        plane, from_last = block, block
+        if cutlass.const_expr(self.sections is None):
+            plane, from_last = divmod(block, self.m_blocks)
+        else:
+            section, position = divmod(block, self.section_tiles)
+            from_last, plane = self.sections.row_and_column(section, position)  # type: ignore[union-attr]
+        return plane, from_last
 
 
 class ForwardSchedule(NamedTuple):
@@ -169,25 +211,18 @@ class QueryTileOrder:
             m_blocks, planes = Int32(mQ.shape[0]) // queries + batch, packs
         else:
             m_blocks, planes = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries), packs * batch
-        together, sorted_ = planes, longest_first and not varlen
-        if sorted_:
-            head_bytes = cutlass.max(Int64(seqlens.max_seqlen_k) * key_bytes, Int64(1))
-            kv_heads = cutlass.max(Int32(Int64(L2_SECTION_BYTES) // head_bytes), 1)
-            together = Int32(cutlass.min(Int64(kv_heads) * kv_packs, Int64(planes)))
-        together = cutlass.max(together, 1)
-        if sorted_:  # of equal size, in whole groups: a small last section would end with its longest tiles
-            sections = cutlass.max(cute.ceil_div(planes, together), 1)
-            together = cutlass.max(cute.ceil_div(cute.ceil_div(planes, sections), kv_packs) * kv_packs, 1)
-        last = cutlass.max(cute.ceil_div(planes, together) - 1, 0)
+        sorted_ = longest_first and not varlen
+        most = kv_heads_of_section(seqlens, key_bytes) * kv_packs if sorted_ else planes
+        sections = Sections.make(planes, most, kv_packs)
         return QueryTileOrder(
             m_blocks=divisor(cutlass.max(m_blocks, 1)),
             packs=divisor(cutlass.max(packs, 1)),
             packs_per_kvhead=divisor(kv_packs),
             qheads_per_kvhead=divisor(group),
-            planes=divisor(together),
-            last_planes=divisor(cutlass.max(planes - last * together, 1)),
-            section_tiles=divisor(cutlass.max(m_blocks * together, 1)),
-            last_section=last,
+            planes=sections.columns,
+            last_planes=sections.last_columns,
+            section_tiles=divisor(cutlass.max(m_blocks * sections.columns.divisor, 1)),
+            last_section=sections.last,
             total=m_blocks * planes,
             queries=queries,
             heads=heads,
@@ -200,10 +235,8 @@ class QueryTileOrder:
         plane, from_last = Int32(0), Int32(0)
         if cutlass.const_expr(self.longest_first):
             section, position = divmod(index, self.section_tiles)
-            from_last, plane = divmod(position, self.planes)
-            if section == self.last_section:
-                from_last, plane = divmod(position, self.last_planes)
-            plane = plane + section * self.planes.divisor
+            sections = Sections(self.planes, self.last_planes, self.last_section)
+            from_last, plane = sections.row_and_column(section, position)
         else:
             plane, from_last = divmod(index, self.m_blocks)
         m_block = self.m_blocks.divisor - 1 - from_last

@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cute_attn.device.seqlen import Seqlens
+from cute_attn.kernels.forward_sm80.parts_kernel import ForwardParts
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
@@ -101,13 +102,24 @@ def _query_tiles(
 
 @cute.jit
 def _query_grid(
-    mQ: cute.Tensor, mK: cute.Tensor, cu_seqlens: cute.Tensor | None, sizes: cute.Tensor, out: cute.Tensor
+    mQ: cute.Tensor,
+    mK: cute.Tensor,
+    cu_seqlens: cute.Tensor | None,
+    sizes: cute.Tensor,
+    out: cute.Tensor,
+    longest_first: Constexpr,
+    heads: Constexpr,
 ):
-    """out[0, 0] = the CTAs; then what each has."""
+    """out[0] = (CTAs, planes of a section, of the last one, the last section); then what each has."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
-    m_blocks = cute.ceil_div(sizes[0], sizes[3])
-    grid = QueryGrid.make(m_blocks, mQ.shape[-2], mK.shape[-2])
-    out[0, 0] = m_blocks * mQ.shape[-2] * seqlens.batch(mQ)
+    m_blocks, batch = cute.ceil_div(sizes[0], sizes[3]), seqlens.batch(mQ)
+    grid = QueryGrid.make(m_blocks, mQ.shape[-2], mK.shape[-2], heads)
+    if cutlass.const_expr(longest_first):
+        grid = grid.longest_first(seqlens, batch, sizes[2], sizes[4])
+        sections = grid.sections
+        out[0, 1], out[0, 2] = sections.columns.divisor, sections.last_columns.divisor
+        out[0, 3] = sections.last
+    out[0, 0] = grid.tiles(batch)
     for i in cutlass.range(out[0, 0], unroll=1):
         tile = _tile_of_cta(grid, i, seqlens, sizes[3])
         out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
@@ -175,10 +187,10 @@ def query_tiles(problem, queries, heads=1, longest_first=False, key_bytes=512):
     return run(_query_tiles, tensors, sizes, longest_first, heads, used=used is not None)
 
 
-def query_grid(problem, tile_m):
-    """[(batch, head, row0, head_kv, exists)] of a grid with a CTA for each."""
+def query_grid(problem, tile_m, longest_first=False, key_bytes=512, heads=1, fewest=0):
+    """(CTAs and sections, [(batch, head, row0, head_kv, exists)] of a grid with a CTA for each)."""
     tensors = (problem.tensor("q"), problem.tensor("k"), problem.cu_seqlens("q"))
-    return run(_query_grid, tensors, (*problem.longest, 0, tile_m))[1]
+    return run(_query_grid, tensors, (*problem.longest, key_bytes, tile_m, fewest), longest_first, heads)
 
 
 def key_blocks(problem, tile_n, splits, longest_first, multiprocessors, head_dim=128):
@@ -236,19 +248,44 @@ def test_every_query_block_once(data):
         assert total <= packs * (rows // queries + len(problem.lengths_q))
 
 
-@settings(deadline=None, max_examples=60)
-@given(problems(), st.sampled_from((64, 128)))
-def test_every_cta_of_a_grid_has_a_query_block_of_its_own(problem, tile_m):
+@settings(deadline=None, max_examples=100)
+@given(
+    problems(),
+    st.sampled_from((64, 128)),
+    st.booleans(),
+    st.sampled_from((128, 2**15, 2**24)),
+    st.sampled_from((1, 2)),
+    st.sampled_from((0, 8, 100)),
+)
+def test_every_cta_of_a_grid_has_a_query_block_of_its_own(
+    problem, tile_m, longest_first, key_bytes, heads, fewest
+):
     problem = Problem(*(getattr(problem, name) for name in problem.__dataclass_fields__ if name != "used_q"))
-    real = [tuple(tile[:4]) for tile in query_grid(problem, tile_m) if tile[4]]
+    (total, together, _, _), found = query_grid(problem, tile_m, longest_first, key_bytes, heads, fewest)
+    real = [tuple(tile[:4]) for tile in found if tile[4]]
     group = problem.nheads // problem.nheads_kv
     assert sorted(real) == [
         (batch, head, row0, head // group)
         for batch, length in enumerate(problem.lengths_q)
-        for head in range(problem.nheads)
+        for first in range(0, problem.nheads, group)
+        for head in range(first, first + group, heads)
         for row0 in range(0, length, tile_m)
     ]
-    assert real == sorted(real, key=lambda x: (x[0], x[1], -x[2]))
+    if not longest_first:
+        assert real == sorted(real, key=lambda x: (x[0], x[1], -x[2]))
+        return
+    packs, m_blocks = -(-group // heads), max(-(-problem.longest[0] // tile_m), 1)
+    kv_heads = max(L2_SECTION_BYTES // max(key_bytes * problem.longest[1], 1), 1)  # whose K and V stay in L2
+    most = max(kv_heads * packs, -(-fewest // m_blocks))
+    assert together % packs == 0 and together <= -(-most // packs) * packs
+    size = together * m_blocks
+    owners = []
+    for start in range(0, total, size):
+        section = found[start : start + size]
+        owners.append({(batch, head_kv) for batch, _, _, head_kv, _ in section})
+        rows = [row0 for _, _, row0, _, _ in section]
+        assert rows == sorted(rows, reverse=True)
+    assert sum(map(len, owners)) == len(set().union(*owners))
 
 
 @settings(deadline=None, max_examples=100)
@@ -499,5 +536,25 @@ def test_no_cta_of_a_backward_waits_long_for_the_last(shape, tile, multiprocesso
 def test_no_cta_of_the_ampere_forward_waits_long_for_the_last(shape, tile, multiprocessors, blocks_per_sm):
     (problem, window), (tile_m, tile_n) = shape, tile
     assume(len(problem.lengths_q) * problem.nheads * -(-problem.longest[0] // tile_m) <= 2 * MAX_TILES)
-    costs = forward_costs(problem, window, query_grid(problem, tile_m), tile_m, tile_n)
+    costs = forward_costs(problem, window, query_grid(problem, tile_m)[1], tile_m, tile_n)
     check_even(costs, blocks_per_sm * multiprocessors, 0)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(
+    ("batch", "nheads", "seqlen"),
+    [
+        *((4, 16, 2048), (1, 16, 8192), (2, 16, 4096), (3, 40, 1024), (1, 24, 3000), (2, 8, 16384)),
+        *((1, 40, 2048), (2, 16, 6000), (1, 16, 4096)),
+    ],
+)
+def test_a_grid_by_sections_costs_little_under_a_causal_mask(batch, nheads, seqlen, group):
+    """Two CTAs a multiprocessor of an H200, rows of K and V in two fp16 parts of 128; beside the best list."""
+    lengths = (seqlen,) * batch
+    problem, causal = Problem(lengths, lengths, nheads, nheads // group), Window(None, 0)
+    fewest = 132 * ForwardParts.TILES_OF_A_SECTION
+    grids = query_grid(problem, 128), query_grid(problem, 128, True, 1024, fewest=fewest)
+    plain, sections = (forward_costs(problem, causal, tiles, 128, 32) for _, tiles in grids)
+    time, before, least = (makespan(x, 264, 0) for x in (sections, plain, sorted(plain, reverse=True)))
+    assert time <= 1.05 * least and time <= before, f"{time} where {least} were possible"
+    assert before > 1.1 * least, "the plain order would do"

@@ -222,3 +222,28 @@ def test_large_calls_take_it_by_themselves(precision, launch_only):
     expected = attention(q, k, v, precision=precision, kernel=PARTS)
     launch_only("parts")
     assert torch.equal(attention(q, k, v, precision=precision), expected)
+
+
+def test_sections_of_heads_under_a_causal_mask(launch_only, matmul_precision):
+    """Several sections: four on a GPU of 132 multiprocessors."""
+    matmul_precision("fp32")
+    q, k, v = (randn(4, 2048, 32, 64, seed=i) for i in range(3))
+    expected = attention(q, k, v, precision="fp32", kernel="sm80", causal=True, return_lse=True)
+    launch_only("parts")
+    found = attention(q, k, v, precision="fp32", kernel=PARTS, causal=True, return_lse=True)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ctas_of_the_exact_kernel_claim_work_tiles(causal, launch_only, matmul_precision):
+    """More work tiles than four a multiprocessor; twice, since the first launch resets the counter of claims."""
+    matmul_precision("fp32")
+    q, k, v = (randn(8, 600, 32, 64, seed=i) for i in range(3))
+    k[0, 3, 0] *= 1e-8
+    expected = attention(q, k, v, precision="fp32", kernel="sm80", causal=causal, return_lse=True)
+    launch_only("exact")
+    for _ in range(2):
+        found = attention(q, k, v, precision="fp32", kernel=PARTS, causal=causal, return_lse=True)
+        for own, other in zip(found, expected, strict=True):
+            assert torch.equal(own, other)

@@ -215,9 +215,11 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        self.start(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, None, stream)
+        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args)
+        ctas = params.grid.tiles(seqlens.batch(mQ))
+        self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
-    def start(
+    def params(
         self,
         mQ: cute.Tensor,
         mK: cute.Tensor,
@@ -227,20 +229,16 @@ class ForwardSm80:
         seqlens: Seqlens,
         softmax_scale: Float32,
         score_args: tuple,
-        scales: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch; scales: of q, k and v, which the kernels of :mod:`.parts_kernel` read."""
-        batch = seqlens.batch(mQ)
+        scales: cute.Tensor | None = None,
+    ) -> ForwardParams:
+        """Of a launch; scales: of q, k and v, which the kernels of :mod:`.parts_kernel` read."""
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        params = ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
-        blocks = m_blocks * grid.planes * batch
-        self.kernel(params).launch(grid=[blocks, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
+        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
 
     # ---- device ----
 

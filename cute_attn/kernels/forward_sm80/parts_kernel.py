@@ -16,11 +16,13 @@ With precision tf32 there is one part, which has tf32's digits, and each product
 Limits: fp32, otherwise the forward's.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
+import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 from cute_attn.device.forward_parts import P_SCALE, store_pairs
@@ -35,7 +37,7 @@ from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext
 from cute_attn.kernels.forward_sm80.products import OnePartProducts, Products, TwoPartProducts
 from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
-from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
 
 LARGEST_PART = 2.0**15
 """No part is larger."""
@@ -56,6 +58,9 @@ class FollowsSplit(ForwardSm80):
     """What both kernels share: arguments, and that the scales say which of them computes."""
 
     computes_parts: ClassVar[bool] = False
+    TILES_OF_A_SECTION: ClassVar[int] = 4
+    """At least, for each multiprocessor: the last section starts with its longest tiles, and has to have short ones for
+    all CTAs after them, of which a multiprocessor has two."""
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -84,18 +89,75 @@ class FollowsSplit(ForwardSm80):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; mScales (3,): of Q, K and V, by the split."""
-        self.start(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, mScales, stream)
+        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, mScales)
+        batch = seqlens.batch(mQ)
+        if cutlass.const_expr(self.traits.causal):
+            key_bytes = sum(self.row_widths) * self.dtype.width // 8
+            fewest = schedule.multiprocessors * self.TILES_OF_A_SECTION
+            grid = params.grid.longest_first(seqlens, batch, key_bytes, fewest)
+            params = dataclasses.replace(params, grid=grid)
+        self.launch(params, params.grid.tiles(batch), schedule, stream)
 
-    @cute.kernel
-    def kernel(self, params: ForwardParams) -> None:
+    def launch(
+        self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
+    ) -> None:
+        """Launch for so many work tiles."""
+        raise NotImplementedError
+
+    def computes(self, params: ForwardParams) -> Boolean:
+        """Whether this kernel is the one of both that computes."""
         scale_log2 = params.softmax_scale * LOG2_E
-        if parts_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_parts:
-            self.run(params)
+        return parts_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_parts
 
 
 @dataclass(frozen=True)
 class ForwardExact(FollowsSplit):
-    """The forward, where parts of Q, K or V do not have the wanted precision."""
+    """The forward, where parts of Q, K or V do not have the wanted precision.
+
+    CTAs claim their work tiles, so that few of them start where there is nothing to compute: of a tile of 200 KB a
+    multiprocessor starts one after the other.
+    """
+
+    WARPS: ClassVar[int] = 16
+    """Of all CTAs of a multiprocessor, about: no default tile has room for more."""
+
+    def launch(
+        self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
+    ) -> None:
+        threads = self.tile.num_threads
+        ctas = cutlass.min(schedule.multiprocessors * max(32 * self.WARPS // threads, 1), tiles)
+        self.kernel(params, tiles, schedule.counters).launch(
+            grid=[ctas, 1, 1], block=[threads, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams, tiles: Int32, counters: cute.Tensor) -> None:
+        if self.computes(params):
+            claims = WorkClaims(counters)
+            tile = cute.arch.block_idx()[0]
+            while tile < tiles:
+                self.run_claimed(params, tile)
+                tile = self.next_tile(claims)
+            if cute.arch.warp_idx() == 0:
+                claims.leave()
+
+    def run_claimed(self, params: ForwardParams, tile: Int32) -> None:
+        """The work tile ``tile``."""
+        self.run(dataclasses.replace(params, grid=dataclasses.replace(params.grid, claimed=tile)))
+
+    @cute.jit
+    def next_tile(self, claims: WorkClaims) -> Int32:
+        """Claim a work tile for the CTA, by way of shared memory, which is free between two of them."""
+        cute.arch.barrier()
+        slot = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(1))
+        if cute.arch.warp_idx() == 0:
+            claimed = claims.index(claims.claim())
+            if cute.arch.lane_idx() == 0:
+                slot[0] = claimed
+        cute.arch.barrier()
+        tile = slot[0]
+        cute.arch.barrier()
+        return tile
 
 
 @dataclass(frozen=True)
@@ -106,6 +168,18 @@ class ForwardParts(FollowsSplit):
     """
 
     computes_parts: ClassVar[bool] = True
+
+    # ---- launch ----
+
+    def launch(
+        self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
+    ) -> None:
+        self.kernel(params).launch(grid=[tiles, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams) -> None:
+        if self.computes(params):
+            self.run(params)
 
     # ---- support, tiles and arguments ----
 

@@ -1,0 +1,37 @@
+"""Sections: an order of a table's cells for L2, and for the end of a list of work tiles."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Columns of a table that are taken together, row by row."""
+
+    columns: cute.FastDivmodDivisorV2
+    last_columns: cute.FastDivmodDivisorV2  # of the last section
+    last: Int32
+
+    @staticmethod
+    def make(columns: Int32, most: Int32 | Int64, group: Int32 | int = 1) -> "Sections":
+        """On the host: of ``columns`` columns, about ``most`` in a section, in whole groups of ``group`` adjacent ones.
+
+        Of equal size: a small last section would end with its longest tiles.
+        """
+        together = cutlass.max(Int32(cutlass.min(Int64(most), Int64(columns))), 1)
+        count = cutlass.max(cute.ceil_div(columns, together), 1)
+        together = cutlass.max(cute.ceil_div(cute.ceil_div(columns, count), group) * group, 1)
+        last = cutlass.max(cute.ceil_div(columns, together) - 1, 0)
+        last_columns = cutlass.max(columns - last * together, 1)
+        divisor = cute.FastDivmodDivisorV2
+        return Sections(divisor(together), divisor(last_columns), last)
+
+    @cute.jit
+    def row_and_column(self, section: Int32, position: Int32):
+        """Of the table, for a position in a section."""
+        row, column = divmod(position, self.columns)
+        if section == self.last:
+            row, column = divmod(position, self.last_columns)
+        return row, column + section * self.columns.divisor
