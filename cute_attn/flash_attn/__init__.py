@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
-from cute_attn.flash_attn import bert_padding, flash_attn_interface
+from cute_attn.flash_attn import bert_padding, distribution, flash_attn_interface
 from cute_attn.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -46,7 +46,8 @@ def install() -> None:
     """Let ``import flash_attn`` in this process give this package, where no ``flash_attn`` is installed.
 
     ``flash_attn.flash_attn_interface`` and ``flash_attn.bert_padding`` come with it; other submodules do not exist.
-    A second call changes nothing.
+    ``importlib.metadata`` finds flash-attn of version ``__version__``. Libraries such as transformers ask once whether
+    there is a flash_attn: call this before they are imported. A second call changes nothing.
 
     Raises
     ------
@@ -66,6 +67,7 @@ def install() -> None:
         setattr(package, name, _module(f"{_NAME}.{name}", submodule, submodule.__all__))
         sys.modules[f"{_NAME}.{name}"] = getattr(package, name)
     sys.modules[_NAME] = package
+    distribution.announce(__version__)
 
 
 def _module(name: str, source: ModuleType, public: list[str]) -> ModuleType:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import math
 import sys
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from itertools import pairwise
@@ -581,6 +582,7 @@ def no_flash_attn(monkeypatch):
     for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is put back
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     if find_spec("flash_attn") is not None:
         pytest.skip("flash_attn is installed")
 
@@ -601,6 +603,18 @@ def test_install(no_flash_attn):
         assert find_spec(name).name == name
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
         importlib.import_module("flash_attn.layers")
+
+
+def test_install_tells_importlib_metadata(no_flash_attn):
+    before = {x.metadata["Name"] for x in metadata.distributions()}
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("flash_attn")
+    package.install()
+    package.install()
+    assert metadata.version("flash_attn") == metadata.version("flash-attn") == package.__version__
+    assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
+    assert {x.metadata["Name"] for x in metadata.distributions()} == before | {"flash-attn"}
+    assert metadata.version("torch") == torch.__version__
 
 
 def test_install_leaves_an_installed_flash_attn(no_flash_attn, monkeypatch):

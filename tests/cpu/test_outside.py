@@ -67,7 +67,7 @@ SUITE = Suite(
 
 
 def options(**changes):
-    given = {"workers": 2, "seed": 0, "scale": 1.0, "limit": 120, "stock": False}
+    given = {"workers": 2, "seed": 0, "scale": 1.0, "limit": 120, "stock": False, "ids": None}
     return argparse.Namespace(**given | changes)
 
 
@@ -104,6 +104,31 @@ def test_samples_depend_on_the_seed_alone(suites):
         for seed, workers in ((0, 1), (0, 2), (1, 1))
     )
     assert one == two != other and len(one) == len(other) == 12
+
+
+def test_listed_tests_run_instead_of_a_sample(suites, tmp_path, capsys):
+    listed = tmp_path / "ids"
+    own = [f"test_them.py::test_many[{a}-{b}-{-b}]" for a, b in ((3, 7), (49, 39), (0, 0))]
+    pytests = ["test_them.py::test_some[2]", "test_them.py::test_other"]
+    listed.write_text("\n".join([*own, *pytests, own[0], "", "test_them.py::test_many[50-0-0]"]))
+    outcome = run.run_suite(SUITE, suites, options(ids=listed))
+    assert outcome.share == {*own, *pytests} and outcome.sampled == 5
+    assert outcome.counts() == {"passed": 3, "failed": 2, "not reached": 0}
+    assert outcome.left_out == {"test_them.py::test_many[50-0-0]: no such test": 1}
+    assert run.main([str(suites), "--ids", str(listed)]) == 2
+    assert run.main([str(suites), "pytorch-sdpa", "--ids", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("accepted: a file, with one NAME") == 2
+
+
+def test_what_a_newer_library_lacks_skips(suites):
+    gone = (
+        "import math\nfrom math import never_was\ndef test_of_it(): never_was()\ndef test_rest(): math.sin(0)"
+    )
+    (suites / "own" / "test_them.py").write_text(gone)
+    changes = {"tests": {"test": 9}, "deselected": {}, "lacking": ("math.never_was", "math.sin")}
+    outcome = run.run_suite(Suite(**{**vars(SUITE), **changes}), suites, options(workers=1))
+    assert outcome.counts() == {"passed": 1, "skipped": 1, "not reached": 0}, outcome.tail
+    assert outcome.reasons("skipped")[0][0] == "Skipped: math has no never_was"
 
 
 def test_what_cannot_run_is_said(suites, capsys):

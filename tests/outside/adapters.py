@@ -17,17 +17,22 @@ def sdpa(folder: Path) -> None:
 
 def flash_attn(folder: Path) -> None:
     """``flash_attn`` is :mod:`cute_attn.flash_attn`; its rotary embedding, which tests compare with, is the suite's."""
+    installed(folder)
+    package = sys.modules["flash_attn"]
+    package.__path__ = [str(folder / "flash_attn")]
+    interface = sys.modules["flash_attn.flash_attn_interface"]
+    # Only normalize_flash_attn_S asks for a block's keys, and it is replaced below.
+    vars(interface).update(_get_block_size_n=lambda *args: 64, USE_TRITON_ROCM=False)
+
+
+def installed(folder: Path) -> None:
+    """``flash_attn`` is :mod:`cute_attn.flash_attn`, also for those who ask whether it is installed."""
     import cute_attn.flash_attn as ours
 
     for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
         del sys.modules[name]
     ours.find_spec = lambda name: None  # a part of FlashAttention, such as flash_attn.cute, may be installed
     ours.install()
-    package = sys.modules["flash_attn"]
-    package.__path__ = [str(folder / "flash_attn")]
-    interface = sys.modules["flash_attn.flash_attn_interface"]
-    # Only normalize_flash_attn_S asks for a block's keys, and it is replaced below.
-    vars(interface).update(_get_block_size_n=lambda *args: 64, USE_TRITON_ROCM=False)
 
 
 def hub(folder: Path) -> None:
@@ -61,7 +66,7 @@ def flash_attn_4(folder: Path) -> None:
 
 
 def stock(folder: Path) -> None:
-    """What the tests were written for."""
+    """What the tests were written for, or choose themselves."""
 
 
 def mend(module: ModuleType) -> None:
@@ -84,5 +89,6 @@ ADAPTERS = {
     "flash_attn_3": flash_attn_3,
     "flash_attn_4": flash_attn_4,
     "hub": hub,
+    "installed": installed,
     "stock": stock,
 }

@@ -3,6 +3,7 @@
 The environment's OUTSIDE has its :class:`Order` as JSON.
 """
 
+import importlib
 import itertools
 import json
 import math
@@ -10,7 +11,9 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ class Order:
         worker, workers: its share.
         results: the file to write.
         done: tests that are not to be run again.
+        ids: tests to run instead of a sample.
     """
 
     suite: dict[str, Any]
@@ -44,6 +48,7 @@ class Order:
     workers: int
     results: str
     done: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
 
 
 ORDER = Order(**json.loads(os.environ["OUTSIDE"]))
@@ -68,12 +73,25 @@ def write(**line: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in SUITE.lacking:
+        _lend(*name.rsplit(".", 1))
     adapters.ADAPTERS[ORDER.adapter](Path(ORDER.folder))
+
+
+def _lend(module: str, name: str) -> None:
+    """Add a function that skips to a module that lacks it."""
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        pytest.skip(f"{module} has no {name}")
+
+    loaded = importlib.import_module(module)
+    if not hasattr(loaded, name):
+        setattr(loaded, name, skip)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A sample of the parameters where there are too many to list: the tests stay as they are."""
+    """Parameters of a sample, or of ORDER.ids, where there are too many to list: the tests stay as they are."""
     marks = list(metafunc.definition.iter_markers("parametrize"))
     axes = [
         (mark.args[0], list(mark.args[1]))
@@ -84,17 +102,42 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     total = math.prod(len(values) for _, values in axes)
     if len(axes) < len(marks) or total <= 4 * count or not axes:
         return
-    metafunc.definition.own_markers = [m for m in metafunc.definition.own_markers if m.name != "parametrize"]
     draw = random.Random(f"{ORDER.seed} {metafunc.definition.name}")
     names = [[n.strip() for n in a.split(",")] if isinstance(a, str) else list(a) for a, _ in axes]
-    chosen = []
-    for index in sorted(draw.sample(range(total), count)):
-        values = []
-        for (_, choices), own in zip(axes, names, strict=True):
-            index, at = divmod(index, len(choices))
-            values += [choices[at]] if len(own) == 1 else list(choices[at])
-        chosen.append(tuple(values))
-    metafunc.parametrize(list(itertools.chain(*names)), chosen, ids=["-".join(map(str, c)) for c in chosen])
+    lists = [
+        [(x,) if len(own) == 1 else tuple(x) for x in xs] for (_, xs), own in zip(axes, names, strict=True)
+    ]
+    if ORDER.ids:
+        wanted = {given for name, given in map(_parts, ORDER.ids) if name == metafunc.definition.name}
+        chosen = [
+            x for x in map(partial(_combination, lists), range(total if wanted else 0)) if _id(x) in wanted
+        ]
+        if wanted and not chosen:  # they have the names that pytest gives
+            return
+    else:
+        chosen = [_combination(lists, index) for index in sorted(draw.sample(range(total), count))]
+    metafunc.definition.own_markers = [m for m in metafunc.definition.own_markers if m.name != "parametrize"]
+    metafunc.parametrize(list(itertools.chain(*names)), chosen, ids=list(map(_id, chosen)))
+
+
+def _combination(lists: list[list[tuple[Any, ...]]], index: int) -> tuple[Any, ...]:
+    """The index-th of all combinations of one entry of each list, the first list fastest."""
+    values: tuple[Any, ...] = ()
+    for entries in lists:
+        index, at = divmod(index, len(entries))
+        values += entries[at]
+    return values
+
+
+def _id(values: Iterable[Any]) -> str:
+    """How a test's parameters are named, where the plugin chose them."""
+    return "-".join(map(str, values))
+
+
+def _parts(test: str) -> tuple[str, str]:
+    """A test's function and its parameters."""
+    name, _, parameters = test.rpartition("::")[2].partition("[")
+    return name, parameters.removesuffix("]")
 
 
 def _count(name: str) -> int:
@@ -107,6 +150,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep this worker's share of the sample."""
     for module in {item.module for item in items if hasattr(item, "module")}:
         adapters.mend(module)
+    collected = len(items)
+    kept, left_out = _listed(items) if ORDER.ids else _sample(items)
+    own = [item for item in kept[ORDER.worker :: ORDER.workers] if item.nodeid not in ORDER.done]
+    items[:] = own
+    if ORDER.worker == 0:
+        write(collected=collected, sampled=len(kept), left_out=left_out)
+    write(share=[item.nodeid for item in own])
+
+
+def _listed(items: list[pytest.Item]) -> tuple[list[pytest.Item], Counter[str]]:
+    """The tests of ORDER.ids, and those that do not exist."""
+    found = {item.nodeid: item for item in items}
+    absent = [test for test in ORDER.ids if test not in found]
+    return [found[test] for test in ORDER.ids if test in found], Counter(f"{x}: no such test" for x in absent)
+
+
+def _sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], Counter[str]]:
+    """A seeded sample, and how many tests of which names are left out, with reasons."""
     groups: dict[str, list[pytest.Item]] = {}
     left_out: Counter[str] = Counter()
     for item in items:
@@ -122,11 +183,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         count = min(len(group), math.ceil(SUITE.tests[prefix] * ORDER.scale))
         kept += random.Random(f"{ORDER.seed} {prefix}").sample(group, count)
     random.Random(ORDER.seed).shuffle(kept)
-    own = [item for item in kept[ORDER.worker :: ORDER.workers] if item.nodeid not in ORDER.done]
-    if ORDER.worker == 0:
-        write(collected=len(items), sampled=len(kept), left_out=left_out)
-    items[:] = own
-    write(share=[item.nodeid for item in own])
+    return kept, left_out
 
 
 # ---- what happened ----

@@ -3,6 +3,7 @@
     python -m tests.outside.run SUITES                         every suite whose files are in the folder SUITES
     python -m tests.outside.run SUITES flash-attention --limit 300 --workers 8
     python -m tests.outside.run SUITES pytorch-sdpa --stock    the same tests without this package
+    python -m tests.outside.run SUITES flash-attention --ids FILE      these tests, by the names that --json has
 
 Fetches nothing. A seeded sample of each suite's tests runs in parallel processes; each suite ends at its time limit;
 what was not reached is counted. Prints what passed, failed, passed without a kernel (fell through), and was skipped,
@@ -140,6 +141,7 @@ def run_suite(suite: Suite, suites: Path, options: argparse.Namespace) -> Outcom
                 "worker": i,
                 "workers": options.workers,
                 "results": f"{scratch}/{i}.jsonl",
+                "ids": _lines(options.ids),
             }
             workers.append(Worker(order, Path(scratch) / f"{i}.log"))
             workers[-1].start(suite, folder, [])
@@ -149,6 +151,12 @@ def run_suite(suite: Suite, suites: Path, options: argparse.Namespace) -> Outcom
             outcome.tail = "\n".join(workers[0].log.read_text().splitlines()[-15:])
     outcome.seconds = time.monotonic() - start
     return outcome
+
+
+def _lines(path: Path | None) -> list[str]:
+    """Tests that a file names, each once."""
+    lines = [] if path is None else path.read_text().splitlines()
+    return list(dict.fromkeys(filter(None, map(str.strip, lines))))
 
 
 def _watch(workers: list[Worker], suite: Suite, folder: Path, end: float) -> dict[str, str]:
@@ -235,6 +243,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=4, help="processes")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each suite")
     parser.add_argument("--stock", action="store_true", help="run on what the suite was written for")
+    parser.add_argument(
+        "--ids", type=Path, metavar="FILE", help="instead of a sample: tests of one suite, a line each"
+    )
     parser.add_argument("--json", type=Path, help="write everything into this file")
     return parser
 
@@ -245,6 +256,9 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in options.names if name not in SUITES]
     if unknown:
         print(f"error: NAME is {unknown[0]!r}; accepted: {', '.join(SUITES)}", file=sys.stderr)
+        return 2
+    if options.ids is not None and (len(options.names) != 1 or not options.ids.is_file()):
+        print(f"error: --ids is {str(options.ids)!r}; accepted: a file, with one NAME", file=sys.stderr)
         return 2
     found, failed = {}, False
     for name in options.names or SUITES:

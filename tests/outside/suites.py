@@ -15,6 +15,7 @@ class Suite:
         adapter: of :mod:`outside.adapters`, what the tests run on.
         tests: how many of each test to sample, by the beginning of its function's name; "" for every other one.
         deselected: reasons by the beginning of names of tests that are left out.
+        lacking: functions that an older file imports and that may be gone since; a test that calls one is skipped.
         needs: modules without which the suite is skipped.
         arguments: for pytest.
         environment: variables.
@@ -26,6 +27,7 @@ class Suite:
     adapter: str
     tests: dict[str, int]
     deselected: dict[str, str] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -35,6 +37,11 @@ _CUDA = {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "cuda"}
 _PYTORCH = "pytorch/pytorch, the tag of the torch that is installed"
 _WORDING = "expects what PyTorch's own kernel warns or raises"
 _EXTENSION = "calls FlashAttention's extension itself"
+_FLASH_2 = {"test_flash_attn_2": 40}
+_FLASH_2_LEFT_OUT = {
+    "test_flash_attn_2_can_dispatch_composite_models": "none of the models is composite",
+    "test_flash_attn_2_fp32_ln": "quantises by bitsandbytes",
+}
 
 SUITES = {
     "pytorch-sdpa": Suite(
@@ -67,6 +74,16 @@ SUITES = {
         needs=("expecttest",),
         environment=_CUDA,
     ),
+    "pytorch-flash": Suite(
+        source=f"{_PYTORCH}: test/nn/attention/{{_fa_test_common,test_open_registry}}.py, of which "
+        "outside/pytorch_flash.py calls the former",
+        folder="pytorch/test/nn/attention",
+        paths=("test_open_registry.py", str(Path(__file__).parent / "pytorch_flash.py")),
+        adapter="stock",
+        tests={"test_matches_math": 64, "": 30},
+        needs=("expecttest",),
+        environment=_CUDA,
+    ),
     "pytorch-varlen": Suite(
         source=f"{_PYTORCH}: test/test_varlen_attention.py",
         folder="pytorch/test",
@@ -77,11 +94,12 @@ SUITES = {
         environment=_CUDA,
     ),
     "pytorch-nested": Suite(
-        source=f"{_PYTORCH}: test/test_nestedtensor.py",
+        source=f"{_PYTORCH}: test/test_nestedtensor.py (2.6's will do)",
         folder="pytorch/test",
         paths=("test_nestedtensor.py",),
         adapter="sdpa",
-        tests={"test_sdpa": 60, "test_dropout": 0},
+        tests={"test_sdpa": 60, "test_scaled_dot_product_attention": 10},
+        lacking=("torch.nn.attention.flex_attention.create_nested_block_mask",),
         needs=("expecttest",),
         environment=_CUDA,
     ),
@@ -176,11 +194,22 @@ SUITES = {
         environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
     ),
     "transformers-flash": Suite(
+        source="as transformers",
+        folder="transformers",
+        paths=(str(Path(__file__).parent / "hf_models.py"),),
+        adapter="installed",
+        tests=_FLASH_2,
+        deselected=_FLASH_2_LEFT_OUT,
+        needs=("transformers", "parameterized"),
+        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
+    ),
+    "transformers-hub": Suite(
         source="as transformers; with the kernels library in the version that it asks for",
         folder="transformers",
         paths=(str(Path(__file__).parent / "hf_models.py"),),
         adapter="hub",
-        tests={"test_flash_attn_2": 24},
+        tests=_FLASH_2,
+        deselected=_FLASH_2_LEFT_OUT,
         needs=("transformers", "kernels", "parameterized"),
         environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
     ),

@@ -1,0 +1,50 @@
+"""What ``importlib.metadata`` says of flash_attn in a process where :func:`cute_attn.flash_attn.install` was called.
+
+Programs ask it before they import the name, for example transformers and diffusers; pip does not see it.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from typing import Any
+
+_NAME = "flash-attn"
+
+
+class _FlashAttention(Distribution):
+    """The distribution of that name."""
+
+    def __init__(self, version: str) -> None:
+        self._files = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {version}\nSummary: cute_attn's functions\n",
+            "top_level.txt": "flash_attn\n",
+        }
+
+    def read_text(self, filename: Any) -> str | None:
+        return self._files.get(str(filename))
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder:
+    """Finds that distribution, and no module."""
+
+    def __init__(self, version: str) -> None:
+        self._distribution = _FlashAttention(version)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """No module."""
+
+    def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
+        """The distribution, where ``context`` asks for its name or for all."""
+        asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == _NAME
+        return [self._distribution] if asked else []
+
+
+def announce(version: str) -> None:
+    """Let ``importlib.metadata`` find flash-attn of that version; a second call changes nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder(version))
