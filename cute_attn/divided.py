@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kvcache_launcher import Plan, make_plan
 from cute_attn.params import KERNEL_DTYPES, AttentionParams
 
@@ -78,6 +79,8 @@ def is_wanted(params: AttentionParams, kernel: Any, query_blocks: int, multiproc
     if kernel.traits.arch != "sm90" or params.kernel or params.tile or params.q.dtype not in KERNEL_DTYPES:
         return False
     if not kernel.traits.aligned or kernel.traits.top_left or params.return_softmax:
+        return False
+    if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False
     if params.bias is not None or params.dropout or params.epilogues or params.seqused_q is not None:
         return False

@@ -28,6 +28,8 @@ from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
 from cute_attn.kernels.forward_sm80.parts_kernel import ForwardExact, ForwardParts
 from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
+from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
@@ -57,6 +59,9 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", "exact"): ForwardExact,
 }
 """(op, arch, variant) -> kernel class."""
+
+LARGE_HEAD_DIMS: dict[tuple[str, str], Any] = {("forward", "sm90"): ForwardLargeSm90}
+"""(op, arch) -> kernel class in place of the one above for head dims beyond ``LARGE_HEAD_DIM``."""
 
 SPECULATIVE_PAIR = ("parts", "exact")
 """Variants of the package's own that are launched together for large calls in fp32: :mod:`cute_attn.split_fp32`."""
@@ -106,7 +111,7 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
     key = (traits.op, traits.arch, traits.variant)
-    kernel = KERNELS.get(key)
+    kernel = _kernel_class(traits)
     if kernel is None:
         others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
         raise Unsupported(f"no kernel computes {traits}: none is registered as {label(key)}; {others}")
@@ -119,6 +124,13 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
         if reason is None:
             return kernel(traits, chosen)
     raise Unsupported(f"{label(key)} declined {traits}: {reason}")
+
+
+def _kernel_class(traits: Traits) -> Any:
+    """The class that is registered for ``traits``, or None."""
+    large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
+    found = LARGE_HEAD_DIMS.get((traits.op, traits.arch)) if large else None
+    return found or KERNELS.get((traits.op, traits.arch, traits.variant))
 
 
 def _difference(key: tuple[str, str, str], traits: Traits) -> str:

@@ -152,21 +152,7 @@ class OnlineSoftmax:
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
         """Rescale the output so far, acc_o (rows, head_dim_v), to the new maximum."""
-        if cutlass.const_expr(self.threshold > 0):
-            changed = factors[0] != 1.0
-            for r in cutlass.range_constexpr(1, cute.size(acc_o, mode=[0])):
-                changed = changed | (factors[r] != 1.0)
-            if cute.arch.vote_any_sync(changed):
-                self.multiply(acc_o, factors)
-        else:
-            self.multiply(acc_o, factors)
-
-    @cute.jit
-    def multiply(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        """acc_o (rows, head_dim_v) *= factors (rows)."""
-        for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
-            for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
-                acc_o[r, c] = acc_o[r, c] * factors[r]
+        rescale_rows(acc_o, factors, self.threshold > 0)
 
     @cute.jit
     def step(self, acc: cute.Tensor, acc_o: cute.Tensor, masked: Constexpr) -> None:
@@ -223,6 +209,13 @@ class OnlineSoftmax:
             lse = largest * LN_2 + self._log(total)
         return inverse, lse
 
+    def finish_row(self, r: int, rescale: Float32, sinks: tuple[Float32, ...] | None):
+        """:meth:`finish` or :meth:`finish_with_sink`, with the sum reduced over the lanes of row r."""
+        row_sum = quad_reduce(self.row_sum[r], add)
+        if sinks is None:
+            return self.finish(r, row_sum, rescale)
+        return self.finish_with_sink(r, row_sum, rescale, sinks[r])
+
     @cute.jit
     def normalize(
         self, acc_o: cute.Tensor, lse: cute.Tensor, rescale: Float32, sinks: Constexpr = None
@@ -232,10 +225,27 @@ class OnlineSoftmax:
         sinks: an attention sink for each row, or None.
         """
         for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
-            row_sum = quad_reduce(self.row_sum[r], add)
-            if cutlass.const_expr(sinks is None):
-                factor, lse[r] = self.finish(r, row_sum, rescale)
-            else:
-                factor, lse[r] = self.finish_with_sink(r, row_sum, rescale, sinks[r])
+            factor, lse[r] = self.finish_row(r, rescale, sinks)
             for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
                 acc_o[r, c] = acc_o[r, c] * factor
+
+
+@cute.jit
+def rescale_rows(acc_o: cute.Tensor, factors: cute.Tensor, rarely: Constexpr) -> None:
+    """acc_o (rows, head_dim_v) *= factors (rows); ``rarely``: most factors are 1, and warps skip where all are."""
+    if cutlass.const_expr(rarely):
+        changed = factors[0] != 1.0
+        for r in cutlass.range_constexpr(1, cute.size(acc_o, mode=[0])):
+            changed = changed | (factors[r] != 1.0)
+        if cute.arch.vote_any_sync(changed):
+            multiply_rows(acc_o, factors)
+    else:
+        multiply_rows(acc_o, factors)
+
+
+@cute.jit
+def multiply_rows(acc_o: cute.Tensor, factors: cute.Tensor) -> None:
+    """acc_o (rows, head_dim_v) *= factors (rows)."""
+    for r in cutlass.range_constexpr(cute.size(acc_o, mode=[0])):
+        for c in cutlass.range_constexpr(cute.size(acc_o, mode=[1])):
+            acc_o[r, c] = acc_o[r, c] * factors[r]

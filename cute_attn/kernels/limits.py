@@ -3,13 +3,15 @@
 from cute_attn.traits import Traits, head_dims_text
 
 HALF = ("fp16", "bf16")
+LARGE_HEAD_DIM = 256
+"""Above it several warps or warpgroups divide the columns of O, in kernels that can."""
 
 
 def beyond(
     traits: Traits,
     *,
     dtypes: tuple[str, ...] = HALF,
-    most: int = 256,
+    most: int = LARGE_HEAD_DIM,
     multiple: int = 8,
     unaligned: bool = False,
 ) -> str | None:

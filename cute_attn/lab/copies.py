@@ -98,18 +98,25 @@ def _forward_sm80(kernel: Any) -> Iterator[SmemCopy]:
 
 
 def _forward_sm90(kernel: Any) -> Iterator[SmemCopy]:
-    tile, d, dv, dtype = kernel.tile, kernel.traits.head_dim, kernel.traits.head_dim_v, kernel.dtype
+    tile, d, columns, dtype = kernel.tile, kernel.traits.head_dim, kernel.output_columns, kernel.dtype
     if tile.q_in_regs:
         yield _ldmatrix("Q", "A", kernel.mma_qk, lambda: kernel.smem_layout(tile.tile_m, d), dtype, False)
+    if hasattr(kernel, "probabilities_layout"):
+        yield SmemCopy(
+            "P to shared memory",
+            "STSM",
+            lambda: _store(kernel.mma_qk(), dtype, "sm90"),
+            lambda: kernel.probabilities_layout(1),
+        )
 
     def one_warpgroup() -> Any:
-        return layouts.tiled_mma_sm90(dtype, 64, padded(dv), warpgroups=1, a_source="rmem", b_major="mn")
+        return layouts.tiled_mma_sm90(dtype, 64, columns, warpgroups=1, a_source="rmem", b_major="mn")
 
     yield SmemCopy(
         "O to shared memory",
         "STSM",
         lambda: _store(one_warpgroup(), dtype, "sm90"),
-        lambda: kernel.smem_layout(64, dv),
+        lambda: kernel.smem_layout(64, columns),
     )
 
 

@@ -86,22 +86,22 @@ class TmaTiles:
         return TmaTiles(atom, coords, shape, varlen, heads)
 
     @cute.jit
-    def sequence(self, first_row: Int32, head: Int32, batch: Int32) -> cute.Tensor:
-        """All tiles of one head from ``first_row`` on: (rows, columns, n)."""
+    def sequence(self, first_row: Int32, head: Int32, batch: Int32, column: Constexpr = 0) -> cute.Tensor:
+        """All tiles of one head from ``first_row`` on, the ``column``-th along columns: (rows, columns, n)."""
         where = () if cutlass.const_expr(self.varlen) else (batch,)
         plane = cute.domain_offset((first_row, 0), self.tensor[(None, None, head, *where)])
-        return cute.local_tile(plane, self.shape, (None, 0))
+        return cute.local_tile(plane, self.shape, (None, column))
 
     @cute.jit
-    def sequence_of_tile(self, first_row: Int32, tile: QueryTile) -> cute.Tensor:
-        """All tiles of a work tile's head, or of its ``heads`` heads, from ``first_row`` on: (rows, columns, n)."""
+    def sequence_of_tile(self, first_row: Int32, tile: QueryTile, column: Constexpr = 0) -> cute.Tensor:
+        """As :meth:`sequence`, of a work tile's head or of its ``heads`` heads."""
         if cutlass.const_expr(self.heads == 1):
-            return self.sequence(first_row, tile.head, tile.batch)
+            return self.sequence(first_row, tile.head, tile.batch, column)
         rows, cols = self.shape
         where = () if cutlass.const_expr(self.varlen) else (tile.batch,)
         heads = self.tensor[(None, None, tile.head_kv, *where)]
         plane = cute.domain_offset(((tile.head_in_group, first_row), 0), heads)
-        return cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), 0))
+        return cute.local_tile(plane, ((self.heads, rows // self.heads), cols), ((0, None), column))
 
     @cute.jit
     def load(self, tiles: cute.Tensor, n: Int32, target: cute.Tensor, pipeline: Pipeline, use: Int32) -> None:

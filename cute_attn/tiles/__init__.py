@@ -3,6 +3,7 @@
 from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
 from cute_attn.tiles.forward import (
+    ForwardLargeTile,
     ForwardPartsTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
@@ -18,6 +19,7 @@ __all__ = [
     "BackwardPreprocessTile",
     "BackwardSm80Tile",
     "BackwardSm90Tile",
+    "ForwardLargeTile",
     "ForwardPartsTile",
     "ForwardSm80Tile",
     "ForwardSm90Tile",

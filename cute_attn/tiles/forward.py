@@ -1,5 +1,6 @@
 """Tiles of the forward kernels and of the softmax kernel."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -408,6 +409,83 @@ class ForwardSm90Tile(Tile):
             return (
                 f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; with "
                 f"{self.warpgroups} warpgroups there are {self.compute_registers}"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class ForwardLargeTile(Tile):
+    """Tile of the Hopper forward for head dims above 256: 64 rows a CTA.
+
+    Attributes:
+        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
+        num_stages: stages of K and V.
+        rescale_threshold, pack_heads: as in :class:`ForwardSm90Tile`.
+    """
+
+    tile_n: int = choice(64, *range(32, 129, 16))
+    num_stages: int = choice(1, 1, 2, 3)
+    rescale_threshold: int = choice(8, 0, 8)
+    pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
+
+    tile_m: ClassVar[int] = 64
+    warpgroups: ClassVar[int] = 2  # consumers, each with half of O's columns
+    num_threads: ClassVar[int] = 384
+    compute_registers: ClassVar[int] = COMPUTE_REGISTERS[2]
+    load_registers: ClassVar[int] = LOAD_REGISTERS[2]
+    blocks_per_sm: ClassVar[int] = 1
+    # Of P: a step's is written before the other warpgroup has read that of the step before.
+    p_stages: ClassVar[int] = 2
+    # What the Hopper forward's tile may have, and this one has or has not:
+    share_qo_smem: ClassVar[bool] = True
+    q_in_regs: ClassVar[bool] = False
+    speculative: ClassVar[bool] = False
+    bias_stages: ClassVar[int] = 0
+    BARRIER_BYTES: ClassVar[int] = ForwardSm90Tile.BARRIER_BYTES
+    BROADCAST_START: ClassVar[int] = ForwardSm90Tile.BROADCAST_START
+    REPLAY_START: ClassVar[int] = ForwardSm90Tile.REPLAY_START
+
+    @property
+    def queries(self) -> int:
+        """Queries of a work tile, each with a row for each packed head."""
+        return self.tile_m // self.pack_heads
+
+    @staticmethod
+    def columns_of_v(traits: Traits) -> int:
+        """Columns of V and O in shared memory, in registers half as many."""
+        return -(-traits.head_dim_v // 64) * 64
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of Q (and O in its place), K, V, P and the factors of O's rows, after the barriers."""
+        d, dv = padded(traits.head_dim), self.columns_of_v(traits)
+        sizes = {
+            "barriers": self.BARRIER_BYTES,
+            "q": 2 * self.tile_m * max(d, dv),
+            "k": 2 * self.tile_n * d * self.num_stages,
+            "v": 2 * self.tile_n * dv * self.num_stages,
+            "p": 2 * self.tile_m * self.tile_n * self.p_stages,
+            "factors": 4 * self.tile_m * self.p_stages,
+        }
+        ends = list(itertools.accumulate(sizes.values()))
+        return {name: (end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
+
+    def registers(self, traits: Traits) -> int:
+        acc_o, acc_s = self.columns_of_v(traits) // 4, self.tile_n // 2
+        bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
+        return acc_o + acc_s + acc_s // 2 + bias + 24
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        step = 32 if traits.dropout == "flash" else 16
+        if self.tile_n <= 0 or self.tile_n % step or self.tile_n > 256:
+            return f"tile_n is {self.tile_n}; accepted: multiples of {step} up to 256 for {traits}"
+        if not 1 <= self.num_stages <= 8:
+            return f"num_stages is {self.num_stages}; accepted: 1 to 8"
+        if reason := pack_heads_reason(self.pack_heads, self.tile_m, traits):
+            return reason
+        if self.registers(traits) > self.compute_registers:
+            return (
+                f"tile {self} needs about {self.registers(traits)} registers a thread for {traits}; there are "
+                f"{self.compute_registers}"
             )
         return None
 

@@ -4,12 +4,16 @@ import re
 
 import pytest
 
+from cute_attn import registry
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
 from cute_attn.kernels.forward_sm90.query_buffer import LastUse, QueryBuffer
-from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.tiles import ForwardLargeTile, ForwardSm90Tile
 from cute_attn.traits import Traits
 
 D32 = Traits("forward", "sm90", "bf16", 32)
 D128 = Traits("forward", "sm90", "bf16", 128)
+D512 = Traits("forward", "sm90", "bf16", 512)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,10 @@ D128 = Traits("forward", "sm90", "bf16", 128)
             "num_stages is 15; accepted: stages whose barriers fit 480 bytes",
         ),
         (ForwardSm90Tile(pack_heads=3), D128, "pack_heads is 3; accepted: 1, 2, 4"),
+        (ForwardLargeTile(tile_n=40), D512, "tile_n is 40; accepted: multiples of 16 up to 256"),
+        (ForwardLargeTile(num_stages=9), D512, "num_stages is 9; accepted: 1 to 8"),
+        (ForwardLargeTile(pack_heads=128), D512, "pack_heads is 128; accepted: 1, 2, 4"),
+        (ForwardLargeTile(num_stages=2), D512, "needs 345600 bytes of shared memory"),
     ],
 )
 def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, traits, message):
@@ -34,6 +42,23 @@ def test_a_tile_that_cannot_work_is_refused_in_one_sentence(tile, traits, messag
 def test_the_text_parses_back():
     tile = ForwardSm90Tile(64, 80, speculative=True, pack_heads=4)
     assert ForwardSm90Tile().override(str(tile)) == tile
+
+
+def test_large_head_dims_have_a_kernel_of_their_own():
+    for dim, dim_v in ((264, 264), (64, 512), (576, 512), (576, 8)):
+        kernel = registry.lookup(Traits("forward", "sm90", "bf16", dim, dim_v))
+        assert isinstance(kernel, ForwardLargeSm90) and kernel.tile.reject(kernel.traits, "sm90") is None
+    assert type(registry.lookup(Traits("forward", "sm90", "bf16", 256))) is ForwardSm90
+    with pytest.raises(registry.Unsupported, match="head_dim_v is 520; accepted: up to 512"):
+        registry.lookup(Traits("forward", "sm90", "bf16", 512, 520))
+
+
+def test_areas_of_large_head_dims_follow_each_other():
+    tile, traits = ForwardLargeTile(), Traits("forward", "sm90", "bf16", 576, 512)
+    areas = list(tile.smem_areas(traits).values())
+    assert [begin for begin, _ in areas] == [0, *(end for _, end in areas[:-1])]
+    assert all(begin % 1024 == 0 for begin, _ in areas)  # wgmma's widest swizzle repeats after 1024 bytes
+    assert tile.smem_bytes(traits) == areas[-1][1]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn import attention
 from tests.checks import Errors, check
+from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
+ARCHS = runnable_archs()
 LARGE = [
     Case("causal-d320", seqlen_q=203, seqlen_k=333, head_dim=320, causal=True),
     Case("full-d512", seqlen_q=130, seqlen_k=530, head_dim=512, dtype="fp16"),
@@ -21,11 +23,61 @@ LARGE = [
     Case("fp32-d512", seqlen_q=100, seqlen_k=300, head_dim=512, dtype="fp32", dropout_p=0.1),
 ]
 LARGE[2] = replace(LARGE[2], window=(70, 9))
+FEATURES = [
+    Case("few-queries-d512", seqlen_q=3, seqlen_k=700, head_dim=512, nheads=8, nheads_kv=1, causal=True),
+    Case("no-visible-keys-d320", seqlen_q=300, seqlen_k=100, head_dim=320, causal=True),
+    Case("sinks-softcap-d512", seqlen_q=150, seqlen_k=330, head_dim=512, sinks="bf16", softcap=15.0),
+    Case("used-d288", seqlen_q=90, seqlen_k=200, seqused_q=(90, 17), seqused_k=(200, 0), head_dim=288),
+    Case("hiding-bias-d448", seqlen_q=130, seqlen_k=200, head_dim=448, bias="bf16", bias_hides=True),
+    Case("frozen-maxima-d512", seqlen_q=128, seqlen_k=2000, head_dim=512, logits="negative"),
+    Case(
+        "mem-efficient-dropout-d384x288",
+        seqlen_q=100,
+        seqlen_k=260,
+        head_dim=384,
+        head_dim_v=288,
+        causal=True,
+        dropout_p=0.3,
+        dropout_mask="mem_efficient",
+    ),
+    Case("d512x40", seqlen_q=200, seqlen_k=200, head_dim=512, head_dim_v=40, window=(30, 30)),
+]
 
 
-@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_large_head_dims(case):
-    compare(case.build("cuda"), case)
+@pytest.mark.parametrize(
+    "case, arch",
+    [
+        pytest.param(case, arch, id=f"{case.name}-{arch}")
+        for case in (*LARGE, *FEATURES)
+        for arch in ARCHS
+        if arch == "sm80" or case.dtype != "fp32"
+    ],
+)
+def test_large_head_dims(case, arch):
+    compare(case.build("cuda"), case, kernel=arch)
+
+
+@pytest.mark.parametrize(
+    "tile", ["tile_n=32,num_stages=1", "tile_n=32,num_stages=3", "tile_n=96,num_stages=1"]
+)
+@pytest.mark.parametrize("case", [LARGE[0], FEATURES[3], FEATURES[6]], ids=lambda case: case.name)
+def test_tiles_of_large_head_dims(case, tile):
+    if "sm90" not in ARCHS:
+        pytest.skip("the tiles are Hopper's")
+    compare(case.build("cuda"), case, kernel="sm90", tile=tile)
+
+
+def test_large_head_dims_in_many_work_tiles():
+    """More work tiles than CTAs, and the same result each time."""
+    q, k, v = (torch.randn(3, 1500, 16, 512, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    first = attention(q, k, v, causal=True)
+    for _ in range(20):
+        assert torch.equal(attention(q, k, v, causal=True), first)
+    assert alike(first, attention(q, k, v, causal=True, kernel="sm80"))
+
+
+def alike(x, y):
+    return (x.float() - y.float()).abs().max() <= 2**-6 * y.float().abs().max()
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])
@@ -58,11 +110,11 @@ ODD = [
 ]
 
 
-def compare(problem, case):
+def compare(problem, case, **options):
     exact, plain, plain32 = (
         problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
     )
-    actual = problem.run()
+    actual = problem.run(**options)
     check("out", actual["out"], exact["out"], plain["out"], roundings=8 if case.dtype == "fp32" else 1)
     check("lse", actual["lse"], exact["lse"], plain32["lse"], roundings=32)
 

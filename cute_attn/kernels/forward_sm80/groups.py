@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
-from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.epilogues.softmax import OnlineSoftmax, multiply_rows
 from cute_attn.tiles import ForwardSm80Tile
 
 
@@ -82,7 +82,7 @@ class GroupResults:
         for i in cutlass.range_constexpr(cute.size(stats)):
             stats[i] = self.stats[i]
         own, other = softmax.merge(stats[None, 0], stats[None, 1])
-        softmax.multiply(acc_o_rows, own)
+        multiply_rows(acc_o_rows, own)
         rows, cols = (cute.size(acc_o_rows, mode=[i]) for i in range(2))
         row_of = {cute.crd2idx((r, c), acc_o_rows.layout): r for r in range(rows) for c in range(cols)}
         flat = cute.make_tensor(acc_o.iterator, cute.make_layout(cute.size(acc_o)))

@@ -45,7 +45,7 @@ class Consumer(ForwardRole):
         queries, keys = pipeline_state.queries, pipeline_state.keys
         speculative = cutlass.const_expr(self.kernel.tile.speculative and item is not None)
         q, fragments = self.storage.q, self.thread.fragments
-        loop = self.main_loop(tile, keys)
+        loop = self.main_loop(tile, pipeline_state)
         blocks = loop.blocks
         fragments.acc_o.fill(0.0)
         if q.used(blocks):
@@ -67,7 +67,7 @@ class Consumer(ForwardRole):
             keys += blocks.end - blocks.begin
         return PipelineState(queries, keys)
 
-    def main_loop(self, tile: QueryTile, first_use: Int32) -> MainLoop:
+    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> MainLoop:
         """The main loop of one work tile, with empty row maxima and sums."""
         context, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.kernel.score_map(self.thread.index)
@@ -79,6 +79,7 @@ class Consumer(ForwardRole):
             threshold=self.kernel.tile.rescale_threshold,
             may_be_large=chain.may_be_large,
         )
+        first_use = pipeline_state.keys
         return MainLoop(
             self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, first_use
         )
@@ -91,6 +92,14 @@ class Consumer(ForwardRole):
         s_q = all_rows(self.storage.q.tensor)
         cute.copy(copy, mine.partition_S(s_q), mine.retile(self.thread.fragments.q))
 
+    def sinks(self, tile: QueryTile, thread: Int32) -> tuple[Float32, ...] | None:
+        """The attention sink of each of the thread's rows, or None."""
+        chain = self.kernel.epilogues
+        if chain.sinks is None:
+            return None
+        score_map = self.kernel.score_map(thread)
+        return chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
+
     @cute.jit
     def store(self, loop: MainLoop) -> OutputStore:
         """Normalize O and store it with the LSE; a TMA store may be pending afterwards."""
@@ -98,11 +107,8 @@ class Consumer(ForwardRole):
         thread, group = rematerialize(self.thread.index), self.thread.group
         fragments, tile = self.thread.fragments, loop.query_tile
         lse = cute.make_rmem_tensor(cute.make_layout(len(loop.score_map.modes.rows)), Float32)
-        chain, sinks = self.kernel.epilogues, None
-        if cutlass.const_expr(chain.sinks is not None):
-            args, score_map = self.params.score_args, self.kernel.score_map(thread)
-            sinks = chain.sinks_of_rows(args, tile.head, tile.heads_left, score_map)
-        loop.softmax.normalize(fragments.acc_o_rows, lse, chain.rescale(loop.state), sinks)
+        sinks = self.sinks(tile, thread)
+        loop.softmax.normalize(fragments.acc_o_rows, lse, self.kernel.epilogues.rescale(loop.state), sinks)
         store_lse(self.outputs.mLSE, lse, self.kernel.score_map(thread), tile, self.kernel.traits.varlen)
         s_o = self.storage.s_o[None, None, group]
         output = OutputStore(self.kernel, self.outputs, s_o, group, thread % WARPGROUP)

@@ -164,9 +164,17 @@ class ForwardSm90:
 
     def gmem_store(self) -> cute.TiledCopy:
         """Shared to global memory by one warpgroup, where TMA would write rows beyond the sequence."""
-        return layouts.gmem_tiled_copy(
-            self.dtype, WARPGROUP, padded(self.traits.head_dim_v), asynchronous=False
-        )
+        return layouts.gmem_tiled_copy(self.dtype, WARPGROUP, self.output_columns, asynchronous=False)
+
+    @property
+    def divides_columns(self) -> bool:
+        """Whether warpgroups divide the columns of O, and not its rows."""
+        return False
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O that a warpgroup has in registers and stores."""
+        return padded(self.traits.head_dim_v)
 
     @property
     def stores_by_tma(self) -> bool:
@@ -212,11 +220,12 @@ class ForwardSm90:
         inputs = ForwardInputs(
             self.rows(load, mQ, 64, traits.head_dim, tile.pack_heads, mK.shape[-2]),
             self.rows(load, mK, tile.tile_n, traits.head_dim),
-            self.rows(load, mV, tile.tile_n, traits.head_dim_v),
+            self.values(load, mV),
             bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.loads_bias_by_tma else None,
         )
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_o = self.rows(store, mO, 64, traits.head_dim_v, tile.pack_heads, mK.shape[-2])
+        tma_o = self.rows(
+            cpasync.CopyBulkTensorTileS2GOp(), mO, 64, self.output_columns, tile.pack_heads, mK.shape[-2]
+        )
         params = ForwardParams(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
         self.kernel(params, inputs, ForwardOutputs(tma_o, mO, mLSE)).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
@@ -225,6 +234,10 @@ class ForwardSm90:
             min_blocks_per_mp=tile.blocks_per_sm,
             preferred_smem_carveout=100,
         )
+
+    def values(self, op: Any, mV: cute.Tensor) -> TmaTiles:
+        """TMA tiles of V."""
+        return self.rows(op, mV, self.tile.tile_n, self.traits.head_dim_v)
 
     def rows(
         self, op: Any, tensor: cute.Tensor, rows: int, head_dim: int, heads: int = 1, nheads_kv: Any = 1

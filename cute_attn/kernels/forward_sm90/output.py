@@ -12,22 +12,28 @@ from cute_attn.device.math import convert_to_16_bits
 from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
 from cute_attn.kernels.forward_sm90.params import ForwardOutputs
-from cute_attn.tiles import padded
 from cute_attn.work.query_tiles import QueryTile
 
 
 @dataclass(frozen=True)
 class OutputStore:
-    """A warpgroup's 64 rows of O, through shared memory.
+    """A warpgroup's part of a work tile's O, 64 rows, through shared memory.
 
     By TMA or, where sequences end inside the tensor, by stores of the threads.
     """
 
     kernel: Constexpr
     outputs: ForwardOutputs
-    s_o: cute.Tensor  # (64, head_dim_v), the warpgroup's
+    s_o: cute.Tensor  # (64, output_columns of the kernel), the warpgroup's
     group: Int32
     lane: Int32
+    column_part: Constexpr = 0  # where warpgroups divide the columns: which of their parts
+
+    def first_query(self, tile: QueryTile) -> Int32:
+        """The first query of the warpgroup's rows."""
+        if self.kernel.divides_columns:
+            return tile.row0
+        return tile.row0 + self.group * (64 // self.kernel.tile.pack_heads)
 
     @cute.jit
     def wait(self) -> None:
@@ -40,15 +46,14 @@ class OutputStore:
     @cute.jit
     def store(self, acc_o: cute.Tensor, tile: QueryTile) -> None:
         """Store ``acc_o``; a TMA store is pending afterwards."""
-        kernel, tma_o, heads = self.kernel, self.outputs.tma_o, self.kernel.tile.pack_heads
-        row0 = tile.row0 + self.group * (64 // heads)  # the warpgroup's first query
+        kernel, tma_o, row0 = self.kernel, self.outputs.tma_o, self.first_query(tile)
         self.wait()
         self.to_smem(acc_o)
         if cutlass.const_expr(kernel.stores_by_tma):
             cute.arch.fence_proxy("async.shared", space="cta")
             warpgroup_barrier(self.group)
             if self.lane < 32 and row0 < tile.info.seqlen_q:
-                tma_o.store(self.s_o, tma_o.sequence_of_tile(row0, tile), 0)
+                tma_o.store(self.s_o, tma_o.sequence_of_tile(row0, tile, self.column_part), 0)
         else:
             warpgroup_barrier(self.group)
             self.copy_rows(tile, row0)
@@ -60,7 +65,7 @@ class OutputStore:
         fragment = cute.make_rmem_tensor_like(acc_o, kernel.dtype)
         convert_to_16_bits(acc_o, fragment)
         one_group = layouts.tiled_mma_sm90(
-            kernel.dtype, 64, padded(kernel.traits.head_dim_v), warpgroups=1, a_source="rmem", b_major="mn"
+            kernel.dtype, 64, kernel.output_columns, warpgroups=1, a_source="rmem", b_major="mn"
         )
         store = layouts.store_copy_c(one_group, kernel.dtype, "sm90")
         mine = store.get_slice(self.lane)
@@ -70,12 +75,14 @@ class OutputStore:
     def copy_rows(self, tile: QueryTile, row0: Int32) -> None:
         """From shared memory to the rows from query ``row0`` on, up to the sequence's end."""
         kernel, mO = self.kernel, self.outputs.mO
-        dv, heads = kernel.traits.head_dim_v, kernel.tile.pack_heads
+        cols, heads = kernel.output_columns, kernel.tile.pack_heads
+        first_col = self.column_part * cols
+        exist = min(kernel.traits.head_dim_v - first_col, cols)
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q + row0, kernel.traits.varlen)
         rows: Any = 64
         steps: Any = o.stride[0]
         if cutlass.const_expr(heads > 1):
             rows, steps = (heads, 64 // heads), (mO.stride[-2], steps)
-        g_o = cute.make_tensor(o.iterator, cute.make_layout((rows, padded(dv)), stride=(steps, 1)))
-        copy = RowCopy(kernel.gmem_store(), self.lane, padded(dv), dv, heads, tile.heads_left)
+        g_o = cute.make_tensor(o.iterator + first_col, cute.make_layout((rows, cols), stride=(steps, 1)))
+        copy = RowCopy(kernel.gmem_store(), self.lane, cols, exist, heads, tile.heads_left)
         copy.copy(self.s_o, g_o, (tile.info.seqlen_q - row0) * heads, False)

@@ -27,7 +27,7 @@ class LastUse(enum.Enum):
 class QueryBuffer:
     """One stage for Q, with its pipeline; use n is the n-th work tile that uses it."""
 
-    tensor: cute.Tensor  # (64, head_dim, warpgroup)
+    tensor: cute.Tensor  # (64, head_dim, warpgroups along the rows)
     pipeline: Pipeline
     tile: Constexpr  # ForwardSm90Tile
 
@@ -50,10 +50,10 @@ class QueryBuffer:
 
     @cute.jit
     def load(self, q: TmaTiles, tile: QueryTile, n: Int32) -> None:
-        """By the producer warp: load Q of one work tile, 64 rows for each warpgroup."""
+        """By the producer warp: load Q of one work tile, 64 rows at a time."""
         tiles = q.sequence_of_tile(tile.info.offset_q + tile.row0, tile)
         self.pipeline.producer_acquire(n)
-        for group in cutlass.range_constexpr(self.tile.warpgroups):
+        for group in cutlass.range_constexpr(cute.size(self.tensor, mode=[2])):
             q.load_part(tiles, group, self.tensor[None, None, group], self.pipeline, n)
 
     @cute.jit

@@ -1,0 +1,152 @@
+"""The Hopper forward for head dims above 256: two consumer warpgroups divide the columns of O.
+
+The kernel of :mod:`cute_attn.kernels.forward_sm90.kernel` with another main loop. A warpgroup holds 64 rows of at most
+256 columns of O, so a work tile has 64 rows, and each of two warpgroups half of their columns. One of them computes the
+scores as well; P goes through shared memory:
+
+    scores warpgroup                                     values warpgroup
+    S[0] = Q K[0]; softmax; P[0] to shared memory
+    for j = 1, 2, ...                                    for j = 0, 1, ...
+        issue S[j] = Q K[j]                                  wait for P[j] and the factors of O's rows
+        wait for O; rescale it                               rescale O
+        issue O += P[j - 1] V[j - 1], first half             O += P[j] V[j], second half
+        wait for S[j]; epilogues, online softmax
+        P[j] and the factors of O's rows to shared memory
+    O += P V of the last block                           wait for the factors that normalize O
+
+The softmax overlaps P V of both warpgroups. FlashAttention-3 divides O's columns alike for a large head dim of V (Shah
+et al. 2024, https://arxiv.org/abs/2407.08608).
+
+Limits: as the Hopper forward's, with head dims up to 576 of q and k and up to 512 of v, and no bias by TMA.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+import layouts
+from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.device.wgmma import operand_layout
+from cute_attn.kernels.forward_sm90.heuristics import large_tile_for_lengths, large_tiles
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.large_roles import ScoreConsumer, ValueConsumer
+from cute_attn.kernels.forward_sm90.large_storage import SCORES, VALUES, consumer_thread, make_storage
+from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardOutputs, ForwardParams
+from cute_attn.kernels.forward_sm90.producer import Producer
+from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.rows.tma import TmaTiles
+from cute_attn.tiles import ForwardLargeTile, first_that_fits, padded
+from cute_attn.traits import Traits
+
+MAX_HEAD_DIM_V = 512
+"""256 columns of O for each warpgroup."""
+
+
+@dataclass(frozen=True)
+class ForwardLargeSm90(ForwardSm90):
+    """Forward kernel of (traits, tile) with a head dim above 256; ``__call__`` launches it."""
+
+    tile: ForwardLargeTile  # type: ignore[assignment]
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.head_dim_v > MAX_HEAD_DIM_V:
+            return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
+        return beyond(traits, most=576)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
+        """The tile for calls that name none."""
+        return first_that_fits(large_tiles(traits), traits, target)
+
+    def for_lengths(
+        self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90"
+    ) -> "ForwardLargeSm90":
+        """This kernel, which has its default tile, with the tile for sequences of at most these lengths."""
+        tile = large_tile_for_lengths(self.traits, self.tile, seqlen_q, group)
+        return dataclasses.replace(self, tile=tile)
+
+    def step_content(self) -> StepContent:
+        """A step of the unmasked loop of the warpgroup that computes the scores."""
+        tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
+        qk = wgmma_count(tile.tile_m, tile.tile_n, d, 1)
+        pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups, tile.warpgroups)
+        elements = tile.tile_n // 2
+        exp2 = elements * (1 + self.traits.softcap) + 2
+        return StepContent(qk + pv, exp2, elements, 4, async_bytes=2 * tile.tile_n * (d + dv))
+
+    # ---- layouts and the MMAs ----
+
+    def values_layout(self, stages: int | None = None) -> cute.ComposedLayout:
+        """V, (tile_n, columns of v[, stages]): each warpgroup's half of the columns is whole swizzle atoms."""
+        tile = self.tile
+        return operand_layout(
+            tile.tile_n, tile.columns_of_v(self.traits), self.dtype, stages=stages, parts=tile.warpgroups
+        )
+
+    def probabilities_layout(self, stages: int | None = None) -> cute.ComposedLayout:
+        """P, (64, tile_n[, stages])."""
+        return layouts.wgmma_smem_layout(self.tile.tile_m, self.tile.tile_n, self.dtype, stages=stages)
+
+    def mma_qk(self) -> cute.TiledMma:
+        """S = Q K^T by one warpgroup, both from shared memory."""
+        return layouts.tiled_mma_sm90(self.dtype, self.tile.tile_m, self.tile.tile_n, warpgroups=1)
+
+    def mma_pv(self) -> cute.TiledMma:
+        """O += P V, both from shared memory; warpgroups divide the columns."""
+        tile = self.tile
+        return layouts.tiled_mma_sm90(
+            self.dtype,
+            tile.tile_m,
+            tile.columns_of_v(self.traits),
+            warpgroups=tile.warpgroups,
+            warpgroups_n=tile.warpgroups,
+            b_major="mn",
+        )
+
+    @property
+    def divides_columns(self) -> bool:
+        """Whether warpgroups divide the columns of O, and not its rows."""
+        return True
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O that a warpgroup has in registers and stores."""
+        return self.tile.columns_of_v(self.traits) // self.tile.warpgroups
+
+    def values(self, op: Any, mV: cute.Tensor) -> TmaTiles:
+        """TMA tiles of V."""
+        tile = self.tile
+        shape = (tile.tile_n, tile.columns_of_v(self.traits))
+        return TmaTiles.make(op, mV, self.values_layout(), shape, cute.rank(mV) == 3)
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        thread, _, _ = cute.arch.thread_idx()
+        storage = make_storage(self)
+        if warp == 0:
+            for tma in (inputs.q, inputs.k, inputs.v):
+                cpasync.prefetch_descriptor(tma.atom)
+            storage.init(self.tile.warpgroups, thread)
+        cute.arch.sync_threads()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                Producer(self, params, storage, inputs).run()
+        else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
+            lane = thread % WARPGROUP
+            if warp < 8:
+                scores = consumer_thread(self, storage, SCORES, lane)
+                ScoreConsumer(self, params, storage, outputs, scores).run()
+            else:
+                values = consumer_thread(self, storage, VALUES, lane)
+                ValueConsumer(self, params, storage, outputs, values).run()

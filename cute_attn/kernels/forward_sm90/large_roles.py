@@ -1,0 +1,214 @@
+"""The consumer warpgroups of the Hopper forward for head dims above 256; see ``large_kernel``."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+import layouts
+from cute_attn.device.math import rematerialize
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.wgmma import start_gemm
+from cute_attn.epilogues.softmax import multiply_rows, rescale_rows
+from cute_attn.kernels.forward_sm90.consumer import Consumer
+from cute_attn.kernels.forward_sm90.large_storage import SCORES, VALUES, LargeStorage
+from cute_attn.kernels.forward_sm90.main_loop import MainLoop
+from cute_attn.kernels.forward_sm90.output import OutputStore
+from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardOutputs, PipelineState
+from cute_attn.kernels.forward_sm90.query_buffer import LastUse
+from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.outputs.lse import store_lse
+from cute_attn.work.query_tiles import QueryTile
+from cute_attn.work.replay import WorkItemId
+
+
+@dataclass(frozen=True)
+class HalfOutput:
+    """Half of O's columns, in one warpgroup's registers: O += P V, with P in shared memory."""
+
+    kernel: Constexpr
+    storage: LargeStorage
+    thread: ConsumerThread
+
+    @cute.jit
+    def rescale(self) -> None:
+        """O's rows times ``factors``."""
+        op = self.thread.fragments
+        rescale_rows(op.acc_o_rows, op.factors, self.kernel.tile.rescale_threshold > 0)
+
+    @cute.jit
+    def start(self, n: Int32, use: Int32) -> None:
+        """Issue O += P V with use n of V's pipeline and ``use`` of P's, which is full."""
+        storage, op = self.storage, self.thread.fragments
+        storage.pipeline_v.consumer_wait(n)
+        p = op.p_operand[None, None, None, storage.p.pipeline.stage(use)]
+        v = op.v[None, None, None, storage.pipeline_v.stage(n)]
+        start_gemm(self.kernel.mma_pv(), op.acc_o, p, v, True)
+
+    @cute.jit
+    def release(self, n: Int32, use: Int32) -> None:
+        """After the product is complete."""
+        self.storage.pipeline_v.consumer_release(n)
+        self.storage.p.pipeline.consumer_release(use)
+
+
+@dataclass(frozen=True)
+class ScoreLoop(MainLoop):
+    """The steps of the warpgroup that computes P: S, softmax and P of a key block, beside P V of the one before it."""
+
+    storage: LargeStorage
+    tiles_before: Int32  # the CTA's work tiles before this one, each with one more use of P than key blocks
+
+    @property
+    def output(self) -> HalfOutput:
+        """The warpgroup's half of O."""
+        return HalfOutput(self.kernel, self.storage, self.thread)
+
+    @cute.jit
+    def first_step(self) -> None:
+        """S, softmax and P of the last key block, the first one visited."""
+        block, storage, n = self.blocks.end - 1, self.storage, self.first_use
+        scores, acc_s, loaded = self.score_tile(block, n)
+        storage.pipeline_k.consumer_wait(n)
+        self.start_qk(acc_s, n)
+        warpgroup.wait_group(0)
+        storage.pipeline_k.consumer_release(n)
+        self.probabilities(scores, loaded, True, False)
+        self.zero_values_out_of_bounds(block, n)
+        self.publish(scores, acc_s, n)
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """S and P of ``block``, with P V of the block visited before it."""
+        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
+        scores, acc_s, loaded = self.score_tile(block, n)
+        storage.pipeline_k.consumer_wait(n)
+        self.start_qk(acc_s, n)
+        self.start_pv(n - 1)
+        warpgroup.wait_group(1)
+        storage.pipeline_k.consumer_release(n)
+        self.probabilities(scores, loaded, masked, False)
+        self.publish(scores, acc_s, n)
+        warpgroup.wait_group(0)
+        self.output.release(n - 1, n - 1 + self.tiles_before)
+        self.output.rescale()
+
+    @cute.jit
+    def last_product(self) -> None:
+        """O += P V of the first key block, the last one visited."""
+        n = self.first_use + (self.blocks.end - 1 - self.blocks.begin)
+        self.start_pv(n)
+        warpgroup.wait_group(0)
+        self.output.release(n, n + self.tiles_before)
+
+    @cute.jit
+    def start_pv(self, n: Int32) -> None:
+        """Issue the first half of O += P V with use n of V's pipeline, once all warps have written P."""
+        self.storage.p.pipeline.consumer_wait(n + self.tiles_before)
+        self.output.start(n, n + self.tiles_before)
+
+    @cute.jit
+    def publish(self, scores: ScoreTile, acc_s: cute.Tensor, n: Int32) -> None:
+        """P in 16 bits with dropout, and O's rescaling factors, to shared memory."""
+        kernel, p, use = self.kernel, self.storage.p, n + self.tiles_before
+        self.convert(scores, acc_s)
+        p.pipeline.producer_wait(use)
+        store = layouts.store_copy_c(kernel.mma_qk(), kernel.dtype, "sm90")
+        mine = store.get_slice(self.thread.index)
+        target = mine.partition_D(p.tensor[None, None, p.pipeline.stage(use)])
+        cute.copy(store, mine.retile(self.thread.fragments.p), target)
+        p.write_factors(self.thread.fragments.factors, self.score_map, use)
+        p.commit(use)
+
+
+@dataclass(frozen=True)
+class ScoreConsumer(Consumer):
+    """The warpgroup that computes S and P, and the first half of O's columns."""
+
+    storage: LargeStorage
+
+    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> ScoreLoop:
+        """The main loop of one work tile, with empty row maxima and sums."""
+        loop = super().main_loop(tile, pipeline_state)
+        fields: dict[str, Any] = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)}
+        return ScoreLoop(**fields, tiles_before=pipeline_state.queries)
+
+    @cute.jit
+    def store(self, loop: ScoreLoop) -> OutputStore:
+        """Publish the factors that normalize O; store its first half, and LSE."""
+        thread, fragments, tile = rematerialize(self.thread.index), self.thread.fragments, loop.query_tile
+        score_map, factors = self.kernel.score_map(thread), fragments.factors
+        lse = cute.make_rmem_tensor_like(factors)
+        sinks, rescale = self.sinks(tile, thread), self.kernel.epilogues.rescale(loop.state)
+        for r in cutlass.range_constexpr(cute.size(factors)):
+            factors[r], lse[r] = loop.softmax.finish_row(r, rescale, sinks)
+        p, use = self.storage.p, loop.first_use + (loop.blocks.end - loop.blocks.begin) + loop.tiles_before
+        p.pipeline.producer_wait(use)
+        p.write_factors(factors, score_map, use)
+        p.commit(use)
+        p.pipeline.consumer_release(use)
+        multiply_rows(fragments.acc_o_rows, factors)
+        store_lse(self.outputs.mLSE, lse, score_map, tile, self.kernel.traits.varlen)
+        s_o = self.storage.s_o[None, None, SCORES]
+        output = OutputStore(self.kernel, self.outputs, s_o, self.thread.group, thread, SCORES)
+        output.store(fragments.acc_o, tile)
+        return output
+
+
+@dataclass(frozen=True)
+class ValueConsumer(ForwardRole):
+    """The warpgroup with the second half of O's columns, which multiplies the other one's P by V."""
+
+    storage: LargeStorage
+    outputs: ForwardOutputs
+    thread: ConsumerThread
+
+    def run(self) -> None:
+        """All work tiles."""
+        super().run()
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def run_tile(
+        self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
+    ) -> PipelineState:
+        """Its half of O of one work tile."""
+        queries, keys = pipeline_state.queries, pipeline_state.keys
+        q, p, op = self.storage.q, self.storage.p, self.thread.fragments
+        _, state = self.begin(tile)
+        blocks, score_map = self.key_blocks(tile, state), self.score_map()
+        op.acc_o.fill(0.0)
+        q.pipeline.consumer_wait(queries)  # O takes over its memory
+        end = keys + (blocks.end - blocks.begin)
+        for n in cutlass.range(keys, end, unroll=1):
+            self.step(score_map, n, n + queries)
+        p.pipeline.consumer_wait(end + queries)
+        p.read_factors(op.factors, score_map, end + queries)
+        p.pipeline.consumer_release_reads(end + queries)
+        multiply_rows(op.acc_o_rows, op.factors)
+        s_o = self.storage.s_o[None, None, VALUES]
+        output = OutputStore(self.kernel, self.outputs, s_o, self.thread.group, self.thread.index, VALUES)
+        output.store(op.acc_o, tile)
+        output.wait()
+        q.release_after(LastUse.STORE, queries)
+        return PipelineState(queries + 1, end)
+
+    def score_map(self) -> ScoreMap:
+        """The rows that the thread holds."""
+        kernel, tile = self.kernel, self.kernel.tile
+        columns = tile.columns_of_v(kernel.traits)
+        return ScoreMap.make(kernel.mma_pv(), tile.tile_m, columns, self.thread.index)
+
+    @cute.jit
+    def step(self, score_map: ScoreMap, n: Int32, use: Int32) -> None:
+        """O += P V with use n of V's pipeline and ``use`` of P's."""
+        p, output = self.storage.p, HalfOutput(self.kernel, self.storage, self.thread)
+        p.pipeline.consumer_wait(use)
+        p.read_factors(self.thread.fragments.factors, score_map, use)
+        output.rescale()
+        output.start(n, use)
+        warpgroup.wait_group(0)
+        output.release(n, use)

@@ -1,0 +1,134 @@
+"""Shared storage and register fragments of the Hopper forward for head dims above 256."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+
+import layouts
+from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
+from cute_attn.device.score_tile import ScoreMap
+from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardStorage, Fragments, smem_tensor
+from cute_attn.kernels.forward_sm90.query_buffer import QueryBuffer
+from cute_attn.work.broadcast import WorkBroadcast
+from cute_attn.work.replay import Replay
+
+SCORES, VALUES = 0, 1
+"""The consumer warpgroups, by their columns of O: the one that computes P as well, and the other."""
+
+
+@dataclass(frozen=True)
+class SharedProbabilities:
+    """P of a step, and by how much its step rescales each row of O: written by one warpgroup, read by both.
+
+    A work tile has a use for each key block, and one more with the last factors of its rows alone.
+    """
+
+    tensor: cute.Tensor  # (64, tile_n, stage)
+    factors: cute.Tensor  # (64, stage)
+    pipeline: Pipeline
+
+    @cute.jit
+    def write_factors(self, factors: cute.Tensor, score_map: ScoreMap, use: Int32) -> None:
+        """``factors`` of the thread's rows, which all lanes of a row have."""
+        if score_map.thr_col == 0:
+            for r in cutlass.range_constexpr(cute.size(factors)):
+                row = score_map.thr_row + score_map.modes.rows[r]
+                self.factors[row, self.pipeline.stage(use)] = factors[r]
+
+    @cute.jit
+    def read_factors(self, factors: cute.Tensor, score_map: ScoreMap, use: Int32) -> None:
+        """``factors`` of the thread's rows."""
+        for r in cutlass.range_constexpr(cute.size(factors)):
+            row = score_map.thr_row + score_map.modes.rows[r]
+            factors[r] = self.factors[row, self.pipeline.stage(use)]
+
+    @cute.jit
+    def commit(self, use: Int32) -> None:
+        """By each warp that wrote: what it wrote may be read, by wgmma as well."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.pipeline.producer_commit(use)
+
+
+@dataclass(frozen=True)
+class LargeStorage(ForwardStorage):
+    """As the Hopper forward's, with P."""
+
+    p: SharedProbabilities
+
+    @cute.jit
+    def init(self, warpgroups: Constexpr, lane: Int32) -> None:
+        """By one warp, before the CTA synchronizes: the barriers and the replay slots."""
+        both: Constexpr = 4 * warpgroups
+        with cute.arch.elect_one():
+            self.q.pipeline.init(both)
+            self.pipeline_k.init(4)
+            self.pipeline_v.init(both)
+            self.p.pipeline.init(both, producers=4)
+            self.work.pipeline.init(both)
+        cute.arch.mbarrier_init_fence()
+        self.replay.clear(lane)
+
+
+def make_storage(kernel: Any) -> LargeStorage:
+    """Barriers, Q (in whose memory O is stored), K and V by stages, P and factors by their own."""
+    traits, tile = kernel.traits, kernel.tile
+    base = memory.SmemAllocator().allocate(tile.smem_bytes(traits), byte_alignment=1024)
+    start = {name: base + begin for name, (begin, _) in tile.smem_areas(traits).items()}
+    barriers = cute.recast_ptr(base, dtype=Int64)
+    pipelines: list[Pipeline] = []
+    taken = 0
+    q = smem_tensor(kernel, start["q"], tile.tile_m, traits.head_dim, 1)
+    k = smem_tensor(kernel, start["k"], tile.tile_n, traits.head_dim, tile.num_stages)
+    v = _tensor(start["v"], kernel.values_layout(tile.num_stages), kernel.dtype)
+    p = _tensor(start["p"], kernel.probabilities_layout(tile.p_stages), kernel.dtype)
+    for tensor, stages, loaded in (
+        (q, 1, 1),
+        (k, tile.num_stages, 1),
+        (v, tile.num_stages, 1),
+        (p, tile.p_stages, 0),
+    ):
+        stage_bytes = 2 * cute.size(tensor, mode=[0]) * cute.size(tensor, mode=[1])
+        pipelines.append(Pipeline(barriers + taken, stages, loaded * stage_bytes))
+        taken += Pipeline.barrier_bytes(stages) // 8
+    factors = cute.make_tensor(
+        cute.recast_ptr(start["factors"], dtype=Float32), cute.make_layout((tile.tile_m, tile.p_stages))
+    )
+    return LargeStorage(
+        QueryBuffer(q, pipelines[0], tile),
+        k,
+        v,
+        smem_tensor(kernel, start["q"], tile.tile_m, kernel.output_columns, tile.warpgroups),
+        pipelines[1],
+        pipelines[2],
+        WorkBroadcast.make(barriers + taken, base + tile.BROADCAST_START),
+        Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
+        None,
+        SharedProbabilities(p, factors, pipelines[3]),
+    )
+
+
+def _tensor(pointer: cute.Pointer, layout: cute.ComposedLayout, dtype: Any) -> cute.Tensor:
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
+
+
+def consumer_thread(kernel: Any, storage: LargeStorage, group: int, lane: Int32) -> ConsumerThread:
+    """The running thread of consumer warpgroup ``group``, with its columns of O; no products are ordered."""
+    tile, columns = kernel.tile, kernel.tile.columns_of_v(kernel.traits)
+    qk, pv = kernel.mma_qk(), kernel.mma_pv()
+    mine_qk, mine_pv = qk.get_slice(0), pv.get_slice(group * WARPGROUP)
+    acc_o = cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, columns)), Float32)
+    p = cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), kernel.dtype)
+    acc_o_rows = layouts.row_col_view(acc_o, layouts.row_col_modes(pv, tile.tile_m, columns))
+    fragments = Fragments(
+        qk.make_fragment_A(mine_qk.partition_A(storage.q.tensor[None, None, 0])),
+        qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
+        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
+        p,
+        pv.make_fragment_A(mine_pv.partition_A(storage.p.tensor)),
+        acc_o,
+        acc_o_rows,
+        cute.make_rmem_tensor(cute.make_layout(cute.size(acc_o_rows, mode=[0])), Float32),
+    )
+    return ConsumerThread(Int32(group), lane, PingPong(Int32(group), tile.warpgroups, False), fragments)
