@@ -22,7 +22,7 @@ from cutlass import Boolean, Constexpr, Int16, Int32, Int64, Uint16, Uint32, cut
 
 from cute_attn.device.element_copy import load_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.math import byte_permute, optimization_barrier, rematerialize
+from cute_attn.device.math import byte_permute, on_device, optimization_barrier, rematerialize
 
 WARP = 32
 WORD = 4
@@ -254,13 +254,33 @@ def swizzled_addresses(tile: cute.Tensor, row: Int32, col: Int32) -> Callable[[i
 
 
 def copy_async(target: Int32, source: Int64, unit: int, exists: Boolean | None) -> None:
-    """cp.async of ``unit`` bytes, 4 or 8; if given, of zeros unless they exist."""
+    """cp.async of ``unit`` bytes, 4 or 8; if given, of zeros unless they exist. On the host a copy."""
+    if not on_device():
+        copy_on_host(target, source, unit, Boolean(True) if exists is None else exists)
+        return
     size = [] if exists is None else [cutlass.select_(exists, Int32(unit), Int32(0))]
     last = ", {$r2}" if size else ""
     cute.arch.inline_ptx(
         f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {unit}{last};",
         read_only_args=[target, source, *size],
     )
+
+
+@cute.jit
+def copy_on_host(target: Int64, source: Int64, unit: Constexpr, exists: Boolean) -> None:
+    """Copy ``unit`` bytes, or zeros."""
+    halves = [
+        cute.make_tensor(
+            cute.make_ptr(Int16, address, cute.AddressSpace.generic, assumed_align=2),
+            cute.make_layout(unit // 2),
+        )
+        for address in (target, source)
+    ]
+    for i in cutlass.range_constexpr(unit // 2):
+        value = Int16(0)
+        if exists:
+            value = halves[1][i]
+        halves[0][i] = value
 
 
 def copy_async_element(target: Int32, source: Int64, exists: Boolean) -> None:

@@ -11,6 +11,7 @@ that only retry a wait for an mbarrier lie behind the code and branch back into 
 
 import functools
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +182,7 @@ class Code:
 
         A mask gives a kernel several loops, of which the one without is the shortest; so is the one with frozen row
         maxima. Within a loop, the path with the fewest instructions is taken of those that start most asynchronous
-        copies: it skips masks and rescaling, and starts the next loads.
+        copies, wide ones first: it skips masks and rescaling, and starts the next loads, of rows that are aligned best.
 
         Raises:
             StepNotFound: there is none.
@@ -314,14 +315,19 @@ def _iterations(mma: int, products: Loops, position: int) -> int:
     return times[0] if times else 1
 
 
-def _cost(body: Iterable[Weighted]) -> tuple[int, int]:
-    """(minus asynchronous copies, instructions)."""
+def _cost(body: Iterable[Weighted]) -> tuple[int, ...]:
+    """(minus asynchronous copies of 16 bytes, of 8, of 4, instructions)."""
     pairs = list(body)
-    return -sum(n for i, n in pairs if i.opcode == "LDGSTS"), sum(n for _, n in pairs)
+    copies = Counter[str]()
+    for i, n in pairs:
+        if i.opcode == "LDGSTS":
+            copies[i.modifiers[-1]] += n
+    wide, half = copies["128"], copies["64"]
+    return -wide, -half, wide + half - copies.total(), sum(n for _, n in pairs)
 
 
 def _best_path(
-    graph: nx.DiGraph, start: int, ends: set[int], cost: Callable[[int], tuple[int, int]]
+    graph: nx.DiGraph, start: int, ends: set[int], cost: Callable[[int], tuple[int, ...]]
 ) -> list[int]:
     """The path of an acyclic graph from ``start`` to one of ``ends`` with the least sum of costs."""
     best = {start: (cost(start), [start])}
@@ -330,7 +336,6 @@ def _best_path(
             continue
         before = [best[a] for a in graph.predecessors(node) if a in best]
         if before:
-            (copies, size), path = min(before, key=lambda item: item[0])
-            own = cost(node)
-            best[node] = ((copies + own[0], size + own[1]), [*path, node])
+            sums, path = min(before, key=lambda item: item[0])
+            best[node] = (tuple(a + b for a, b in zip(sums, cost(node), strict=True)), [*path, node])
     return min((best[end] for end in ends if end in best), key=lambda item: item[0])[1]

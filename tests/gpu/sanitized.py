@@ -22,19 +22,35 @@ CACHED = {
 """Queries of each sequence, rows of a page, options."""
 
 
-ENDS = {"d59": (59, 1), "d59-two-heads": (59, 2), "d62": (62, 1)}
-"""Head dim and heads: the last row of d59 ends, or starts, between two words."""
+ENDS = {
+    "d59": (59, 1, 59, 0),
+    "d59-two-heads": (59, 2, 59, 0),
+    "d62": (62, 1, 62, 0),
+    "d59-alike": (59, 1, 60, 0),
+    "d57-alike": (57, 1, 60, 1),
+    "d121-alike": (121, 1, 124, 3),
+}
+"""Head dim, heads, elements from a head to the next one, and before the first one. The last row of d59 ends, or starts,
+between two words, and rows that start alike end between multiples of 8 bytes."""
 
 
 def run_ends() -> None:
     """Run problems each of whose tensors is an allocation, given that the allocator does not round sizes."""
-    for name, (head_dim, heads) in ENDS.items():
+    for name, (head_dim, heads, distance, first) in ENDS.items():
         sizes = {"batch": 1, "nheads": heads, "nheads_kv": heads, "seqlen_q": 67, "seqlen_k": 131}
         problem = Case(name, head_dim=head_dim, **sizes).build("cuda")
-        problem = replace(problem, tensors=tuple(x.clone() for x in problem.tensors))
+        problem = replace(problem, tensors=tuple(moved(x, distance, first) for x in problem.tensors))
         problem.gradients(problem.start())
         torch.cuda.synchronize()
         print(f"ran {name}", flush=True)
+
+
+def moved(x: torch.Tensor, distance: int, first: int) -> torch.Tensor:
+    """x in an allocation of its own that ends with it, from an element on, its heads ``distance`` elements apart."""
+    batch, length, heads, head_dim = x.shape
+    last = (batch * length * heads - 1) * distance
+    strides = (length * heads * distance, heads * distance, distance, 1)
+    return x.new_empty(first + last + head_dim).as_strided(x.shape, strides, first).copy_(x)
 
 
 def main() -> None:

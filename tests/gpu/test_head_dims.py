@@ -165,6 +165,38 @@ def spread(x, shift, gap):
     return rows[..., :dim].copy_(x)
 
 
+ALIKE = [
+    Case("d59-causal", seqlen_q=203, seqlen_k=333, nheads_kv=4, head_dim=59, causal=True),
+    Case("d61x57-groups", seqlen_q=130, seqlen_k=192, nheads=8, nheads_kv=4, head_dim=61, head_dim_v=57),
+    Case("d93-one-stage", seqlen_q=70, seqlen_k=256, nheads_kv=4, head_dim=93, dtype="fp16"),
+    Case("d123-varlen", lengths_q=(70, 0, 133), lengths_k=(90, 41, 256), nheads_kv=4, head_dim=123),
+    Case("d3", seqlen_q=70, seqlen_k=130, nheads_kv=4, head_dim=3, dtype="fp16"),
+]
+"""4 heads of K and V: rows are a multiple of 8 bytes apart, and the heads start at all four remainders by 8."""
+
+
+@pytest.mark.parametrize("case", ALIKE, ids=lambda case: case.name)
+def test_rows_that_start_alike(case):
+    """Neighbouring heads are infinite. Of 4 or 8 heads rows start alike, of 5 they do not."""
+    problem = case.build("cuda")
+    exact, plain, plain32 = (
+        problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
+    )
+    for heads in ((0, 0, 0), (1, 1, 1), (3, 2, 1), (0, 1, 5), (2, 5, 3)):
+        tensors = tuple(among_infinities(x, n) for x, n in zip(problem.tensors, heads, strict=True))
+        actual = replace(problem, tensors=tensors).run()
+        check("out", actual["out"], exact["out"], plain["out"])
+        check("lse", actual["lse"], exact["lse"], plain32["lse"], roundings=32)
+
+
+def among_infinities(x, before):
+    """x, whose memory has infinities in heads ``before`` its heads, and in as many more as make 4 in all; 5: in one."""
+    *outer, heads, dim = x.shape
+    others, before = (1, 1) if before == 5 else (4, before)
+    whole = torch.full((*outer, heads + others, dim), float("inf"), dtype=x.dtype, device=x.device)
+    return whole[..., before : before + heads, :].copy_(x)
+
+
 def test_an_address_between_multiples_of_16_bytes_then_one_at_them():
     case = Case("d64", seqlen_q=150, seqlen_k=270, causal=True)
     problem = case.build("cuda")

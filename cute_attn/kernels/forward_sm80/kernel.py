@@ -18,7 +18,7 @@ Key blocks that the mask's edge crosses take loops with masks, those inside a lo
 
 In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``, or in large calls on fp16, see
 ``parts_kernel``. Above head dim 256 warps divide the columns of O, see ``divided_columns``. Rows that start anywhere
-are copied by words, see ``cute_attn.device.word_rows``.
+are copied by words, see ``cute_attn.device.word_rows``, or by 8 bytes, see ``cute_attn.device.skewed_rows``.
 
 Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
 16; up to 256 of rows that do not.
@@ -42,7 +42,6 @@ from cute_attn.device.gemm import gemm_rs
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.word_rows import WordRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -57,7 +56,12 @@ from cute_attn.kernels.forward_sm80.heuristics import (
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
-from cute_attn.kernels.forward_sm80.unaligned import UnalignedLoad
+from cute_attn.kernels.forward_sm80.unaligned import (
+    UnalignedLoad,
+    as_copied,
+    start_alike,
+    unaligned_load,
+)
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
@@ -238,7 +242,8 @@ class ForwardSm80:
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
+        alike = start_alike(self, mK, mV)
+        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales, alike)
 
     # ---- device ----
 
@@ -271,8 +276,9 @@ class ForwardSm80:
                 operands, load_k, load_v, blocks, state, row0, params.scale_log2, shared, group
             )
             if cutlass.const_expr(not self.loads_aligned):
-                load_q = self.unaligned_load(q, shared.q, self.traits.head_dim, info.seqlen_q, thread)
-                ctx = dataclasses.replace(ctx, load_q=load_q)
+                load_q = unaligned_load(self, q, shared.q, width, info.seqlen_q, thread)
+                load_k, load_v = as_copied(self, load_k, load_v, params.alike)
+                ctx = dataclasses.replace(ctx, load_q=load_q, load_k=load_k, load_v=load_v)
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):
@@ -335,15 +341,9 @@ class ForwardSm80:
         """The loads of one head's K or V."""
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
         if not self.loads_aligned:
-            return self.unaligned_load(g, s, head_dim, tile.info.seqlen_k, group.thread)
+            return unaligned_load(self, g, s, head_dim, tile.info.seqlen_k, group.thread)
         row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
-
-    def unaligned_load(
-        self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen: Int32, thread: Int32
-    ) -> UnalignedLoad:
-        """The loads of one head's unaligned rows."""
-        return UnalignedLoad(WordRows(g, head_dim, thread, self.tile.num_threads), s, seqlen)
 
     def mainloop_context(
         self,
@@ -403,6 +403,7 @@ class ForwardSm80:
         cute.arch.cp_async_wait_group(later)
         if cutlass.const_expr(not self.loads_aligned):
             ctx.load_q.finish(ctx.row0 // self.tile.tile_m, 0)
+            ctx.load_q.bring_to(ctx.load_k)
         cute.arch.barrier()
         if cutlass.const_expr(self.tile.keeps_q):
             ctx.operands.q.load_all()
@@ -692,5 +693,5 @@ class ForwardSm80:
             rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
             self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
         else:
-            rows = tile.info.seqlen_q - tile.row0
-            store_elements(s_o, o, tile.row0, rows, thread, self.tile.num_threads)
+            rows, first_col = tile.info.seqlen_q - tile.row0, ctx.load_v.first_col()
+            store_elements(s_o, o, tile.row0, rows, thread, self.tile.num_threads, first_col)
