@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.slots import array
+
 _NUMBER = 4
 _REPLAYS = 2
 
@@ -36,6 +38,21 @@ def work_counters(device: int) -> Tensor:
             _free[device] = _allocate(device)
         counters = _of_streams[key] = _free[device].pop()
     return counters
+
+
+def schedule(device: int) -> Any:
+    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it."""
+    key = (device, _current_stream(device))
+    found = _schedules.get(key)
+    if found is None or _is_capturing():
+        counters = work_counters(device)
+        if _is_capturing():
+            return counters, multiprocessors(device)
+        found = _schedules[key] = array((counters, multiprocessors(device)))
+    return found
+
+
+_schedules: dict[tuple[int, int], Any] = {}
 
 
 def _allocate(device: int) -> list[Tensor]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.sdpa import direct as _direct
-from cute_attn.sdpa import state
+from cute_attn.sdpa import repeated, state
 from cute_attn.sdpa.calls import BACKENDS, Inputs, call_of, why_not
 from cute_attn.sdpa.operators import OPERATORS, Options
 from cute_attn.sdpa.state import served
@@ -55,8 +55,9 @@ def activate(
         kernel would, so that every mask stays the same bit for bit. The latter falls back within CUDA graphs.
     direct : bool
         Whether ``torch.nn.functional.scaled_dot_product_attention`` is replaced, by a function that launches repeated
-        calls without gradients itself, for less host time: see :mod:`cute_attn.sdpa.direct`. What imported that name
-        before calls PyTorch's.
+        calls without gradients itself, past the dispatcher: see :mod:`cute_attn.sdpa.direct`. What imported that name
+        before calls PyTorch's. Otherwise the dispatcher has such calls end above autograd, but under inference mode,
+        which has no autograd: see :mod:`cute_attn.sdpa.repeated`.
 
     Raises
     ------
@@ -155,12 +156,14 @@ class Activation:
 
     Attributes:
         options: of :func:`activate`.
+        key: the dispatcher's.
         library: holds the registrations.
     """
 
     def __init__(self, options: Options, key: str = "CUDA") -> None:
         """Override the operators of the options' backends."""
         self.options = options
+        self.key = key
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
@@ -170,15 +173,37 @@ class Activation:
                         continue
                     run = _with_fall_through(name, implementation, options, _stock_kernel(name, key))
                     self.library.impl(name, run, key, with_keyset=True, allow_override=True)
+            if not options.direct:
+                self._override_composite()
+        repeated.start(options, key.lower())
         if options.direct:
-            _direct.install(options, key.lower())
+            _direct.install()
+
+    def _override_composite(self) -> None:
+        """Serve repeated calls of ``aten::scaled_dot_product_attention`` itself.
+
+        Above autograd alone: with a kernel below it the operator would no longer be a composite one to exports.
+        """
+        assert self.library is not None
+        key = f"Autograd{self.key}"
+        stock = torch.library.get_kernel(f"aten::{_direct.NAME}", key)
+        run = repeated.override(stock.call_boxed)
+        self.library.impl(_direct.NAME, run, key, with_keyset=True, allow_override=True)
+        self._forget_resolved()
+
+    def _forget_resolved(self) -> None:
+        """Let the dispatcher of tracers, which is Python's, look again for that operator's kernel."""
+        key = getattr(torch._C.DispatchKey, f"Autograd{self.key}")
+        torch.ops.aten.scaled_dot_product_attention.default._uncache_dispatch(key)
 
     def remove(self) -> None:
         """Give the operators back to PyTorch; a second call does nothing."""
         global _active
         if self.library is not None:
             self.library._destroy()
+            self._forget_resolved()
             self.library = None
+            repeated.stop()
             _direct.remove()
         if _active is self:
             _active = None

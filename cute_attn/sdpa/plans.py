@@ -25,10 +25,7 @@ from cute_attn.params import (
     rows_are_regular,
 )
 from cute_attn.sdpa.calls import Call, Inputs, parameters
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
-
+from cute_attn.sdpa.prepared import Layout, PreparedBackward, PreparedForward
 
 # ---- plans by metadata ----
 
@@ -270,6 +267,7 @@ class ForwardPlan:
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
         return_softmax: whether softmax is wanted.
+        prepared: the launch with its arguments, or None where the launcher makes them.
     """
 
     call: Call
@@ -280,6 +278,7 @@ class ForwardPlan:
     lse_rows: int
     empty_rows: bool
     return_softmax: bool
+    prepared: PreparedForward | None = None
 
     def run(self, inputs: tuple) -> Results:
         """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
@@ -289,13 +288,18 @@ class ForwardPlan:
             state = None
         if self.launcher is None:
             return self._by_reference(inputs, state)
-        tensors = _launched(inputs, self.views, self._kernel_inputs, state)
-        out, lse, softmax = self.launcher.launch(tensors)
+        softmax = None
+        if self.prepared is not None:
+            out, lse = self.prepared.run(inputs if state is None else (*inputs, state))
+        else:
+            tensors = _launched(inputs, self.views, self._kernel_inputs, state)
+            written, lse, softmax = self.launcher.launch(tensors)
+            out = self.out.of_rows(written)
         if self.empty_rows:
             lse.nan_to_num_(math.nan, math.inf, math.inf)
         if self.lse_rows > self.call.longest[0]:
             lse.narrow(2, self.call.longest[0], self.lse_rows - self.call.longest[0]).fill_(math.inf)
-        return Results(self.out.of_rows(out), lse, state, softmax)
+        return Results(out, lse, state, softmax)
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         return _kernel_inputs(inputs, self.out.heads_first)
@@ -372,7 +376,11 @@ def plan_forward(
         shape = (*made.shapes[1][:2], plan.lse_rows)
         strides = (made.strides[0], contiguous_strides(shape))
         made = replace(made, shapes=(made.shapes[0], shape), strides=strides)
-    return replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
+    plan = replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
+    if plan.views is None or not plan.out.in_place:
+        return plan
+    tensors = _launched(inputs, plan.views, plan._kernel_inputs, state)
+    return replace(plan, prepared=PreparedForward.of(made, tensors, out.layout))
 
 
 def runs_kernels(q: Tensor) -> bool:
@@ -440,6 +448,7 @@ class BackwardPlan:
         launcher: None on the CPU.
         rest: the parameters after the tensors.
         bias_gradient: whether the bias's gradient is wanted.
+        prepared: as of :class:`ForwardPlan`.
     """
 
     call: Call
@@ -449,6 +458,7 @@ class BackwardPlan:
     launcher: backward.BackwardLauncher | None
     rest: tuple
     bias_gradient: bool
+    prepared: PreparedBackward | None = None
 
     def run(
         self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], rng_state: Tensor | tuple[Tensor, Tensor]
@@ -458,6 +468,10 @@ class BackwardPlan:
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
+        if self.prepared is not None:
+            prepared = self.prepared.run(inputs if state is None else (*inputs, state), grads)
+            if prepared is not None:
+                return prepared
         grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
             params = parameters(self.call, self._kernel_inputs(inputs), state)
@@ -516,13 +530,18 @@ def plan_backward(
         output.written if output.in_place and output.written else own
         for own, output in zip(made.strides, placed, strict=True)
     )
-    return replace(
+    plan = replace(
         plan,
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
         launcher=replace(made, strides=strides),
         rest=params[NUM_TENSORS:],
     )
+    if plan.views is None or plan.launcher is None or not all(one.in_place for one in placed):
+        return plan
+    layouts = tuple(one.layout for one in placed)
+    launch = PreparedBackward.of(plan.launcher, plan._params(inputs, state), (grad_out, out, lse), layouts)
+    return replace(plan, prepared=launch)
 
 
 def _heads(output: Output) -> int:

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tvm_ffi
 
-from cute_attn import backward, launcher, reference
+from cute_attn import backward, counters, launcher, reference
 from cute_attn.backward import BackwardLauncher, BiasGradient, Workspace
 from cute_attn.launcher import Launcher, ScoreArgs, contiguous_strides
 from cute_attn.params import NUM_TENSORS, AttentionParams
@@ -60,11 +61,28 @@ def made_of(kind, **fields):
     return kind(**dict.fromkeys(names) | {"sign": 1} | fields)
 
 
-class Machine:
-    """Stands for the kernels: launchers by the reference, which note where they wrote."""
+def as_torch(x):
+    """What TVM FFI gives a function, as torch's tensors and tuples."""
+    if isinstance(x, tvm_ffi.Tensor):
+        return torch.from_dlpack(x)
+    return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x
 
-    def __init__(self, monkeypatch):
+
+def as_tvm(function):
+    """As a launching function of TVM FFI, which takes slots."""
+    return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
+
+
+class Machine:
+    """Stands for the kernels: launchers by the reference, which note where they wrote.
+
+    launches: by functions of TVM FFI, on prepared arguments, or of Python.
+    """
+
+    def __init__(self, monkeypatch, prepared=False):
         self.written, self.launches = [], 0
+        self.function = as_tvm if prepared else lambda function: function
+        monkeypatch.setattr(counters, "schedule", lambda device: None)
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
@@ -91,7 +109,7 @@ class Machine:
         places = ((0, 0, 8),) if params.bias is not None else ()
         return made_of(
             Launcher,
-            function=run,
+            function=self.function(run),
             softmax_function=None,
             kernel=None,
             seqlens=(),
@@ -136,18 +154,20 @@ class Machine:
                 return ((inputs.bias, inputs.grad_bias),)
 
         bias = BiasGradient.of(params, False) if needed[3] else None
+        places = ((0, 0, 8),) if params.bias is not None else ()
         shapes = tuple(tuple(x.shape) for x in params[:3])
         return made_of(
             BackwardLauncher,
-            preprocess=lambda *arguments: None,
-            main=main,
-            convert=convert,
+            preprocess=self.function(lambda *arguments: None),
+            main=self.function(main),
+            convert=self.function(convert),
             kernel=Kernel,
             needed=needed,
             shapes=shapes,
             strides=tuple(map(contiguous_strides, shapes)),
             parts=0,
             varlen=params.varlen,
+            aligned=True,
             copy=(False, False),
             views=tuple(launcher.views(params)),
             workspace=Workspace.of(params, 64, 32, 1),
@@ -158,14 +178,14 @@ class Machine:
             seqlens=((), ()),
             softmax_scale=params.softmax_scale,
             dropout_p=0.0,
-            score_args=None,
+            score_args=None if needed[3] else ScoreArgs(((None, None),), places),
             rest=(),
         )
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    return Machine(monkeypatch)
+@pytest.fixture(params=["python", "tvm_ffi"])
+def machine(request, monkeypatch):
+    return Machine(monkeypatch, request.param == "tvm_ffi")
 
 
 def check(name, arguments, function):
@@ -290,6 +310,78 @@ def test_strides_of_dimensions_of_size_1_cost_no_copy(machine):
     same(operators.flash_forward(OPTIONS, q, k, v), with_reference(operators.flash_forward, q, k, v))
     read = plans._readable(q)
     assert read.data_ptr() == q.data_ptr() and read.stride() == (0, 80, 16, 1)
+
+
+# ---- launches with prepared arguments ----
+
+
+def in_turn(name, *arguments):
+    """Outputs of a flash or memory-efficient forward, and gradients of its backward."""
+    forward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention"]
+    backward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention_backward"]
+    outputs = forward(OPTIONS, *arguments)
+    q, k, v, *rest = arguments
+    if name == "flash":
+        saved = (q, k, v, *outputs[:2], None, None, 9, 11, 0.0, False, outputs[6], outputs[7])
+    else:
+        saved = (q, k, v, rest[0], *outputs, 0.0, [True, True, True, False])
+    return [outputs[0], outputs[1], *backward(OPTIONS, outputs[0], *saved)[:3]]
+
+
+def inputs_of(seed):
+    return [randn(2, h, n, 16, seed=seed + i) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))]
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
+    machine = Machine(monkeypatch, prepared)
+    found, wanted = [], []
+    for seed in (0, 10, 20):
+        bias = [] if name == "flash" else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
+        arguments = (*inputs_of(seed), *bias)
+        found.append(in_turn(name, *arguments))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plans, "runs_kernels", lambda q: False)
+            kept = plans._plans.copy(), plans._guards.copy()
+            plans.forget()
+            wanted.append(in_turn(name, *arguments))
+            plans._plans, plans._guards = kept
+    for ours, theirs in zip(found, wanted, strict=True):
+        same(ours, theirs)
+    made = [plan.prepared is not None for plan in plans._plans.values()]
+    assert made == [prepared] * 2 and machine.launches == 3
+
+
+def test_launches_at_one_time_have_arguments_of_their_own(monkeypatch):
+    machine, other = Machine(monkeypatch, prepared=True), []
+    in_turn("flash", *inputs_of(0))
+    plans.forget()
+    first, second = inputs_of(1), inputs_of(5)
+
+    def interrupted(function):
+        def run(*arguments):
+            if not other:
+                other.append(None)
+                other[0] = operators.flash_forward(OPTIONS, *second)
+            return function(*map(as_torch, arguments))
+
+        return tvm_ffi.convert(run)
+
+    machine.function = interrupted
+    out = operators.flash_forward(OPTIONS, *first)
+    same(out, with_reference(operators.flash_forward, *first))
+    same(other[0], with_reference(operators.flash_forward, *second))
+
+
+def test_an_unaligned_gradient_is_copied(machine):
+    q, k, v = inputs_of(0)
+    outputs = operators.flash_forward(OPTIONS, q, k, v)
+    grad = randn(q.numel() + 1)[1:].view(q.shape).copy_(outputs[0])
+    for grad_out in (outputs[0], grad):
+        saved = (grad_out, q, k, v, *outputs[:2], None, None, 9, 11, 0.0, False, outputs[6], outputs[7])
+        same(operators.flash_backward(OPTIONS, *saved), with_reference(operators.flash_backward, *saved))
+        outputs = operators.flash_forward(OPTIONS, q, k, v)
 
 
 # ---- plans by metadata ----

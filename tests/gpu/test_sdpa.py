@@ -1,6 +1,7 @@
 """PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -188,18 +189,19 @@ def test_what_no_kernel_supports_is_pytorchs():
     assert reason.startswith("dropout_p is 0.5; accepted under cuDNN")
 
 
-DIRECT = {"flash": {"is_causal": True}, "efficient": {"scale": 0.2}, "cudnn": {}}
+REPEATED = {"flash": {"is_causal": True}, "efficient": {"scale": 0.2}, "cudnn": {}}
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["override", "direct"])
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_direct_calls_are_the_operators_bit_for_bit(backend, order):
-    inputs, options = [x.detach() for x in tensors(333, order=order)], DIRECT[backend]
+def test_repeated_calls_are_the_operators_bit_for_bit(backend, order, direct):
+    inputs, options = [x.detach() for x in tensors(333, order=order)], REPEATED[backend]
     with sdpa_kernel(BACKENDS[backend]):
         with sdpa.active():
             wanted = F.scaled_dot_product_attention(*inputs, **options)
         sdpa.served.clear()
-        with sdpa.active(direct=True):
+        with sdpa.active(direct=direct):
             found = [F.scaled_dot_product_attention(*inputs, **options) for _ in range(3)]
             torch.cuda.synchronize()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -217,9 +219,10 @@ def test_direct_calls_are_the_operators_bit_for_bit(backend, order):
         assert torch.equal(x, wanted) and x.stride() == wanted.stride()
 
 
-def test_direct_calls_change_their_backend_with_pytorchs():
+@pytest.mark.parametrize("direct", [False, True], ids=["override", "direct"])
+def test_repeated_calls_change_their_backend_with_pytorchs(direct):
     inputs = [x.detach() for x in tensors(333)]
-    with sdpa.active(direct=True):
+    with sdpa.active(direct=direct):
         for backend in (*BACKENDS, *BACKENDS):
             with sdpa_kernel(BACKENDS[backend]):
                 for _ in range(2):
@@ -227,6 +230,46 @@ def test_direct_calls_change_their_backend_with_pytorchs():
         with sdpa_kernel(SDPBackend.MATH):
             F.scaled_dot_product_attention(*inputs)
     assert sdpa.served == {(f"_scaled_dot_product_{backend}_attention", ""): 4 for backend in BACKENDS}
+
+
+def test_threads_and_streams_have_arguments_of_their_own():
+    """Launching functions run without the interpreter's lock, on a plan that all threads share."""
+    inputs = [[x.detach() + i for x in tensors()] for i in range(3)]
+    leaves = [[x.clone().requires_grad_() for x in one] for one in inputs]
+
+    def run(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            out = [scaled_dot_product_attention(*inputs[i]) for _ in range(30)]
+            grads = [results(leaves[i]) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return out, grads
+
+    with sdpa.active(unsupported="error"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        wanted = [results(one) for one in leaves]
+        torch.cuda.synchronize()
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(run, range(3)))
+    for (outs, grads), own in zip(found, wanted, strict=True):
+        assert all(torch.equal(out, own["out"]) for out in outs)
+        for one in grads:
+            assert torch.equal(one["out"], own["out"])
+            for name in ("dq", "dk", "dv"):  # dq is added up in any order
+                torch.testing.assert_close(one[name], own[name], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_call_on_another_gpu_than_the_current_one():
+    inputs = tensors()
+    others = [x.detach().to("cuda:1").requires_grad_() for x in inputs]
+    with sdpa.active(unsupported="error"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        wanted = results(inputs)
+        for _ in range(2):
+            found = results(others)
+            plain = scaled_dot_product_attention(*(x.detach() for x in others))
+            assert plain.device == found["dq"].device == others[0].device
+            assert torch.equal(plain.cpu(), wanted["out"].cpu())
+            for name in ("out", "dk", "dv"):  # the other GPU's random gradient of out is the same
+                torch.testing.assert_close(found[name].cpu(), wanted[name].cpu(), rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,30 +1,47 @@
-"""scaled_dot_product_attention past the dispatcher: which calls, what the others see, and the way back."""
+"""Repeated calls of scaled_dot_product_attention: which are served, what the others see, and the way back.
+
+They end in an override above autograd, or in a function of Python that replaces PyTorch's.
+"""
 
 import contextlib
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import sdpa
-from cute_attn.sdpa import direct, operators, state
+from cute_attn.sdpa import direct, operators, plans, repeated, state
 from cute_attn.sdpa.operators import Options
 from tests.cpu.test_sdpa_plans import Machine
 
 FLASH = ("_scaled_dot_product_flash_attention", "")
 
 
-@pytest.fixture(autouse=True)
-def replaced():
-    """The function is replaced for CPU tensors, which the reference computes."""
+@pytest.fixture(autouse=True, params=["override", "direct"])
+def active(request):
+    """Either is active for CPU tensors, which the reference computes."""
     sdpa.served.clear()
-    activation = sdpa.Activation(Options(direct=True), "CPU")
+    plans.forget()
+    activation = sdpa.Activation(Options(direct=request.param == "direct"), "CPU")
     yield activation
     activation.remove()
+    plans.forget()
+
+
+only_direct = pytest.mark.parametrize("active", ["direct"], indirect=True)
+only_override = pytest.mark.parametrize("active", ["override"], indirect=True)
+
+
+@pytest.fixture
+def is_direct(active):
+    return active.options.direct
 
 
 def inputs(seed=0, rows=9, dim=16, dtype=torch.bfloat16):
@@ -35,7 +52,7 @@ def inputs(seed=0, rows=9, dim=16, dtype=torch.bfloat16):
 def check(q, k, v, **options):
     """A call's result is PyTorch's, to the precision of 16 bits."""
     out = F.scaled_dot_product_attention(q, k, v, **options)
-    wanted = direct.pytorchs(q.double(), k.double(), v.double(), **options)
+    wanted = direct.pytorchs(q.double(), k.double(), v.double(), **options)  # which no kernel computes
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=2e-2)
     return out
 
@@ -48,12 +65,12 @@ def calls():
 def test_a_repeated_call_is_served_past_pytorchs_function(options, monkeypatch):
     check(*inputs(), **options)
     assert calls() == 0
-    stock = direct.pytorchs
+    wanted = direct.pytorchs(*(x.double() for x in inputs(1)), **options)
     monkeypatch.setattr(direct, "pytorchs", None)
+    monkeypatch.setattr(repeated, "learn", None)
     found = F.scaled_dot_product_attention(*inputs(1), **options)
     assert calls() == 1
-    monkeypatch.setattr(direct, "pytorchs", stock)
-    torch.testing.assert_close(found, stock(*inputs(1), **options), rtol=0, atol=2e-2)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-2)
 
 
 def test_grouped_heads():
@@ -65,8 +82,9 @@ def test_grouped_heads():
         F.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
 
 
-def test_kernels_write_the_result_in_the_operators_layout(monkeypatch):
-    machine = Machine(monkeypatch)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_kernels_write_the_result_in_the_operators_layout(prepared, monkeypatch):
+    machine = Machine(monkeypatch, prepared)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs())
     check(q, k, v)
     out = check(q, k, v)
@@ -97,7 +115,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_known_call_in_another_state_is_pytorchs(name):
+def test_a_known_call_in_another_state_is_pytorchs(name, is_direct):
     for _ in range(2):
         check(*inputs())
     given = inputs()
@@ -105,9 +123,11 @@ def test_a_known_call_in_another_state_is_pytorchs(name):
         with STATES[name]():
             out = F.scaled_dot_product_attention(*given)
         assert out.dtype == (torch.float16 if name == "autocast" else torch.bfloat16)
-    assert calls() == 1
+    # The override lies below autocast, which has cast its arguments, and sees no function mode.
+    known = 0 if is_direct else {"autocast": 1, "function_mode": 2}.get(name, 0)
+    assert calls() == 1 + known
     check(*inputs())
-    assert calls() == 2
+    assert calls() == 2 + known
 
 
 @pytest.mark.parametrize(
@@ -159,16 +179,17 @@ def test_transforms_tracers_and_fake_tensors_are_pytorchs():
 def test_tensors_that_are_more_than_memory_are_pytorchs():
     q, k, v = inputs()
     nested = [torch.nested.nested_tensor(list(x.unbind())) for x in (q, k, v)]
+    wanted = direct.pytorchs(*(x.double() for x in (q, k, v)))
     for _ in range(2):
         found = torch.stack(F.scaled_dot_product_attention(*nested).unbind())
-        torch.testing.assert_close(found, direct.pytorchs(q, k, v), rtol=0, atol=2e-2)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-2)
     assert not sdpa.served
     zero = torch._efficientzerotensor(q.shape, dtype=q.dtype)
     assert not any(
-        map(direct._is_ordinary, (*nested, zero, torch._neg_view(q), torch._to_functional_tensor(q)))
+        map(repeated._is_ordinary, (*nested, zero, torch._neg_view(q), torch._to_functional_tensor(q)))
     )
     with torch.inference_mode():
-        assert all(map(direct._is_ordinary, (q, q + 1)))
+        assert all(map(repeated._is_ordinary, (q, q + 1)))
 
 
 def test_tangents_reach_pytorch():
@@ -181,13 +202,15 @@ def test_tangents_reach_pytorch():
             F.scaled_dot_product_attention(dual, k, v)
 
 
-def test_inference_mode():
+def test_inference_mode(is_direct):
+    """It calls no override above autograd."""
     with torch.inference_mode():
         for _ in range(2):
             check(*inputs())
-    assert calls() == 1
+    assert calls() == is_direct
 
 
+@only_direct
 def test_compiled_and_scripted_code_calls_pytorchs():
     q, k, v = inputs()
     for _ in range(2):
@@ -220,11 +243,13 @@ def test_biases_that_override_the_function():
     for _ in range(2):
         found = F.scaled_dot_product_attention(q, k, v, bias.causal_lower_right(9, 9))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
-    assert F.scaled_dot_product_attention is direct.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention in (direct.scaled_dot_product_attention, direct.pytorchs)
 
 
+@only_direct
 @pytest.mark.parametrize(
-    "arguments", [{"dropout_p": None}, {"scale": []}, {"is_causal": []}, {"query": None}, {"value": "v"}]
+    "arguments",
+    [{"dropout_p": None}, {"scale": []}, {"is_causal": []}, {"query": None}, {"value": "v"}],
 )
 def test_wrong_arguments_raise_what_pytorch_raises(arguments):
     given = dict(zip(("query", "key", "value"), inputs(), strict=True)) | arguments
@@ -244,30 +269,32 @@ def test_an_observer_sees_calls_at_the_dispatcher(monkeypatch):
 
 
 def test_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(direct, "_MAX_KEYS", 3)
+    monkeypatch.setattr(repeated, "_MAX_KEYS", 3)
     for rows in range(1, 8):
         check(*inputs(rows=rows))
-    assert len(direct._known) <= 3
+    assert len(repeated._known) <= 3
     for gap in range(1, 12):
         q, k, v = inputs()
         wide = torch.zeros(2, 4, 9, 16 + 8 * gap, dtype=q.dtype)
         wide[..., :16] = q
         check(wide[..., :16], k, v)
-    assert max(map(len, direct._known.values())) == direct._MAX_ALIKE
+    assert max(map(len, repeated._known.values())) == repeated._MAX_ALIKE
 
 
-def test_the_name_is_pytorchs_again_afterwards(replaced):
+@only_direct
+def test_the_name_is_pytorchs_again_afterwards(active):
     ours = F.scaled_dot_product_attention
     for _ in range(2):
         check(*inputs())
-    replaced.remove()
+    active.remove()
     assert F.scaled_dot_product_attention is direct.pytorchs
     ours(*inputs())
     assert calls() == 1 and F.scaled_dot_product_attention is direct.pytorchs
 
 
-def test_anothers_replacement_is_left_alone(replaced, monkeypatch):
-    replaced.remove()
+@only_direct
+def test_anothers_replacement_is_left_alone(active, monkeypatch):
+    active.remove()
     monkeypatch.setattr(F, "scaled_dot_product_attention", len)
     activation = sdpa.Activation(Options(direct=True), "CPU")
     assert F.scaled_dot_product_attention is len
@@ -275,8 +302,86 @@ def test_anothers_replacement_is_left_alone(replaced, monkeypatch):
     assert F.scaled_dot_product_attention is len
 
 
-def test_the_function_is_replaced_only_where_asked(replaced):
-    replaced.remove()
+@only_direct
+def test_the_function_is_replaced_only_where_asked(active):
+    active.remove()
     activation = sdpa.Activation(Options(), "CPU")
     assert F.scaled_dot_product_attention is direct.pytorchs
     activation.remove()
+
+
+# ---- what the override leaves as it is ----
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def targets(graph):
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def recorded(kind):
+    """What exports, compilers, tracers, modes and profilers see of a call."""
+    q, k, v = inputs()
+    if kind == "export":
+        program = torch.export.export(Attention(), (q, k, v))
+        return targets(program.graph), targets(program.run_decompositions().graph)
+    if kind == "compile":
+        graphs = []
+
+        def keep(module, _):
+            graphs.append(targets(module.graph))
+            return make_boxed_func(module.forward)
+
+        torch.compiler.reset()
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        compiled = torch.compile(Attention(), backend=aot_autograd(fw_compiler=keep))
+        compiled(q, k, v), compiled(*leaves).sum().backward()
+        return graphs
+    if kind == "make_fx":
+        return [targets(make_fx(Attention(), pre_dispatch=early)(q, k, v).graph) for early in (False, True)]
+    if kind == "vmap":
+        batch = [x.float()[None] for x in (q, k, v)]
+        return [torch.vmap(Attention())(*batch), torch.func.grad(lambda q: Attention()(q, k, v).sum())(q)]
+    if kind == "mode":
+        seen = []
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            Attention()(q, k, v)
+        return seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Attention()(q, k, v)
+    return [event.name for event in profile.events() if event.name.startswith("aten::")]
+
+
+@only_override
+@pytest.mark.parametrize("kind", ["export", "compile", "make_fx", "vmap", "mode", "profile"])
+def test_what_others_see_of_a_call_stays(kind, active):
+    for _ in range(2):
+        check(*inputs(), is_causal=True)
+    assert calls() == 1
+    ours = recorded(kind)
+    assert calls() == 1 + (kind == "make_fx")  # once it has recorded a composite operator it calls it
+    active.remove()
+    theirs = recorded(kind)
+    if kind == "vmap":
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-2)
+    else:
+        assert ours == theirs
+
+
+@only_override
+def test_the_override_goes_when_it_is_removed(active):
+    for _ in range(2):
+        check(*inputs())
+    active.remove()
+    assert "AutogradCPU: registered at" not in torch._C._dispatch_dump(f"aten::{direct.NAME}")
+    check(*inputs())
+    assert calls() == 1

@@ -1,0 +1,214 @@
+"""Calls of scaled_dot_product_attention that repeat an earlier one: PyTorch's choice of a backend, and a plan.
+
+PyTorch's function chooses a backend and calls its operator, and a Python override of an operator costs: boxed arguments
+and results, and three tensors that only a backward with dropout reads. A call that repeats an earlier one needs no
+such. All others, and the first of each kind, are PyTorch's function's: with a mask, dropout or gradients, of fp32 or of
+tensors that override functions, under compilers, modes, function transforms and profilers.
+
+That a call repeats an earlier one is for torch's guards to say, those of compiled code: they compare types, dtypes,
+devices, shapes, strides and the state of the dispatcher. What PyTorch's choice depends on beside them is part of a key.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
+
+from cute_attn import ops
+from cute_attn.sdpa import plans, state
+from cute_attn.sdpa.operators import Options, forward_plan
+from cute_attn.sdpa.plans import ForwardPlan
+
+_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An earlier call.
+
+    Attributes:
+        check: whether q, k and v have its metadata, under the same state of the dispatcher.
+        counted: the entry of ``state.served`` for the operator that PyTorch chose.
+        plan: the operator's; None where PyTorch's function is called.
+    """
+
+    check: Callable[..., bool]
+    counted: tuple[str, str]
+    plan: ForwardPlan | None
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """The result of a call with its metadata; None where PyTorch's function is to be called."""
+        plan = self.plan
+        if plan is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+            return None
+        state.served[self.counted] += 1
+        if plan.prepared is not None:
+            return plan.prepared.run((query, key, value))[0]
+        return plan.run((query, key, value, None, None, None, None, None)).out
+
+
+_MAX_KEYS = 4096
+_MAX_ALIKE = 8
+_known: dict[tuple, list[Known]] = {}
+_options: Options | None = None
+_device = "cuda"
+
+
+def start(options: Options, device: str = "cuda") -> None:
+    """Learn calls from now on. device: type of the tensors whose operators are overridden."""
+    global _options, _device
+    _known.clear()
+    _options, _device = options, device
+
+
+def stop() -> None:
+    """Forget all calls."""
+    global _options
+    _options = None
+    _known.clear()
+
+
+def is_active() -> bool:
+    """Whether calls are learnt."""
+    return _options is not None
+
+
+def key_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple | None:
+    """What finds a call of PyTorch's function with these arguments; None for one that is PyTorch's in any case."""
+    if (  # what overrides functions is looked for first, since it sees attributes being read
+        mask is not None
+        or dropout_p != 0.0
+        or not _PLAIN.issuperset(map(type, (query, key, value)))
+        or _function_modes()
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or _options is None
+        or state.observer is not None
+        or not ops.no_dispatch_mode()
+        or forward_ad._current_level >= 0
+        or query.is_nested  # without a shape
+        or key.is_nested
+    ):
+        return None
+    return (is_causal, scale, enable_gqa, query.shape, key.shape, *_what_choice_depends_on())
+
+
+_function_modes = torch._C._len_torch_function_stack
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def find(asked: tuple, query: Tensor, key: Tensor, value: Tensor) -> Known | None:
+    """The earlier call that this one repeats. asked: as of :func:`key_of`."""
+    for known in _known.get(asked, ()):
+        if known.check(query, key, value):
+            return known
+    return None
+
+
+def _what_choice_depends_on() -> tuple:
+    """PyTorch's settings of backends: which are enabled, in which order, and whether results must repeat."""
+    return (
+        _flash_enabled(),
+        _efficient_enabled(),
+        _cudnn_enabled(),
+        _are_deterministic(),
+        *_priority_order(),
+    )
+
+
+_flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_deterministic = (
+    getattr(torch._C, name)
+    for name in (
+        "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_cudnn_sdp_enabled",
+        "_get_sdp_priority_order",
+        "_get_deterministic_algorithms",
+    )
+)
+
+
+def learn(asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Remember a call that PyTorch's function has accepted and that :func:`find` does not know."""
+    alike = _known.get(asked, [])
+    check = plans.guard(inputs) if len(alike) < _MAX_ALIKE else None
+    if check is None:
+        return
+    causal, scale, gqa, *_ = asked
+    choice = torch._fused_sdp_choice(*inputs, None, 0.0, causal, scale=scale, enable_gqa=gqa)
+    backend = _BACKENDS.get(choice, "")
+    if len(_known) >= _MAX_KEYS:
+        _known.clear()
+    plan = _plan(backend, inputs, causal, scale)
+    known = Known(check, (f"_scaled_dot_product_{backend}_attention", ""), plan)
+    _known.setdefault(asked, alike).append(known)
+
+
+def _plan(
+    backend: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float | None
+) -> ForwardPlan | None:
+    """The plan of the operator that PyTorch's function calls with these, where it hands them on as they are."""
+    query, _, value = inputs
+    if (
+        _options is None
+        or backend not in _options.backends
+        or query.device.type != _device
+        or query.dtype not in (torch.float16, torch.bfloat16)  # the precision of fp32 products may change
+        or torch.is_autocast_enabled(_device)  # it casts, before the dispatcher has an override called
+        or query.shape[-1] % 8  # PyTorch pads
+        or value.shape[-1] % 8
+        or not all(map(_is_ordinary, inputs))
+    ):
+        return None
+    found = forward_plan((backend, causal, 0.0, scale, True, False), _options, (*inputs, *[None] * 5))
+    return None if isinstance(found, str) else found
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether memory is all there is to ``x``: the dispatcher knows it by no more than what new memory has.
+
+    It would negate a negative view, for example, before it calls an operator.
+    """
+    with torch.inference_mode(False):
+        new = torch.empty(0, dtype=x.dtype, device=x.device)
+    return not torch._C._dispatch_keys(x).raw_repr() & ~torch._C._dispatch_keys(new).raw_repr()
+
+
+def override(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``aten::scaled_dot_product_attention`` above autograd for the dispatcher; ``stock``: PyTorch's, boxed.
+
+    Repeated calls without gradients end here, past the operators of the backends.
+    """
+
+    def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:
+        asked = key_of(*args, **kwargs)
+        if asked is None:
+            return stock(keyset, *args, **kwargs)
+        query, key, value = args[:3]
+        known = find(asked, query, key, value)
+        found = None if known is None else known.run(query, key, value)
+        if found is not None:
+            return found
+        out = stock(keyset, *args, **kwargs)
+        if known is None:
+            learn(asked, (query, key, value))
+        return out
+
+    return run

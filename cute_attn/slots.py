@@ -1,0 +1,133 @@
+"""Arguments of launching functions that are made once: tensors of which a call sets the address alone.
+
+TVM FFI makes a DLPack tensor of each torch tensor that a function is given, and an array of each tuple. Where shapes
+and strides are known beforehand a launch keeps both, and needs no view of a tensor that its kernel reads through other
+strides. Sources: ``DLManagedTensor`` of dlpack.h; for where TVM FFI keeps an address, ``TVMFFITensorGetDLTensorPtr`` of
+tvm/ffi/c_api.h.
+"""
+
+import contextlib
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_TYPES = {  # DLDataType: code and bits
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.float32: (2, 32),
+    torch.int64: (0, 64),
+}
+_DEVICES = {"cpu": 1, "cuda": 2}  # DLDeviceType
+_HEADER_BYTES = 24  # of a TVMFFIObject, which a DLTensor follows
+
+
+class _ManagedTensor(ctypes.Structure):
+    """DLManagedTensor, whose first field is the address; sizes and strides follow it in the same memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a kernel's arguments without memory of its own.
+
+    Attributes:
+        tensor: a ``tvm_ffi.Tensor``.
+        address: its memory's, which each call sets before it passes the tensor on.
+    """
+
+    tensor: Any
+    address: ctypes.c_uint64
+
+
+def slot(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Slot:
+    """A slot for tensors of that metadata; device: with its index."""
+    import tvm_ffi
+
+    libc, ndim, size = ctypes.CDLL(None), len(shape), ctypes.sizeof(_ManagedTensor)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    memory = libc.malloc(size + 16 * ndim)
+    if memory is None:
+        raise MemoryError
+    numbers = (ctypes.c_int64 * (2 * ndim)).from_address(memory + size)
+    numbers[:] = [*shape, *strides]
+    own = _ManagedTensor.from_address(memory)
+    own.data = memory  # until a call sets it
+    own.device_type, own.device_id = _DEVICES[device.type], device.index or 0
+    own.ndim, own.byte_offset, own.manager_ctx = ndim, 0, None
+    own.code, own.bits, own.lanes = (*_TYPES[dtype], 1)
+    own.shape, own.strides = memory + size, memory + size + 8 * ndim
+    # The last reference to the tensor, perhaps an array's, frees the memory.
+    own.deleter = ctypes.cast(libc.free, ctypes.c_void_p).value
+    tensor = tvm_ffi.from_dlpack(_new_capsule(memory, _CAPSULE, None))
+    address = ctypes.c_uint64.from_address(tensor.__chandle__() + _HEADER_BYTES)
+    if address.value != memory:
+        raise RuntimeError(
+            f"tvm_ffi {tvm_ffi.__version__} keeps a tensor's address elsewhere; accepted: 0.1.12"
+        )
+    return Slot(tensor, address)
+
+
+_CAPSULE = b"dltensor"
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = (
+    ctypes.py_object,
+    (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+)
+
+
+def takes_slots(function: Any) -> bool:
+    """Whether a launching function is TVM FFI's own, which takes slots' tensors."""
+    import tvm_ffi
+
+    return isinstance(function, tvm_ffi.Function)
+
+
+def array(values: tuple) -> Any:
+    """What TVM FFI makes of a tuple at each call: None, numbers, torch's and slots' tensors, and tuples of those."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(tuple(map(_element, values)))
+
+
+def _element(value: Any) -> Any:
+    import tvm_ffi
+
+    if isinstance(value, tuple):
+        return array(value)
+    return tvm_ffi.from_dlpack(value) if isinstance(value, torch.Tensor) else value
+
+
+def current_stream(device: int) -> contextlib.AbstractContextManager:
+    """Within it functions launch on torch's current stream of a GPU, which they otherwise find by torch's tensors.
+
+    device: -1 for the CPU, where functions launch nothing.
+    """
+    if device < 0:
+        return contextlib.nullcontext()
+    import tvm_ffi
+
+    return tvm_ffi.use_raw_stream(_gpu(device), torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _gpu(index: int) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.device("cuda", index)
