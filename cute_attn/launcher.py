@@ -397,7 +397,7 @@ def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...
 
 
 MAX_UNALIGNED_HEAD_DIM = 256
-"""The largest head dim of which a forward kernel reads rows that start anywhere, whatever their strides."""
+"""The largest head dim of which a forward kernel reads rows that start anywhere."""
 
 
 def aligned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -453,15 +453,12 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
     from cute_attn import compiler, registry
     from cute_attn.device.seqlen import Seqlens
 
+    if not aligned and max(params.q.shape[-1], params.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
+        q, k, v = aligned_copies(params[:3])
+        return replace(launcher, of_copies=_make_launcher(params._replace(q=q, k=k, v=v)))
     with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
-        try:
-            kernel = choose_kernel(params, target, aligned=aligned)
-        except registry.Unsupported:
-            if aligned or max(params.q.shape[-1], params.v.shape[-1]) <= MAX_UNALIGNED_HEAD_DIM:
-                raise
-            q, k, v = aligned_copies(params[:3])
-            return replace(launcher, of_copies=_make_launcher(params._replace(q=q, k=k, v=v)))
+        kernel = choose_kernel(params, target, aligned=aligned)
         blocks, processors = check_query_blocks(params, kernel), multiprocessors(params.q.get_device())
         if kernel.traits.arch == "sm90":
             check_steps(params, blocks, kernel.tile, processors)
@@ -578,8 +575,6 @@ def choose_kernel(
                 tile or None,
                 target,
             )
-            if not aligned and arch == "sm90" and (reason := _tma_rows_reason(params)):
-                raise registry.Unsupported(f"{registry.label((op, arch, variant))} declined: {reason}")
             if op == "forward" and not tile:
                 kernel = kernel.for_lengths(*params.longest, params.group, target)
             reason = _tma_bias_reason(params, kernel)
@@ -597,20 +592,6 @@ def choose_kernel(
                 raise
             reasons.append(str(reason))
     raise registry.Unsupported("; ".join(reasons))
-
-
-def _tma_rows_reason(params: AttentionParams) -> str | None:
-    """Why TMA cannot load q, k or v, whose heads' rows are unaligned, or None."""
-    for name in ("q", "k", "v"):
-        x = getattr(params, name)
-        whole, (*_, length, between, last) = ALIGNMENT_BYTES // x.element_size(), x.stride()
-        row = (x.shape[-2] - 1) * between + x.shape[-1]
-        if last != 1 or row > length or any(step % whole for step in x.stride()[:-2]):
-            return (
-                f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}; accepted for unaligned rows: "
-                f"heads within rows that are multiples of {whole} elements apart, with a last stride of 1"
-            )
-    return None
 
 
 def _tma_bias_reason(params: AttentionParams, kernel: Any) -> str | None:

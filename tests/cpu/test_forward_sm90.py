@@ -3,16 +3,13 @@
 import re
 
 import pytest
-import torch
 
 from cute_attn import registry
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
 from cute_attn.kernels.forward_sm90.query_buffer import LastUse, QueryBuffer
-from cute_attn.launcher import choose_kernel
 from cute_attn.tiles import ForwardLargeTile, ForwardSm90Tile
 from cute_attn.traits import Traits
-from tests.cpu.test_divided import call
 
 D32 = Traits("forward", "sm90", "bf16", 32)
 D128 = Traits("forward", "sm90", "bf16", 128)
@@ -78,33 +75,3 @@ def test_last_use_of_the_buffer_of_q(shared_with_o, in_registers, last_use):
     buffer = QueryBuffer(None, None, tile)
     assert buffer.last_use is last_use
     assert buffer.used_without_keys == shared_with_o
-
-
-def rows(heads, head_dim, gap=0):
-    """(1, 100, heads, head_dim) with so many elements after each head."""
-    return torch.empty(1, 100, heads, head_dim + gap, dtype=torch.bfloat16)[..., :head_dim]
-
-
-UNALIGNED = {
-    "8 heads of 59": (rows(8, 59), "sm90"),
-    "2 heads of 100": (rows(2, 100), "sm90"),
-    "3 heads of 59": (rows(3, 59), "sm80"),
-    "3 heads of 59, and 5 elements": (rows(3, 59, 5), "sm90"),
-    "heads before rows": (
-        rows(8, 64).transpose(1, 2)[:, :, :1].transpose(1, 2).expand(1, 100, 8, 64),
-        "sm80",
-    ),
-    "every second element": (rows(8, 128)[..., ::2], "sm80"),
-    "rows that overlap": (rows(8, 59).as_strided((1, 100, 8, 59), (6000, 56, 59, 1)), "sm80"),
-}
-
-
-@pytest.mark.parametrize("name", UNALIGNED)
-def test_unaligned_heads_within_aligned_rows_have_hopper_kernels(name):
-    x, arch = UNALIGNED[name]
-    params = call(100, 100, (8, 8))._replace(q=x, k=x, v=x)
-    assert choose_kernel(params, "sm90", aligned=False).traits.arch == arch
-    assert choose_kernel(params, "sm80", aligned=False).traits.arch == "sm80"
-    if arch == "sm80":
-        with pytest.raises(registry.Unsupported, match="accepted for unaligned rows: heads within rows"):
-            choose_kernel(params._replace(kernel="sm90"), "sm90", aligned=False)

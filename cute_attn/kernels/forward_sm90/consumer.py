@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Constexpr, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
 import layouts
 from cute_attn.device.math import rematerialize
@@ -15,7 +15,6 @@ from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardOutputs
 from cute_attn.kernels.forward_sm90.query_buffer import LastUse
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.outputs.lse import store_lse
-from cute_attn.rows.tma_unaligned import clear_columns
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
 
@@ -46,14 +45,12 @@ class Consumer(ForwardRole):
         queries, keys = pipeline_state.queries, pipeline_state.keys
         speculative = cutlass.const_expr(self.kernel.tile.speculative and item is not None)
         q, fragments = self.storage.q, self.thread.fragments
-        loop = self.main_loop(tile, pipeline_state, speculative)
+        loop = self.main_loop(tile, pipeline_state)
         blocks = loop.blocks
         fragments.acc_o.fill(0.0)
         if q.used(blocks):
             q.pipeline.consumer_wait(queries)
         if blocks.begin < blocks.end:
-            if cutlass.const_expr(not self.kernel.traits.aligned):
-                self.clear_queries()
             if cutlass.const_expr(self.kernel.tile.q_in_regs):
                 self.read_queries()
                 q.release_after(LastUse.COPY, queries)
@@ -70,7 +67,7 @@ class Consumer(ForwardRole):
             keys += blocks.end - blocks.begin
         return PipelineState(queries, keys)
 
-    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState, speculative: Constexpr) -> MainLoop:
+    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> MainLoop:
         """The main loop of one work tile, with empty row maxima and sums."""
         context, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.kernel.score_map(self.thread.index)
@@ -82,24 +79,10 @@ class Consumer(ForwardRole):
             threshold=self.kernel.tile.rescale_threshold,
             may_be_large=chain.may_be_large,
         )
+        first_use = pipeline_state.keys
         return MainLoop(
-            self.kernel,
-            self.storage,
-            self.thread,
-            tile,
-            blocks,
-            state,
-            score_map,
-            softmax,
-            pipeline_state.keys,
-            not speculative and not self.kernel.traits.aligned,
+            self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, first_use
         )
-
-    @cute.jit
-    def clear_queries(self) -> None:
-        """Zero the columns of the warpgroup's rows of Q that are not its head's."""
-        rows = self.storage.q.tensor[None, None, self.thread.group]
-        clear_columns(rows, self.kernel.traits.head_dim, self.thread.group)
 
     @cute.jit
     def read_queries(self) -> None:

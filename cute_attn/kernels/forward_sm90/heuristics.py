@@ -33,7 +33,7 @@ def tile_for_lengths(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -
 
 def _tile_for_queries(traits: Traits, seqlen_q: int, seqlen_k: int, group: int) -> ForwardSm90Tile | None:
     short = short_tile(traits) if max(seqlen_q, seqlen_k) <= SHORT_SEQLEN else None
-    if not may_pack_heads(traits) or not traits.aligned:
+    if not may_pack_heads(traits):
         return short
     plain = short or first_that_fits(preferred_tiles(traits), traits, "sm90")
     packing = _packing_tiles(traits, short)
@@ -131,6 +131,6 @@ def large_tile_for_lengths(
     traits: Traits, tile: ForwardLargeTile, seqlen_q: int, group: int
 ) -> ForwardLargeTile:
     """``tile``, with packed heads where sequences of at most ``seqlen_q`` queries have few rows."""
-    if not may_pack_heads(traits) or not traits.aligned:
+    if not may_pack_heads(traits):
         return tile
     return best_packing([tile], tile, seqlen_q, group, traits.varlen) or tile

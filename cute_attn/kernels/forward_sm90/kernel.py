@@ -25,12 +25,8 @@ warpgroup with such a row takes exact steps at once.
 Overlap of products and softmax within a warpgroup and, by ping-pong, between warpgroups follows FlashAttention-3 (Shah
 et al. 2024, https://arxiv.org/abs/2407.08608). The next tile's loads overlap the store of O.
 
-Heads may start anywhere within rows that start at multiples of 16 bytes, see ``cute_attn.rows.tma_unaligned``. Columns
-of K that are the next head's are not cleared under frozen maxima: Q is 0 there, and where they are inf or NaN the sum
-is NaN, and the replay clears them.
-
-Limits: fp16 and bf16; head dims up to 256, padded to multiples of 32 in shared memory; rows of all heads together
-16-byte aligned, with a contiguous last dimension.
+Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
+aligned with a contiguous last dimension.
 """
 
 import dataclasses
@@ -65,7 +61,6 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
-from cute_attn.rows.tma_unaligned import UnalignedTiles
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTileOrder
@@ -85,7 +80,7 @@ class ForwardSm90:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm90"):
             return f"it computes forward-sm90, not {traits.op}-{traits.arch}"
-        return beyond(traits, unaligned=True)
+        return beyond(traits)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
@@ -183,8 +178,8 @@ class ForwardSm90:
 
     @property
     def stores_by_tma(self) -> bool:
-        """Whether rows and sequences end where TMA's bounds are, so that it can store O."""
-        return self.traits.aligned and not (self.traits.varlen or self.traits.seqused_q)
+        """Whether sequences end where the tensor does, so that TMA's bounds check suffices to store O."""
+        return not (self.traits.varlen or self.traits.seqused_q)
 
     @property
     def has_values_out_of_bounds(self) -> bool:
@@ -228,11 +223,9 @@ class ForwardSm90:
             self.values(load, mV),
             bias_tma(self.epilogues.bias(score_args), self.bias_layout()) if self.loads_bias_by_tma else None,
         )
-        tma_o = None
-        if cutlass.const_expr(traits.aligned):
-            tma_o = self.rows(
-                cpasync.CopyBulkTensorTileS2GOp(), mO, 64, self.output_columns, tile.pack_heads, mK.shape[-2]
-            )
+        tma_o = self.rows(
+            cpasync.CopyBulkTensorTileS2GOp(), mO, 64, self.output_columns, tile.pack_heads, mK.shape[-2]
+        )
         params = ForwardParams(seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2])
         self.kernel(params, inputs, ForwardOutputs(tma_o, mO, mLSE)).launch(
             grid=[cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, order.total), 1, 1],
@@ -251,8 +244,6 @@ class ForwardSm90:
     ) -> TmaTiles:
         """TMA tiles of (rows, padded head_dim); see ``TmaTiles.make``. Tensors of three dimensions are packed."""
         layout, shape = self.smem_layout(rows, head_dim), (rows, padded(head_dim))
-        if not self.traits.aligned:
-            return UnalignedTiles.make_unaligned(op, tensor, layout, shape, cute.rank(tensor) == 3)
         return TmaTiles.make(op, tensor, layout, shape, cute.rank(tensor) == 3, heads, nheads_kv)
 
     # ---- device ----

@@ -39,9 +39,8 @@ from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.rows.tma_unaligned import UnalignedTiles
 from cute_attn.tiles import ForwardLargeTile, first_that_fits, padded
-from cute_attn.traits import MAX_HEAD_DIM, Traits
+from cute_attn.traits import Traits
 
 MAX_HEAD_DIM_V = 512
 """256 columns of O for each warpgroup."""
@@ -58,7 +57,7 @@ class ForwardLargeSm90(ForwardSm90):
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.head_dim_v > MAX_HEAD_DIM_V:
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
-        return beyond(traits, most=MAX_HEAD_DIM, unaligned=True)
+        return beyond(traits, most=576)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
@@ -124,8 +123,7 @@ class ForwardLargeSm90(ForwardSm90):
         """TMA tiles of V."""
         tile = self.tile
         shape = (tile.tile_n, tile.columns_of_v(self.traits))
-        make = TmaTiles.make if self.traits.aligned else UnalignedTiles.make_unaligned
-        return make(op, mV, self.values_layout(), shape, cute.rank(mV) == 3)
+        return TmaTiles.make(op, mV, self.values_layout(), shape, cute.rank(mV) == 3)
 
     # ---- device ----
 

@@ -72,7 +72,7 @@ class ScoreLoop(MainLoop):
         """S, softmax and P of the last key block, the first one visited."""
         block, storage, n = self.blocks.end - 1, self.storage, self.first_use
         scores, acc_s, loaded = self.score_tile(block, n)
-        self.wait_for_keys(n)
+        storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
         storage.pipeline_k.consumer_release(n)
@@ -85,7 +85,7 @@ class ScoreLoop(MainLoop):
         """S and P of ``block``, with P V of the block visited before it."""
         storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
         scores, acc_s, loaded = self.score_tile(block, n)
-        self.wait_for_keys(n)
+        storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         self.start_pv(n - 1)
         warpgroup.wait_group(1)
@@ -130,9 +130,9 @@ class ScoreConsumer(Consumer):
 
     storage: LargeStorage
 
-    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState, speculative: Constexpr) -> ScoreLoop:
+    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> ScoreLoop:
         """The main loop of one work tile, with empty row maxima and sums."""
-        loop = super().main_loop(tile, pipeline_state, speculative)
+        loop = super().main_loop(tile, pipeline_state)
         fields: dict[str, Any] = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)}
         return ScoreLoop(**fields, tiles_before=pipeline_state.queries)
 

@@ -15,7 +15,6 @@ from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardStorage
 from cute_attn.kernels.forward_sm90.query_buffer import LastUse
-from cute_attn.rows.tma_unaligned import clear_columns
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
@@ -39,7 +38,6 @@ class MainLoop:
     score_map: ScoreMap
     softmax: OnlineSoftmax
     first_use: Int32  # of the pipelines of K and V
-    clears_keys: Constexpr  # K's columns beyond the head dim, which may be another head's
 
     @cute.jit
     def run(self, queries: Int32, speculative: Constexpr) -> None:
@@ -100,7 +98,7 @@ class MainLoop:
         """S, softmax and P of the last key block, the first one visited."""
         block, storage, n = self.blocks.end - 1, self.storage, self.first_use
         scores, acc_s, loaded = self.score_tile(block, n)
-        self.wait_for_keys(n)
+        storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
         storage.pipeline_k.consumer_release(n)
@@ -113,7 +111,7 @@ class MainLoop:
         """S and P of ``block``, overlapped with P V of the block visited before it."""
         storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
         scores, acc_s, loaded = self.score_tile(block, n)
-        self.wait_for_keys(n)
+        storage.pipeline_k.consumer_wait(n)
         self.thread.ping_pong.sync()
         self.start_qk(acc_s, n)
         storage.pipeline_v.consumer_wait(n - 1)
@@ -149,15 +147,6 @@ class MainLoop:
             tma_bias = self.storage.bias.tile(thread.group, thread.lane, n)
             scores = dataclasses.replace(scores, tma_bias=tma_bias)
         return scores, acc_s, kernel.epilogues.load(self.state, scores)
-
-    @cute.jit
-    def wait_for_keys(self, n: Int32) -> None:
-        """Wait for use n of K's pipeline."""
-        pipeline = self.storage.pipeline_k
-        pipeline.consumer_wait(n)
-        if cutlass.const_expr(self.clears_keys):
-            keys = self.storage.s_k[None, None, pipeline.stage(n)]
-            clear_columns(keys, self.kernel.traits.head_dim, self.thread.group)
 
     @cute.jit
     def start_qk(self, acc_s: cute.Tensor, n: Int32) -> None:

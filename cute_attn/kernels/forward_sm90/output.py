@@ -8,9 +8,8 @@ from cutlass import Constexpr, Int32, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.element_copy import store_elements
 from cute_attn.device.math import convert_to_16_bits
-from cute_attn.device.pipeline import WARPGROUP, warpgroup_barrier
+from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
 from cute_attn.kernels.forward_sm90.params import ForwardOutputs
 from cute_attn.work.query_tiles import QueryTile
@@ -75,16 +74,6 @@ class OutputStore:
     @cute.jit
     def copy_rows(self, tile: QueryTile, row0: Int32) -> None:
         """From shared memory to the rows from query ``row0`` on, up to the sequence's end."""
-        kernel, mO = self.kernel, self.outputs.mO
-        if cutlass.const_expr(not kernel.traits.aligned):
-            o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, kernel.traits.varlen)
-            store_elements(self.s_o, o, row0, tile.info.seqlen_q - row0, self.lane, WARPGROUP)
-        else:
-            self.copy_whole_rows(tile, row0)
-
-    @cute.jit
-    def copy_whole_rows(self, tile: QueryTile, row0: Int32) -> None:
-        """As :meth:`copy_rows`, by 16 bytes."""
         kernel, mO = self.kernel, self.outputs.mO
         cols, heads = kernel.output_columns, kernel.tile.pack_heads
         first_col = self.column_part * cols
