@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_attn import launcher
 from cute_attn.launcher import as_strided, contiguous_strides
 from cute_attn.params import AttentionParams
-from cute_attn.traits import SPLIT_TENSORS, Traits
+from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
 """The most rows of a tensor, a row being one head's of one query or key."""
@@ -21,10 +21,11 @@ class Parts(NamedTuple):
     """Tensors in fp16 parts, which another kernel has still to write while the host has this.
 
     Attributes:
-        tensors: of each tensor of rows (..., dim) its parts (..., parts, padded dim), contiguous: hi, then lo, or hi
-            alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten where the tensor's scale is 0.
-        scales: fp32 (tensors,): 2^-e, the inverse of the power of two that was multiplied by; 0 where a tensor does not
-            keep the precision in parts, so that another kernel has to read the tensor itself.
+        tensors: of each tensor of rows (..., dim), but for the forward's q, its parts (..., parts, padded dim),
+            contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
+            where the tensor's scale is 0.
+        scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
+            tensor does not keep the precision in parts, so that another kernel has to read the tensor itself.
     """
 
     tensors: tuple[Tensor, ...]
@@ -37,7 +38,7 @@ class SplitLauncher:
 
     Attributes:
         function: launches the kernels.
-        dims: the padded head dim of each tensor.
+        dims: the padded head dim of each tensor that is split; those before are only measured.
         blocks: partial results of each tensor.
         parts: of each number, 1 or 2.
     """
@@ -58,13 +59,14 @@ class SplitLauncher:
         from cute_attn.tiles import padded
 
         compiled = compiler.compile(main.split_fp32(op), None, target)
-        dims = tuple(padded(getattr(main, name)) for name in SPLIT_TENSORS[op])
+        names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
+        dims = tuple(padded(getattr(main, name)) for name in names)
         return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp16_parts)
 
     def launch(self, tensors: Sequence[Tensor]) -> Parts:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
-        like = tensors[0]
-        shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(tensors, self.dims, strict=True)]
+        like, split = tensors[0], tensors[len(tensors) - len(self.dims) :]
+        shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
         # One allocation; parts of any tensor are whole 64 bytes.
         memory = launcher.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
@@ -108,7 +110,7 @@ class SpeculativeForward:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         """rest: the forward's arguments from out on."""
         parts, scales = self.split.launch((q, k, v))
-        self.speculative(*map(as_rows, parts), *rest, scales)
+        self.speculative(q, *map(as_rows, parts), *rest, scales)
         self.exact(q, k, v, *rest, scales)
 
     @staticmethod

@@ -27,6 +27,8 @@ SPLIT_TENSORS = {
     "backward_split": ("head_dim", "head_dim", "head_dim_v", "head_dim_v"),
 }
 """The ops that split fp32 tensors into fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
+MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
+"""How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}

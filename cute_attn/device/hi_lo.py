@@ -54,6 +54,11 @@ def power_of_two(exponent: Int32) -> Float32:
     return ((exponent + _BIAS) << _MANTISSA_BITS).bitcast(Float32)
 
 
+def inverse_of_power_of_two(power: Float32) -> Float32:
+    """1 / 2^e, for exponents of normal numbers."""
+    return (Int32(2 * _BIAS << _MANTISSA_BITS) - power.bitcast(Int32)).bitcast(Float32)
+
+
 def hi_lo(x: Float32) -> tuple[Float16, Float16]:
     """The parts of a number that has been scaled."""
     hi = Float16(x)

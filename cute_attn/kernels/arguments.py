@@ -38,7 +38,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.rows.new_rows import Angles, NewKeys, Queries
-from cute_attn.traits import SPLIT_TENSORS, Traits
+from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 from cute_attn.work.key_parts import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
@@ -101,14 +101,15 @@ def seqlens_fake(traits: Traits) -> Seqlens:
 def split_fp32_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the split of fp32 tensors, without the stream.
 
-    mX (q, k, v) of the forward, or (q, k, v, dO); mParts: of each the parts in fp16, contiguous, (..., 2, padded dim)
-    for rows (..., dim): hi, then lo, or with precision tf32 (..., 1, padded dim); mPartials (tensors, 2, blocks) int32;
-    mScales (tensors,): 2^-e, or 0.
+    mX (q, k, v) of the forward, or (q, k, v, dO); mParts: of each but the forward's q the parts in fp16, contiguous,
+    (..., 2, padded dim) for rows (..., dim): hi, then lo, or with precision tf32 (..., 1, padded dim);
+    mPartials (tensors, 2, blocks) int32; mScales (tensors,): 2^-e, or 0.
     """
     count = len(SPLIT_TENSORS[traits.op])
+    split = count - MEASURED_TENSORS[traits.op]
     return (
         tuple(head_rows_fake(traits) for _ in range(count)),
-        tuple(rows_fake(cutlass.Float16, 4 if traits.varlen else 5) for _ in range(count)),
+        tuple(rows_fake(cutlass.Float16, 4 if traits.varlen else 5) for _ in range(split)),
         make_fake_tensor(Int32, (count, 2, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)),
         scales_fake(),
     )

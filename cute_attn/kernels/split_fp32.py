@@ -8,7 +8,8 @@ Two launches. The first reads each tensor for its largest element, and for the r
 each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
 than a launch between, and writes the parts, and the scale's inverse 2^-e for the kernels that follow: 0 where the
 tensor does not keep its precision in parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written then. No
-number is read by the host.
+number is read by the host. Of the forward's Q only the scale is written: its main kernel splits rows of Q as it reads
+them.
 
 All rows count, whether a sequence owns them or not: a large number in a row that no sequence owns costs time, as
 another kernel has to compute then, and never changes a result.
@@ -23,17 +24,15 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute, memory
+from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.hi_lo import NO_ROW, fits, hi_lo, magnitude, power_of_two, scale_exponent
+from cute_attn.device.hi_lo import NO_ROW, fits, magnitude, power_of_two, scale_exponent
+from cute_attn.device.hi_lo_rows import LANES, VECTOR, load_row, parts_of_vector
 from cute_attn.kernels.arguments import split_fp32_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import MAX_HEAD_DIM, SPLIT_TENSORS, Traits, head_dim_multiple
-
-VECTOR = 4
-"""Elements of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class SplitFp32:
         """The second kernel: the parts of each CTA's rows."""
         thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
         block, which, _ = cute.arch.block_idx()
+        measured = len(mX) - len(mParts)
         partial = cutlass.min(thread, self.tile.blocks - 1)
         for i in cutlass.range_constexpr(len(mX)):
             if which == i:
@@ -150,9 +150,10 @@ class SplitFp32:
                 exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp16_parts)
                 if thread == 0 and block == 0:
                     mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
-                if serves:
-                    factor = power_of_two(exponent)
-                    self.split_rows(mX[i], places[i], mParts[i], self.dims[i], factor, block, thread)
+                if cutlass.const_expr(i >= measured):
+                    if serves:
+                        factor, parts = power_of_two(exponent), mParts[i - measured]
+                        self.split_rows(mX[i], places[i], parts, self.dims[i], factor, block, thread)
 
     def shared_numbers(self) -> cute.Tensor:
         """(2, warps): what the warps of a CTA exchange."""
@@ -182,15 +183,15 @@ class SplitFp32:
 
         The second is a thread's own number, of rows that eight adjacent threads share.
         """
-        lane, rows = thread % self.tile.LANES, self.tile.rows
+        lane, rows = thread % LANES, self.tile.rows
         largest, smallest = Int32(0), Int32(NO_ROW)
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
-            row = first + thread // self.tile.LANES
-            values = self.load(x, places.start(x, cutlass.min(row, places.count - 1)), dim, lane)
+            row = first + thread // LANES
+            values = self.load(x, places, cutlass.min(row, places.count - 1), dim, lane)
             most = Int32(0)
             for i in cutlass.range_constexpr(cute.size(values)):
                 most = cutlass.max(most, magnitude(values[i]))
-            for step in cutlass.range_constexpr(self.tile.LANES.bit_length() - 1):
+            for step in cutlass.range_constexpr(LANES.bit_length() - 1):
                 most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=1 << step))
             largest = cutlass.max(largest, most)
             smallest = cutlass.min(smallest, most if most > 0 else Int32(NO_ROW))
@@ -213,42 +214,21 @@ class SplitFp32:
 
         From the last rows on: the L2 has those that were measured last, and then the first rows' parts.
         """
-        lane, rows, cols = thread % self.tile.LANES, self.tile.rows, padded(dim)
+        lane, rows, cols = thread % LANES, self.tile.rows, padded(dim)
         count: Constexpr = self.traits.fp16_parts
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
-            row = places.count - 1 - (first + thread // self.tile.LANES)
+            row = places.count - 1 - (first + thread // LANES)
             if row >= 0:
-                values = self.load(x, places.start(x, row), dim, lane)
+                values = self.load(x, places, row, dim, lane)
                 start = parts.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
                 for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
-                    halves = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2)), Float16)
-                    for e in cutlass.range_constexpr(VECTOR):
-                        halves[e, 0], halves[e, 1] = hi_lo(values[e, j] * factor)
+                    halves = parts_of_vector(values[None, j], factor)
                     for part in cutlass.range_constexpr(count):
-                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (
-                            part * cols + j * self.tile.LANES * VECTOR
-                        )
+                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (part * cols + j * LANES * VECTOR)
                         cute.autovec_copy(
                             halves[None, part], cute.make_tensor(start + col, cute.make_layout(VECTOR))
                         )
 
-    @cute.jit
-    def load(self, x: cute.Tensor, start: Int64, dim: Constexpr, lane: Int32) -> cute.Tensor:
-        """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch."""
-        width: Constexpr = self.tile.LANES * VECTOR
-        values = cute.make_rmem_tensor(cute.make_layout((VECTOR, padded(dim) // width)), Float32)
-        for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            col = lane * VECTOR + j * width
-            if cutlass.const_expr(self.traits.aligned):
-                at = start + cutlass.min(col, dim - VECTOR)
-                source = x.iterator + cute.assume(at, divby=VECTOR)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), values[None, j])
-            else:
-                for e in cutlass.range_constexpr(VECTOR):
-                    at = start + Int64(cutlass.min(col + e, dim - 1)) * x.stride[cute.rank(x) - 1]
-                    values[e, j] = cute.make_tensor(x.iterator + at, cute.make_layout(1))[0]
-            if cutlass.const_expr((j + 1) * width > dim):
-                for e in cutlass.range_constexpr(VECTOR):
-                    exists = Boolean(col + e < dim)
-                    values[e, j] = values[e, j] if exists else Float32(0.0)
-        return values
+    def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
+        """A thread's elements of a row."""
+        return load_row(x, places.start(x, row), dim, padded(dim), lane, self.traits.aligned)

@@ -327,19 +327,21 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
     functions = [
         lambda *args, name=name: launched.append((name, args)) for name in ("split", "parts", "exact")
     ]
-    split = SplitLauncher(functions[0], (64, 64, 64), 256, count)
+    split = SplitLauncher(functions[0], (64, 64), 256, count)
     lse = torch.empty(*((4, 10) if packed else (2, 4, 5)))
     rest = (torch.empty_like(q), lse, None, 1.0, None, ())
     SpeculativeForward(split, *functions[1:])(q, k, v, *rest)
     (_, of_split), (_, of_parts), (_, of_exact) = launched
     assert [name for name, _ in launched] == ["split", "parts", "exact"]
-    assert of_exact[:3] == (q, k, v) and of_parts[3:] == of_exact[3:]
+    assert of_exact[:3] == of_split[0] == (q, k, v) and of_parts[3:] == of_exact[3:]
+    assert of_parts[0] is q
     assert of_split[3] is of_parts[-1] is of_exact[-1]
     assert_declared(lookup(traits.split_fp32("forward_split"), None, "sm90").fake_args(), of_split)
     for variant, given in (("parts", of_parts), ("exact", of_exact)):
         declared = lookup(replace(traits, variant=variant), None, "sm90").fake_args()
         assert_declared((*declared[:5], declared[-1]), (*given[:5], given[-1]))
-    for rows, own in zip(of_parts, of_split[1], strict=False):
+    assert len(of_split[1]) == 2
+    for rows, own in zip(of_parts[1:], of_split[1], strict=False):
         assert rows.data_ptr() == own.data_ptr()
         assert rows.shape[-1] == count * 64 and own.shape[-2:] == (count, 64)
 

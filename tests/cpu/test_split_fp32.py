@@ -6,11 +6,13 @@ import pytest
 from cutlass import Float16, Float32, Int32, Int64, cute
 
 from cute_attn.device.hi_lo import NO_ROW, fits, power_of_two, scale_exponent
+from cute_attn.device.hi_lo_rows import split_tile
+from cute_attn.kernels.forward_sm80.parts_kernel import ForwardParts
 from cute_attn.kernels.split_fp32 import RowPlaces, SplitFp32
-from cute_attn.tiles import padded
+from cute_attn.tiles import ForwardPartsTile, padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import Traits
-from layouts.host import run_on_host
+from layouts.host import offset_table, run_on_host
 
 # Fragments take static indices, so loops over them are unrolled on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
@@ -87,7 +89,18 @@ def test_products_of_parts_have_the_precision_of_fp32(below):
 
 
 EXPONENT = 11
-"""Of the numbers that :func:`write_parts` makes, which are below 2^4."""
+"""Of the numbers that :func:`write_numbers` makes, which are below 2^4."""
+
+
+@cute.jit
+def write_numbers(out: cute.Tensor, count: cutlass.Constexpr):
+    """fp32 numbers of 2^-4 to 2^4, with either sign."""
+    words = cute.make_tensor(out.iterator, cute.make_layout(count))
+    for i in cutlass.range(count):
+        noise = Int32(i) * 1103515245 + 12345
+        words[i] = (
+            (noise & Int32(0x80FFFFFF - 2**32)) + Int32(0x3D800000) + ((noise >> 3) & Int32(0x03000000))
+        )
 
 
 @cute.jit
@@ -104,13 +117,7 @@ def write_parts(
         cute.recast_ptr(out.iterator, dtype=Float32),
         cute.make_layout(shape, stride=(*steps, 1 if dim_step == 1 else Int64(dim_step))),
     )
-    words = cute.make_tensor(out.iterator, cute.make_layout(step))
-    for i in cutlass.range(step):
-        # Of 2^-4 to 2^4, with either sign.
-        noise = Int32(i) * 1103515245 + 12345
-        words[i] = (
-            (noise & Int32(0x80FFFFFF - 2**32)) + Int32(0x3D800000) + ((noise >> 3) & Int32(0x03000000))
-        )
+    write_numbers(out, step)
     count = kernel.traits.fp16_parts
     parts = cute.make_tensor(
         cute.recast_ptr(out.iterator + step, dtype=Float16), cute.make_layout((*outer, count, padded(dim)))
@@ -143,3 +150,66 @@ def test_parts_of_all_rows(shape, dim_step, count):
     np.testing.assert_array_equal(parts[:, 0, :dim], hi)
     assert count == 1 or np.array_equal(parts[:, 1, :dim], lo)
     assert (parts[..., dim:] == 0).all()
+
+
+@cute.jit
+def write_tile(
+    size: cutlass.Constexpr,
+    dim: cutlass.Constexpr,
+    first_row: cutlass.Constexpr,
+    kernel: cutlass.Constexpr,
+    aligned: cutlass.Constexpr,
+    out: cute.Tensor,
+):
+    """``size`` rows of arbitrary numbers at the start of ``out``, every second one of a tensor; then parts of a tile of
+    them as a forward's CTA has them in shared memory."""
+    write_numbers(out, size)
+    x = cute.make_tensor(
+        cute.recast_ptr(out.iterator, dtype=Float32),
+        cute.make_layout((size // 2 // dim, dim), stride=(Int64(2 * dim), 1 if aligned else Int64(1))),
+    )
+    parts, tile = kernel.traits.fp16_parts, kernel.tile
+    target = cute.make_tensor(
+        cute.recast_ptr(out.iterator + size, dtype=Float16),
+        kernel.smem_layout(tile.tile_m, parts * padded(dim)),
+    )
+    factor, rows = power_of_two(Int32(EXPONENT)), Int32(size // 2 // dim)
+    for thread in cutlass.range(tile.num_threads):
+        split_tile(
+            *(x, Int32(first_row), rows, target[None, None, 0], dim, factor, Int32(thread)),
+            *(tile.num_threads, parts, aligned),
+        )
+
+
+@pytest.mark.parametrize(
+    "name, tile",
+    [
+        ("d128", ForwardPartsTile(64, 32, 4)),
+        ("d36", ForwardPartsTile(32, 16, 2)),
+        ("d64-tf32", ForwardPartsTile(128, 64, 8)),
+        ("d35-unaligned", ForwardPartsTile(32, 16, 2)),
+    ],
+)
+def test_parts_of_a_tile_in_shared_memory(name, tile):
+    kernel = ForwardParts(Traits.parse(f"forward-sm80:parts-fp32-{name}"), tile)
+    traits = kernel.traits
+    parts, dim, cols = traits.fp16_parts, traits.head_dim, padded(traits.head_dim)
+    rows, first_row = tile.tile_m + 5, 16
+    size = 2 * rows * dim
+    size += -size % 256  # the tile's alignment
+    found = run_on_host(
+        lambda out: write_tile(size, dim, first_row, kernel, traits.aligned, out),
+        size + tile.tile_m * parts * cols // 2,
+        alignment=1024,
+    )
+    exists = size // 2 // dim
+    x = found[: 2 * exists * dim].view(np.float32).reshape(exists, 2, dim)[:, 0]
+    x = x[np.minimum(np.arange(first_row, first_row + tile.tile_m), exists - 1)]
+    shape = (tile.tile_m, parts * cols)
+    offsets = offset_table(lambda: kernel.smem_layout(*shape), *shape, 1)
+    written = found[size:].view(np.float16)[offsets].reshape(tile.tile_m, parts, cols)
+    scaled = x * np.float32(2.0**EXPONENT)
+    hi = scaled.astype(np.float16)
+    np.testing.assert_array_equal(written[:, 0, :dim], hi)
+    assert parts == 1 or np.array_equal(written[:, 1, :dim], (scaled - hi).astype(np.float16))
+    assert (written[..., dim:] == 0).all()

@@ -86,7 +86,7 @@ def launch_only(monkeypatch):
         def launch(self, q, k, v, *rest):
             parts, scales = self.split.launch((q, k, v))
             if name == "parts":
-                self.speculative(*map(as_rows, parts), *rest, scales)
+                self.speculative(q, *map(as_rows, parts), *rest, scales)
             else:
                 self.exact(q, k, v, *rest, scales)
 

@@ -19,8 +19,12 @@ def split(tensors, name):
     return SplitLauncher.of(Traits.parse(name), op, compiler.default_target("sm80")).launch(tensors)
 
 
+def exponent_of(x):
+    return 14 - math.floor(math.log2(x.abs().max().item()))
+
+
 def check_parts(x, parts, scale):
-    exponent = 14 - math.floor(math.log2(x.abs().max().item()))
+    exponent = exponent_of(x)
     assert scale.item() == 2.0**-exponent
     hi, *lo = (part[..., : x.shape[-1]] for part in parts.unbind(-2))
     scaled = x * 2.0**exponent
@@ -38,7 +42,8 @@ def test_parts(precision):
         (q, k.transpose(1, 2).contiguous().transpose(1, 2), v), f"forward_split-sm80-fp32-d96{precision}"
     )
     assert {own.shape[-2] for own in parts} == {1 if precision else 2}
-    for x, own, scale in zip((q, k, v), parts, scales, strict=True):
+    assert scales[0].item() == 2.0 ** -exponent_of(q), "the forward splits q itself"
+    for x, own, scale in zip((k, v), parts, scales[1:], strict=True):
         check_parts(x, own, scale)
 
 

@@ -1,14 +1,17 @@
 """The Ampere forward of fp32 in fp16 parts, and the exact kernel that computes where parts do not serve.
 
-A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of Q, K and V, and their scales. Then both kernels of
-this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the speculative kernel
-computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V
+A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of K and V, and the scales of Q, K and V. Then both
+kernels of this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the speculative
+kernel computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V
 themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any input, without
 a number that the host reads.
 
-The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. Scores
-and the output are in natural units, so that epilogues are the same. Rows of Q, K and V may start anywhere, since their
-parts are aligned.
+The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
+Q is read by one CTA alone, which splits it on its way to shared memory: parts in global memory would be written and
+read for nothing. Scores and the output are in natural units, so that epilogues are the same. Rows of K and V may start
+anywhere, since their parts are aligned.
+
+Under a causal mask work tiles come longest first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 
 With precision tf32 there is one part, which has tf32's digits, and each product is one of fp16, as in the kernel of
 16-bit tensors. P is times 2^14 there: down to 2^-28 it has its digits. The exact kernel computes one product of tf32.
@@ -26,6 +29,8 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
 from cute_attn.device.forward_parts import P_SCALE, store_pairs
+from cute_attn.device.hi_lo import inverse_of_power_of_two
+from cute_attn.device.hi_lo_rows import split_tile
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
@@ -164,7 +169,8 @@ class ForwardExact(FollowsSplit):
 class ForwardParts(FollowsSplit):
     """The forward on parts of Q, K and V, where they have the wanted precision.
 
-    mQ, mK and mV: rows of all parts in fp16, each of the padded head dim: the hi part, then the lo part, if any.
+    mK and mV: rows of all parts in fp16, each of the padded head dim: the hi part, then the lo part, if any. mQ: as the
+    forward's; each CTA splits its own rows.
     """
 
     computes_parts: ClassVar[bool] = True
@@ -190,9 +196,9 @@ class ForwardParts(FollowsSplit):
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        _, _, _, *others = FollowsSplit.fake_args(self)
+        q, _, _, *others = FollowsSplit.fake_args(self)
         ndim = 3 if self.traits.varlen else 4
-        return (*(rows_fake(Float16, ndim) for _ in range(3)), *others)
+        return (q, *(rows_fake(Float16, ndim) for _ in range(2)), *others)
 
     # ---- what differs from 16-bit tensors ----
 
@@ -238,6 +244,18 @@ class ForwardParts(FollowsSplit):
     def loads_aligned(self) -> bool:
         """Rows of parts always are."""
         return True
+
+    @cute.jit
+    def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
+        """Q's parts to shared memory, while the first key blocks load; the first step's barrier follows."""
+        FollowsSplit.start_loads(self, ctx)
+        traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
+        target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
+        rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
+        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp16_parts, traits.aligned)
+
+    def start_loads(self, ctx: MainloopContext) -> None:
+        """They are before Q's."""
 
     def online_softmax(
         self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands

@@ -1,0 +1,98 @@
+"""Rows of fp32 numbers to fp16 parts, each by eight adjacent threads; for parts see :mod:`cute_attn.device.hi_lo`."""
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute
+
+from cute_attn.device.hi_lo import hi_lo
+
+VECTOR = 4
+"""Elements of 16 bytes."""
+LANES = 8
+"""Adjacent threads of a row, each with 16 bytes of every 128."""
+VECTORS_AHEAD = 32
+"""Vectors that a thread of :func:`split_tile` may read before it writes any: the compiler reads as many of them as it
+has registers for, and then the next ones as these become free."""
+
+
+@cute.jit
+def load_row(
+    x: cute.Tensor, start: Int64, dim: Constexpr, cols: Constexpr, lane: Int32, aligned: Constexpr
+) -> cute.Tensor:
+    """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch.
+
+    Args:
+        x: rows along its last mode; of its other modes nothing is looked at.
+        start: the element at which the row starts.
+        dim, cols: columns of the row, and with those of 0 after them, a multiple of 32.
+        aligned: whether rows start at multiples of 16 bytes, and columns are contiguous.
+    """
+    width: Constexpr = LANES * VECTOR
+    values = cute.make_rmem_tensor(cute.make_layout((VECTOR, cols // width)), Float32)
+    for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
+        col = lane * VECTOR + j * width
+        if cutlass.const_expr(aligned):
+            at = start + cutlass.min(col, dim - VECTOR)
+            source = x.iterator + cute.assume(at, divby=VECTOR)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), values[None, j])
+        else:
+            for e in cutlass.range_constexpr(VECTOR):
+                at = start + Int64(cutlass.min(col + e, dim - 1)) * x.stride[cute.rank(x) - 1]
+                values[e, j] = cute.make_tensor(x.iterator + at, cute.make_layout(1))[0]
+        if cutlass.const_expr((j + 1) * width > dim):
+            for e in cutlass.range_constexpr(VECTOR):
+                exists = Boolean(col + e < dim)
+                values[e, j] = values[e, j] if exists else Float32(0.0)
+    return values
+
+
+def parts_of_vector(vector: cute.Tensor, factor: Float32) -> cute.Tensor:
+    """(4, 2): hi and lo parts of four numbers times ``factor``."""
+    halves = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2)), Float16)
+    for e in range(VECTOR):
+        halves[e, 0], halves[e, 1] = hi_lo(vector[e] * factor)
+    return halves
+
+
+@cute.jit
+def split_tile(
+    x: cute.Tensor,
+    row0: Int32,
+    seqlen: Int32,
+    target: cute.Tensor,
+    dim: Constexpr,
+    factor: Float32,
+    thread: Int32,
+    threads: Constexpr,
+    parts: Constexpr,
+    aligned: Constexpr,
+) -> None:
+    """Write the parts of rows ``row0`` on of x, (seqlen, dim), to ``target``: shared memory, after which none waits.
+
+    Args:
+        target: (rows, columns of all parts), each part's columns after the other's. Rows beyond ``seqlen`` are the
+            last one's.
+        factor: a power of two.
+        thread: of ``threads``, which share the rows.
+        parts: 1 or 2.
+        aligned: as of :func:`load_row`.
+    """
+    rows, cols = cute.size(target, mode=[0]), cute.size(target, mode=[1]) // parts
+    lane, step = thread % LANES, threads // LANES
+    steps: Constexpr = rows // step
+    most: Constexpr = max(VECTORS_AHEAD * LANES * VECTOR // cols, 1)
+    together: Constexpr = max(n for n in range(1, min(most, steps) + 1) if steps % n == 0)
+    for first in cutlass.range(0, steps, together, unroll=1):
+        values = []
+        for i in cutlass.range_constexpr(together):
+            row = row0 + (first + i) * step + thread // LANES
+            start = Int64(cutlass.min(row, seqlen - 1)) * x.stride[0]
+            values.append(load_row(x, start, dim, cols, lane, aligned))
+        for i in cutlass.range_constexpr(together):
+            row = (first + i) * step + thread // LANES
+            for j in cutlass.range_constexpr(cols // (LANES * VECTOR)):
+                halves = parts_of_vector(values[i][None, j], factor)
+                for part in cutlass.range_constexpr(parts):
+                    col = lane * VECTOR + (part * cols + j * LANES * VECTOR)
+                    offset = cute.assume(cute.crd2idx((row, col), target.layout), divby=VECTOR)
+                    to = cute.make_tensor(target.iterator + offset, cute.make_layout(VECTOR))
+                    cute.autovec_copy(halves[None, part], to)
