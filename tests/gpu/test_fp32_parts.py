@@ -247,3 +247,13 @@ def test_ctas_of_the_exact_kernel_claim_work_tiles(causal, launch_only, matmul_p
         found = attention(q, k, v, precision="fp32", kernel=PARTS, causal=causal, return_lse=True)
         for own, other in zip(found, expected, strict=True):
             assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("dims", [slice(0, 36), slice(1, 60)], ids=["aligned", "unaligned"])
+def test_rows_of_q_of_any_strides(dims, launch_only, matmul_precision):
+    """Which each CTA splits itself."""
+    matmul_precision("fp32")
+    q, k, v = (randn(2, 3, 150, 64, seed=i).transpose(1, 2)[..., dims] for i in range(3))
+    launch_only("parts")
+    found, expected = (attention(x, k, v, precision="fp32", kernel=PARTS) for x in (q, q.contiguous()))
+    assert torch.equal(found, expected)

@@ -1,10 +1,10 @@
 """The Ampere forward of fp32 in fp16 parts, and the exact kernel that computes where parts do not serve.
 
 A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of K and V, and the scales of Q, K and V. Then both
-kernels of this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the speculative
-kernel computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does, from Q, K and V
-themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any input, without
-a number that the host reads.
+kernels of this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the
+speculative kernel computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does,
+from Q, K and V themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any
+input, without a number that the host reads.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
 Q is read by one CTA alone, which splits it on its way to shared memory: parts in global memory would be written and
