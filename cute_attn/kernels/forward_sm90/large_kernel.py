@@ -71,6 +71,10 @@ class ForwardLargeSm90(ForwardSm90):
         tile = large_tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
 
+    def without_tma_bias(self) -> "ForwardLargeSm90":
+        """This kernel, whose threads read a bias from global memory."""
+        return self
+
     def step_content(self) -> StepContent:
         """A step of the unmasked loop of the warpgroup that computes the scores."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
