@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from cute_attn import ops
+from cute_attn.params import is_aligned
 from cute_attn.sdpa import plans, state
 from cute_attn.sdpa.operators import Options, forward_plan
 from cute_attn.sdpa.plans import ForwardPlan
@@ -58,6 +59,7 @@ class Known:
 _MAX_KEYS = 4096
 _MAX_ALIKE = 8
 _known: dict[tuple, list[Known]] = {}
+_seen: set[tuple] = set()
 _options: Options | None = None
 _device = "cuda"
 
@@ -65,15 +67,21 @@ _device = "cuda"
 def start(options: Options, device: str = "cuda") -> None:
     """Learn calls from now on. device: type of the tensors whose operators are overridden."""
     global _options, _device
-    _known.clear()
+    forget()
     _options, _device = options, device
 
 
 def stop() -> None:
-    """Forget all calls."""
+    """Forget all calls, and learn none."""
     global _options
     _options = None
+    forget()
+
+
+def forget() -> None:
+    """Forget all calls."""
     _known.clear()
+    _seen.clear()
 
 
 def is_active() -> bool:
@@ -98,7 +106,7 @@ def key_of(
         or dropout_p != 0.0
         or not _PLAIN.issuperset(map(type, (query, key, value)))
         or _function_modes()
-        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
         or _options is None
         or state.observer is not None
         or not ops.no_dispatch_mode()
@@ -146,9 +154,20 @@ _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_determ
 
 
 def learn(asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Remember a call that PyTorch's function has accepted and that :func:`find` does not know."""
+    """Remember a call that PyTorch's function has accepted and that :func:`find` does not know.
+
+    Only once it came twice: where keys grow from call to call, each call would be learnt in vain.
+    """
+    if asked not in _seen:
+        if len(_seen) >= _MAX_KEYS:
+            _seen.clear()
+        _seen.add(asked)
+        return
     alike = _known.get(asked, [])
-    check = plans.guard(inputs) if len(alike) < _MAX_ALIKE else None
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if gradients or len(alike) >= _MAX_ALIKE or not all(map(is_aligned, inputs)):
+        return
+    check = plans.guard(inputs)
     if check is None:
         return
     causal, scale, gqa, *_ = asked
@@ -177,8 +196,16 @@ def _plan(
         or not all(map(_is_ordinary, inputs))
     ):
         return None
-    found = forward_plan((backend, causal, 0.0, scale, True, False), _options, (*inputs, *[None] * 5))
+    found = forward_plan(_QUESTIONS[backend](causal, scale), _options, (*inputs, *[None] * 5))
     return None if isinstance(found, str) else found
+
+
+_QUESTIONS: dict[str, Callable[[bool, float | None], tuple]] = {
+    "flash": lambda causal, scale: ("flash", causal, 0.0, scale, True, True, False),
+    "efficient": lambda causal, scale: ("efficient", causal, 0.0, scale, True, False),
+    "cudnn": lambda causal, scale: ("cudnn", causal, 0.0, scale),
+}
+"""What the operators ask without gradients, whose plans these are."""
 
 
 def _is_ordinary(x: Tensor) -> bool:
