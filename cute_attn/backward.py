@@ -49,6 +49,7 @@ from cute_attn.params import (
     is_aligned,
     rows_are_regular,
 )
+from cute_attn.slots import prepared
 from cute_attn.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.split_fp32 import SplitLauncher, can_split
 from cute_attn.splits import head_splits, key_splits
@@ -590,7 +591,10 @@ def _make_launcher(
         num_splits=num_splits,
         split_stride=workspace.dq[1][0] if deterministic else 0,
         multiprocessors=processors,
-        score_args=ScoreArgs.of(kernel, params) if bias is None else None,
+        score_args=ScoreArgs.of(kernel, params, main) if bias is None else None,
+        seqlens=None
+        if backward_launcher.seqlens is None
+        else tuple(prepared(main, x) for x in backward_launcher.seqlens),
     )
 
 

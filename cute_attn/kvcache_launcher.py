@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.counters import multiprocessors, work_counters
+from cute_attn.counters import multiprocessors, schedule
 from cute_attn.kvcache_params import CacheParams
 from cute_attn.launcher import as_strided, contiguous_strides, new_empty_strided
 from cute_attn.params import (
@@ -75,7 +75,6 @@ class Plan:
         split: how keys are divided.
         views: shape and strides of k_cache and of v_cache as the kernel takes them, None for their own.
         score_args: the epilogues' arguments, or None where each call makes its own.
-        multiprocessors: of the GPU.
     """
 
     function: Callable[..., None] | None
@@ -88,7 +87,6 @@ class Plan:
     split: Split = Split()
     views: tuple[Layout | None, ...] = ()
     score_args: tuple | None = None
-    multiprocessors: int = 0
 
     def launch(
         self, params: CacheParams, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
@@ -110,7 +108,7 @@ class Plan:
         seqlens, tables, partials = self._seqlens(params), _tables(params), None
         if self.partials:
             partials = self._partials(q)
-        schedule, score_args = (work_counters(q.get_device()), self.multiprocessors), self.score_args
+        tiles, score_args = schedule(q.get_device()), self.score_args
         if score_args is None:
             score_args = self.kernel.score_args(_score_inputs(params))
         k, v = (
@@ -118,7 +116,7 @@ class Plan:
             for x, view in zip((params.k_cache, params.v_cache), self.views, strict=True)
         )
         self.function(
-            *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, schedule, score_args, partials)
+            *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, tiles, score_args, partials)
         )
         if self.split.how == "parts":
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
@@ -258,7 +256,6 @@ def make_plan(params: CacheParams) -> Plan:
         split=split,
         views=(_view(params.k_cache), _view(params.v_cache)),
         score_args=kernel.score_args(params.score_inputs()) if constant else None,
-        multiprocessors=processors,
     )
 
 

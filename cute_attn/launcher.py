@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.counters import multiprocessors, work_counters
+from cute_attn.counters import multiprocessors, schedule
 from cute_attn.params import (
     ALIGNMENT_BYTES,
     MAX_ROWS,
@@ -32,6 +32,7 @@ from cute_attn.params import (
     rows_are_regular,
     rows_are_whole,
 )
+from cute_attn.slots import prepared
 from cute_attn.traits import Traits
 
 _log = logging.getLogger("cute_attn")
@@ -74,7 +75,7 @@ class ScoreArgs:
     """The epilogues' arguments, made once; each call substitutes its tensors.
 
     Attributes:
-        parts: the arguments, a tuple of them for each epilogue.
+        parts: the arguments, a tuple of them for each epilogue; an array where no tensor is substituted.
         places: (part, index in the part, index among the call's tensors) of each tensor.
     """
 
@@ -93,8 +94,8 @@ class ScoreArgs:
         return tuple(parts)
 
     @classmethod
-    def of(cls, kernel: Any, params: AttentionParams) -> "ScoreArgs | None":
-        """Of the package's own epilogues, which pass the call's tensors on unchanged.
+    def of(cls, kernel: Any, params: AttentionParams, function: Any) -> "ScoreArgs | None":
+        """Of the package's own epilogues, which pass the call's tensors on unchanged, for a launching function.
 
         None with users' classes, which may derive other tensors.
         """
@@ -106,7 +107,7 @@ class ScoreArgs:
             if isinstance(part, tuple):
                 places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
                 parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # keep no tensor alive
-        return cls(tuple(parts), tuple(places))
+        return cls(tuple(parts) if places else prepared(function, tuple(parts)), tuple(places))
 
 
 _SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")
@@ -134,7 +135,6 @@ class Launcher:
         rest: the call's arguments that are not tensors.
         aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
             show; another one takes the others.
-        multiprocessors: of the GPU.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
     """
@@ -153,7 +153,6 @@ class Launcher:
     softmax_scale: float
     rest: tuple
     aligned: bool = False
-    multiprocessors: int = 0
     divided: Any = None
     sign: int = 1
     of_copies: "Launcher | None" = None
@@ -205,8 +204,8 @@ class Launcher:
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
-        schedule = (work_counters(q.get_device()), self.multiprocessors)  # a ForwardSchedule
-        self.function(q, k, v, out, lse, seqlens, self.softmax_scale, schedule, score_args)
+        tiles = schedule(q.get_device())
+        self.function(q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
         if self.softmax_function is not None:
             self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
@@ -485,12 +484,13 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
         function=function,
         softmax_function=softmax_function,
         kernel=kernel,
-        seqlens=Seqlens if any(x is not None for x in lengths) else Seqlens(*lengths, *params.longest),
+        seqlens=Seqlens
+        if any(x is not None for x in lengths)
+        else prepared(function, Seqlens(*lengths, *params.longest)),
         views=tuple(views(params, aligned)),
-        score_args=ScoreArgs.of(kernel, params),
+        score_args=ScoreArgs.of(kernel, params, function),
         aligned=aligned,
         prefill=params.seqused_q is not None,
-        multiprocessors=processors,
     )
 
 

@@ -106,6 +106,11 @@ def array(values: tuple) -> Any:
     return tvm_ffi.convert(tuple(map(_element, values)))
 
 
+def prepared(function: Any, values: tuple) -> Any:
+    """Constant arguments as ``function`` takes them: an array for one of TVM FFI, which would make it at each call."""
+    return array(values) if takes_slots(function) else values
+
+
 def _element(value: Any) -> Any:
     import tvm_ffi
 

@@ -5,9 +5,11 @@ import dataclasses
 import math
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, compiler, launcher, ops, registry
@@ -262,7 +264,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launcher, "_launchers", {})
     monkeypatch.setattr(launcher, "_current_device", lambda: -1)
-    monkeypatch.setattr(launcher, "work_counters", lambda device: COUNTERS)
+    monkeypatch.setattr(launcher, "schedule", lambda device: (COUNTERS, 132))
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
@@ -288,6 +290,19 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     assert not any(
         isinstance(x, torch.Tensor) for part in score_args for x in (part if isinstance(part, tuple) else ())
     )
+
+
+def test_constant_arguments_are_made_once_for_tvm_ffi(recorder, monkeypatch):
+    seen = []
+    function = tvm_ffi.convert(lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(compiler, "build", lambda kernel, target: SimpleNamespace(function=function))
+    for bias in (None, randn(1, 4, 1, 11)):
+        attention(*kernel_inputs(), causal=True, bias=bias)
+    for made, arguments, constant in zip(launcher._launchers.values(), seen, (True, False), strict=True):
+        assert list(arguments[5]) == [None, None, None, None, 9, 11, None, None]
+        assert isinstance(made.seqlens, tvm_ffi.Array)
+        assert isinstance(made.score_args.parts, tvm_ffi.Array) == constant
+        assert len(arguments[8]) == len(made.score_args.parts)
 
 
 @pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])

@@ -87,7 +87,7 @@ class Machine:
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
         monkeypatch.setattr(launcher, "_current_device", lambda: -1)
-        monkeypatch.setattr(launcher, "work_counters", lambda device: None)
+        monkeypatch.setattr(launcher, "schedule", lambda device: None)
         monkeypatch.setattr(launcher, "new_empty_strided", self.poisoned)
 
     @staticmethod
