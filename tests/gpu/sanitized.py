@@ -1,6 +1,7 @@
 """Small problems for compute-sanitizer, of each generation: python -m tests.gpu.sanitized [ends].
 
-Forward and backward, and attention with a cache; ``ends``: unaligned rows that start and end with their allocations.
+Forward and backward, the forward of a large head dim, and attention with a cache; ``ends``: unaligned rows that start
+and end with their allocations.
 """
 
 import sys
@@ -22,6 +23,9 @@ CACHED = {
 """Queries of each sequence, rows of a page, options."""
 
 
+LARGE = Case(
+    "causal-d320", batch=1, seqlen_q=130, seqlen_k=200, nheads=2, nheads_kv=1, head_dim=320, causal=True
+)
 ENDS = {
     "d59": (59, 1, 59, 0),
     "d59-two-heads": (59, 2, 59, 0),
@@ -65,6 +69,10 @@ def main() -> None:
                 problem.gradients(problem.start(), kernel=arch, deterministic=deterministic)
             torch.cuda.synchronize()
             print(f"ran {name} {arch}", flush=True)
+    for arch in runnable_archs():
+        LARGE.build("cuda").run(kernel=arch)
+        torch.cuda.synchronize()
+        print(f"ran {LARGE.name} {arch}", flush=True)
     for name, (queries, page, options) in CACHED.items():
         call = Call((70, 0, 400), (queries,) * 3, leftpad=(0, 0, 130))
         for arch in runnable_archs("kvcache"):
