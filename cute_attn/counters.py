@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import tvm_ffi
 from torch import Tensor
 
 from cute_attn.slots import array
@@ -48,7 +49,7 @@ def schedule(device: int) -> Any:
         counters = work_counters(device)
         if _is_capturing():
             return counters, multiprocessors(device)
-        found = _schedules[key] = array((counters, multiprocessors(device)))
+        found = _schedules[key] = array((tvm_ffi.from_dlpack(counters), multiprocessors(device)))
     return found
 
 

@@ -9,10 +9,12 @@ tvm/ffi/c_api.h.
 import contextlib
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import tvm_ffi
 
 _TYPES = {  # DLDataType: code and bits
     torch.float16: (2, 16),
@@ -43,6 +45,12 @@ class _ManagedTensor(ctypes.Structure):
     )
 
 
+_libc = ctypes.CDLL(None)
+_malloc = _libc.malloc
+_malloc.restype, _malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+_FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A tensor of a kernel's arguments without memory of its own.
@@ -58,23 +66,24 @@ class Slot:
 
 def slot(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Slot:
     """A slot for tensors of that metadata; device: with its index."""
-    import tvm_ffi
-
-    libc, ndim, size = ctypes.CDLL(None), len(shape), ctypes.sizeof(_ManagedTensor)
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-    memory = libc.malloc(size + 16 * ndim)
+    ndim, size = len(shape), ctypes.sizeof(_ManagedTensor)
+    memory = _malloc(size + 16 * ndim)
     if memory is None:
         raise MemoryError
-    numbers = (ctypes.c_int64 * (2 * ndim)).from_address(memory + size)
-    numbers[:] = [*shape, *strides]
-    own = _ManagedTensor.from_address(memory)
-    own.data = memory  # until a call sets it
-    own.device_type, own.device_id = _DEVICES[device.type], device.index or 0
-    own.ndim, own.byte_offset, own.manager_ctx = ndim, 0, None
-    own.code, own.bits, own.lanes = (*_TYPES[dtype], 1)
-    own.shape, own.strides = memory + size, memory + size + 8 * ndim
-    # The last reference to the tensor, perhaps an array's, frees the memory.
-    own.deleter = ctypes.cast(libc.free, ctypes.c_void_p).value
+    own = _ManagedTensor(
+        memory,  # until a call sets it
+        _DEVICES[device.type],
+        device.index or 0,
+        ndim,
+        *_TYPES[dtype],
+        1,
+        memory + size,
+        memory + size + 8 * ndim,
+        0,
+        None,
+        _FREE,  # called when the last reference to the tensor goes, perhaps an array's
+    )
+    ctypes.memmove(memory, bytes(own) + struct.pack(f"{2 * ndim}q", *shape, *strides), size + 16 * ndim)
     tensor = tvm_ffi.from_dlpack(_new_capsule(memory, _CAPSULE, None))
     address = ctypes.c_uint64.from_address(tensor.__chandle__() + _HEADER_BYTES)
     if address.value != memory:
@@ -94,29 +103,17 @@ _new_capsule.restype, _new_capsule.argtypes = (
 
 def takes_slots(function: Any) -> bool:
     """Whether a launching function is TVM FFI's own, which takes slots' tensors."""
-    import tvm_ffi
-
     return isinstance(function, tvm_ffi.Function)
 
 
-def array(values: tuple) -> Any:
-    """What TVM FFI makes of a tuple at each call: None, numbers, torch's and slots' tensors, and tuples of those."""
-    import tvm_ffi
-
-    return tvm_ffi.convert(tuple(map(_element, values)))
+def array(values: Any) -> Any:
+    """What TVM FFI makes of a tuple at each call: of None, numbers, slots' tensors, and tuples of those."""
+    return tvm_ffi.convert(values)
 
 
 def prepared(function: Any, values: tuple) -> Any:
     """Constant arguments as ``function`` takes them: an array for one of TVM FFI, which would make it at each call."""
     return array(values) if takes_slots(function) else values
-
-
-def _element(value: Any) -> Any:
-    import tvm_ffi
-
-    if isinstance(value, tuple):
-        return array(value)
-    return tvm_ffi.from_dlpack(value) if isinstance(value, torch.Tensor) else value
 
 
 def current_stream(device: int) -> contextlib.AbstractContextManager:
@@ -126,13 +123,9 @@ def current_stream(device: int) -> contextlib.AbstractContextManager:
     """
     if device < 0:
         return contextlib.nullcontext()
-    import tvm_ffi
-
     return tvm_ffi.use_raw_stream(_gpu(device), torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
 def _gpu(index: int) -> Any:
-    import tvm_ffi
-
     return tvm_ffi.device("cuda", index)

@@ -116,7 +116,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
     """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
     key, present = _key(question, options, inputs, "forward"), _present(inputs)
-    plan = recall(key, present)
+    plan = recall(key, present, inputs)
     if plan is not None:
         return plan
     asked = Question(*question)
@@ -143,7 +143,7 @@ def _backward(
     """The same of a backward; grads: of out, then out and lse."""
     kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "backward"
     key, present = _key(question, options, inputs, kind), (*grads, *_present(inputs))
-    plan = recall(key, present)
+    plan = recall(key, present, inputs, grads)
     if plan is not None:
         return plan
     asked = Question(*question)

@@ -35,14 +35,21 @@ _guards: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}  # torch's g
 _plans: dict[Hashable, Any] = {}
 
 
-def recall(key: Hashable, tensors: Sequence[Tensor]) -> Any:
-    """What :func:`remember` was given for this key and for tensors of the same metadata, or None."""
+def recall(key: Hashable, tensors: Sequence[Tensor], *arguments: Any) -> Any:
+    """What :func:`remember` was given for this key and for tensors of the same metadata, or None.
+
+    arguments: of a plan's ``ready``, which what comes a second time is: metadata may be new in each call.
+    """
     for check, plan in _guards.get(key, ()):
         if check(*tensors):
             return plan
-    plan = _plans.get((key, *map(_metadata, tensors)))
-    if plan is not None:
-        _guard(key, tensors, plan)
+    known = (key, *map(_metadata, tensors))
+    plan = _plans.get(known)
+    if plan is None:
+        return None
+    if isinstance(plan, ForwardPlan | BackwardPlan):
+        plan = _plans[known] = plan.ready(*arguments)
+    _guard(key, tensors, plan)
     return plan
 
 
@@ -51,7 +58,6 @@ def remember(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> Any:
     if len(_plans) >= _MAX_PLANS:
         forget()
     _plans[key, *map(_metadata, tensors)] = plan
-    _guard(key, tensors, plan)
     return plan
 
 
@@ -301,6 +307,13 @@ class ForwardPlan:
             lse.narrow(2, self.call.longest[0], self.lse_rows - self.call.longest[0]).fill_(math.inf)
         return Results(out, lse, state, softmax)
 
+    def ready(self, inputs: tuple) -> "ForwardPlan":
+        """With its launch prepared, if it can be. inputs: as of :meth:`run`, of the call that was planned."""
+        if self.prepared is not None or self.launcher is None or self.views is None or not self.out.in_place:
+            return self
+        tensors = _launched(inputs, self.views, self._kernel_inputs, _any_state(self.call, inputs))
+        return replace(self, prepared=PreparedForward.of(self.launcher, tensors, self.out.layout))
+
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         return _kernel_inputs(inputs, self.out.heads_first)
 
@@ -366,7 +379,7 @@ def plan_forward(
     )
     if not runs_kernels(prepared.q):
         return plan
-    state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
+    state = _any_state(call, inputs)
     made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
     made = replace(made, aligned=False)  # the plan's key says where rows start
     if out.written is not None:
@@ -376,11 +389,12 @@ def plan_forward(
         shape = (*made.shapes[1][:2], plan.lse_rows)
         strides = (made.strides[0], contiguous_strides(shape))
         made = replace(made, shapes=(made.shapes[0], shape), strides=strides)
-    plan = replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
-    if plan.views is None or not plan.out.in_place:
-        return plan
-    tensors = _launched(inputs, plan.views, plan._kernel_inputs, state)
-    return replace(plan, prepared=PreparedForward.of(made, tensors, out.layout))
+    return replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
+
+
+def _any_state(call: Call, inputs: tuple) -> Tensor | None:
+    """A tensor like a dropout state, or None without dropout."""
+    return inputs[0].new_empty(2, dtype=torch.int64) if call.dropout_p else None
 
 
 def runs_kernels(q: Tensor) -> bool:
@@ -482,6 +496,16 @@ class BackwardPlan:
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
+    def ready(self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]) -> "BackwardPlan":
+        """With its launches prepared, if they can be. Arguments: as of :meth:`run`, of the call that was planned."""
+        if self.prepared is not None or self.launcher is None or self.views is None:
+            return self
+        if not all(one.in_place for one in self.grads):
+            return self
+        params = self._params(inputs, _any_state(self.call, inputs))
+        given, layouts = map(_viewed, grads, self.outputs), tuple(one.layout for one in self.grads)
+        return replace(self, prepared=PreparedBackward.of(self.launcher, params, tuple(given), layouts))  # type: ignore[arg-type]
+
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         heads_first = self.grads[0].heads_first
         return _kernel_inputs(inputs, heads_first, bias_gradient=self.bias_gradient)
@@ -518,7 +542,7 @@ def plan_backward(
     )
     if not runs_kernels(prepared.q):
         return plan
-    state = prepared.q.new_empty(2, dtype=torch.int64) if call.dropout_p else None
+    state = _any_state(call, inputs)
     params = parameters(call, prepared, state)
     needed = (True, True, True, bias_gradient, False)
     made = backward.launcher_for(params, grad_out, None, out, lse, needed)
@@ -530,18 +554,13 @@ def plan_backward(
         output.written if output.in_place and output.written else own
         for own, output in zip(made.strides, placed, strict=True)
     )
-    plan = replace(
+    return replace(
         plan,
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
         launcher=replace(made, strides=strides),
         rest=params[NUM_TENSORS:],
     )
-    if plan.views is None or plan.launcher is None or not all(one.in_place for one in placed):
-        return plan
-    layouts = tuple(one.layout for one in placed)
-    launch = PreparedBackward.of(plan.launcher, plan._params(inputs, state), (grad_out, out, lse), layouts)
-    return replace(plan, prepared=launch)
 
 
 def _heads(output: Output) -> int:

@@ -116,10 +116,11 @@ class PreparedForward:
             or made.score_args is None
         ):
             return None
-        q, k, v = (_Meta.of(x) for x in made._viewed(tensors)[:3])
-        score_tensors = _score_tensors(made.score_args, made._viewed(tensors))
+        tensors = made._viewed(tensors)
+        score_tensors = _score_tensors(made.score_args, tensors)
         if score_tensors is None:
             return None
+        q, k, v = map(_Meta.of, tensors[:3])
         rows = (q, k, v, _Meta(made.shapes[0], made.strides[0], q.dtype, q.device))
         return cls(made, tensors[0].get_device(), out, rows, score_tensors, array(made.seqlens))
 

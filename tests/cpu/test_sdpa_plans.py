@@ -73,6 +73,11 @@ def as_tvm(function):
     return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
 
 
+def ready_at_once(make, count):
+    """count: arguments of a plan's ``ready``, which follow the call."""
+    return lambda *arguments, **options: make(*arguments, **options).ready(*arguments[1 : 1 + count])
+
+
 class Machine:
     """Stands for the kernels: launchers by the reference, which note where they wrote.
 
@@ -83,6 +88,9 @@ class Machine:
         self.written, self.launches = [], 0
         self.function = as_tvm if prepared else lambda function: function
         monkeypatch.setattr(counters, "schedule", lambda device: None)
+        if prepared:  # at once, and not when a call comes again
+            for name, count in (("plan_forward", 1), ("plan_backward", 2)):
+                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name), count))
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
@@ -419,6 +427,19 @@ def test_another_call_finds_none(change):
     assert found == (
         "plan" if change == "gradient" else None
     )  # by its metadata; torch's guards tell it apart
+
+
+def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.function = as_tvm
+    q, k, v = made()
+    seen = []
+    for _ in range(3):
+        outputs = operators.flash_forward(OPTIONS, q, k, v)
+        saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
+        operators.flash_backward(OPTIONS, *saved)
+        seen.append([plan.prepared for plan in plans._plans.values()])
+    assert seen[0] == [None, None] and None not in seen[1] and seen[1] == seen[2]
 
 
 def test_plans_are_bounded(monkeypatch):
