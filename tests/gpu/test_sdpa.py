@@ -95,12 +95,13 @@ def test_values_and_gradients(backend, options, order):
         bias = torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
         bias = bias > -1 if kind == "bool" else bias.requires_grad_(kind == "grad")
     with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
-        actual = results(inputs, bias, **options)
+        found = [results(inputs, bias, **options) for _ in range(2)]  # the second by prepared launches
     both_served(backend)
     exact, plain = (defined(dtype, inputs, bias, **options) for dtype in (torch.float64, BF16))
-    for name, value in actual.items():
+    for name in exact:
         factor = 2.0 if name == "out" else GRADIENT
-        check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+        for actual in found:
+            check(name, actual[name], exact[name], plain[name], factor=factor, floor=1e-5)
 
 
 MASKS = {
@@ -124,7 +125,7 @@ def test_masks_of_any_shape(name, kind):
         mask = numbers.masked_fill(numbers < 0, torch.finfo(BF16).min)
         mask[..., -1, :] = torch.finfo(BF16).min
     with sdpa.active(), sdpa_kernel(BACKENDS["efficient"]):
-        actual = results(inputs, mask)
+        actual = [results(inputs, mask) for _ in range(2)][1]  # by prepared launches
     both_served("efficient")
     whole = mask if mask.dim() == 4 else mask[None, None]
     exact, plain = (defined(dtype, inputs, whole) for dtype in (torch.float64, BF16))
