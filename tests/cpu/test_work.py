@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.forward_sm80.parts_kernel import ForwardParts
+from cute_attn.kernels.forward_sm80.order import TILES_OF_A_SECTION
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
@@ -552,7 +552,7 @@ def test_a_grid_by_sections_costs_little_under_a_causal_mask(batch, nheads, seql
     """Two CTAs a multiprocessor of an H200, rows of K and V in two fp16 parts of 128; beside the best list."""
     lengths = (seqlen,) * batch
     problem, causal = Problem(lengths, lengths, nheads, nheads // group), Window(None, 0)
-    fewest = 132 * ForwardParts.TILES_OF_A_SECTION
+    fewest = 132 * TILES_OF_A_SECTION
     grids = query_grid(problem, 128), query_grid(problem, 128, True, 1024, fewest=fewest)
     plain, sections = (forward_costs(problem, causal, tiles, 128, 32) for _, tiles in grids)
     time, before, least = (makespan(x, 264, 0) for x in (sections, plain, sorted(plain, reverse=True)))

@@ -54,6 +54,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
     tiles_for_few_rows,
 )
 from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.forward_sm80.order import query_grid
 from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.unaligned import (
@@ -68,7 +69,7 @@ from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
+from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class ForwardSm80:
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``."""
-        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args)
+        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args)
         ctas = params.grid.tiles(seqlens.batch(mQ))
         self.kernel(params).launch(grid=[ctas, 1, 1], block=[self.tile.num_threads, 1, 1], stream=stream)
 
@@ -232,13 +233,13 @@ class ForwardSm80:
         mLSE: cute.Tensor,
         seqlens: Seqlens,
         softmax_scale: Float32,
+        schedule: ForwardSchedule,
         score_args: tuple,
         scales: cute.Tensor | None = None,
     ) -> ForwardParams:
         """Of a launch; scales: of q, k and v, which the kernels of :mod:`.parts_kernel` read."""
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
-        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
-        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
+        grid = query_grid(self, seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)

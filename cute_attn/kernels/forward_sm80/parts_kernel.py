@@ -63,9 +63,6 @@ class FollowsSplit(ForwardSm80):
     """What both kernels share: arguments, and that the scales say which of them computes."""
 
     computes_parts: ClassVar[bool] = False
-    TILES_OF_A_SECTION: ClassVar[int] = 4
-    """At least, for each multiprocessor: the last section starts with its longest tiles, and has to have short ones for
-    all CTAs after them, of which a multiprocessor has two."""
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -94,14 +91,8 @@ class FollowsSplit(ForwardSm80):
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; mScales (3,): of Q, K and V, by the split."""
-        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, score_args, mScales)
-        batch = seqlens.batch(mQ)
-        if cutlass.const_expr(self.traits.causal):
-            key_bytes = sum(self.row_widths) * self.dtype.width // 8
-            fewest = schedule.multiprocessors * self.TILES_OF_A_SECTION
-            grid = params.grid.longest_first(seqlens, batch, key_bytes, fewest)
-            params = dataclasses.replace(params, grid=grid)
-        self.launch(params, params.grid.tiles(batch), schedule, stream)
+        params = self.params(mQ, mK, mV, mO, mLSE, seqlens, softmax_scale, schedule, score_args, mScales)
+        self.launch(params, params.grid.tiles(seqlens.batch(mQ)), schedule, stream)
 
     def launch(
         self, params: ForwardParams, tiles: Int32, schedule: ForwardSchedule, stream: cuda.CUstream
