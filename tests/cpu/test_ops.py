@@ -341,7 +341,7 @@ def test_large_unaligned_rows_are_copied(recorder, monkeypatch, given):
         assert found.is_contiguous() and found.shape == (2, 9, 4, 4) and m_lse is lse
         assert found.equal(m_out[..., :4]) and (out is None or found is out)
     (built,) = recorder.built
-    assert built[0].name == "forward-sm80-bf16-d304x8"
+    assert built[0].name == "forward-sm90-bf16-d304x8"
 
 
 class Writes(list):
