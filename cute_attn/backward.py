@@ -224,6 +224,12 @@ class BackwardLauncher:
         with torch.cuda.device(device):
             return self._launch(params, grads, outputs, into)
 
+    def _queries(self, params: AttentionParams) -> tuple[Tensor, int] | None:
+        """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
+        if self.aligned or params.q.element_size() != 2:
+            return None
+        return params.q, params.q.shape[-2] // params.k.shape[-2]
+
     def _launch(
         self,
         params: AttentionParams,
@@ -290,7 +296,7 @@ class BackwardLauncher:
         )
         self._main((*params[:3], grad_out), shared)
         if self.convert is not None:
-            self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep)
+            self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep, self._queries(params))
             if self.sign != 1:
                 dq.mul_(self.sign)
         if dbias is not None and self.bias is not None:

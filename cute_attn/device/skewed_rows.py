@@ -41,11 +41,9 @@ def division_of(rows: int, cols: int, num_threads: int) -> RowLanes | None:
     return division if rows % division.step == 0 else None
 
 
-def has_room(tile: cute.Tensor, head_dim: int, num_threads: int) -> bool:
-    """Whether a tile in shared memory, (rows, columns), has room for rows of ``head_dim`` elements with any skew."""
-    rows, cols = (cute.size(tile, mode=[i]) for i in range(2))
-    width = tile.element_type.width
-    return width == 16 and head_dim + LENGTH - 1 <= cols and division_of(rows, cols, num_threads) is not None
+def has_room(rows: int, cols: int, head_dim: int, num_threads: int) -> bool:
+    """Whether a tile of 16-bit elements, (rows, cols), has room for rows of ``head_dim`` elements with any skew."""
+    return head_dim + LENGTH - 1 <= cols and division_of(rows, cols, num_threads) is not None
 
 
 def rows_start_alike(m: cute.Tensor) -> Int32:
@@ -56,6 +54,12 @@ def rows_start_alike(m: cute.Tensor) -> Int32:
     distance = Int64(m.stride[-3]) - LENGTH
     wrong = (distance & ~Int64(_FARTHEST - LENGTH)) | (Int64(m.stride[-1]) ^ 1)
     return Int32(wrong == Int64(0))
+
+
+def heads_start_alike(m: cute.Tensor, group: Int32) -> Int32:
+    """As :func:`rows_start_alike`, and rows of every ``group`` heads start alike."""
+    heads = (Int64(m.stride[-2]) & Int64(LENGTH - 1)) == Int64(0)
+    return rows_start_alike(m) & Int32(heads | (group == 1))
 
 
 @dataclass(frozen=True)

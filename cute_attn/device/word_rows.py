@@ -71,12 +71,14 @@ class WordRows:
     Attributes:
         head_dim, num_threads: compile-time constants; all of the threads load, an even number of warps unless elements
             are words.
+        pairs: whether rows at multiples of 8 bytes are copied by as many.
     """
 
     g: cute.Tensor
     head_dim: Constexpr
     thread: Int32
     num_threads: Constexpr
+    pairs: Constexpr = True
 
     @property
     def is_contiguous(self) -> Any:
@@ -105,7 +107,7 @@ class WordRows:
         What does not exist becomes zeros, since 0 * NaN is NaN.
         """
         if self.is_contiguous:
-            if cutlass.const_expr(self._row_bytes % (2 * WORD) == 0):
+            if cutlass.const_expr(self.pairs and self._row_bytes % (2 * WORD) == 0):
                 starts = self.g.iterator.toint() | (Int64(self.g.stride[0]) * self._size)
                 if (starts & Int64(2 * WORD - 1)) == Int64(0):
                     self.copy_words(tile, row0, rows, whole, 2 * WORD)

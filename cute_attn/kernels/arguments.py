@@ -197,14 +197,17 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def convert_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the convert, without the stream.
 
-    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale. Of seqlens only the queries' are read.
+    mDQaccum, mDQ, seqlens, scale, queries. scale: rp * softmax_scale. Of seqlens only the queries' are read. queries:
+    mQ and the number of query heads of a key head, or None unless rows are unaligned, in 16 bits.
     """
     ndim = 3 if traits.varlen else 4
+    starts_anywhere = not traits.aligned and traits.element_bytes == 2
     return (
         workspace_fake(ndim),
         head_rows_fake(traits),
         seqlens_fake(traits),
         Float32(0.0),
+        (head_rows_fake(traits), Int32(0)) if starts_anywhere else None,
     )
 
 

@@ -21,6 +21,8 @@ from cutlass.cute.nvgpu import warp
 
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
+from cute_attn.device.skewed_rows import heads_start_alike
+from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
@@ -101,17 +103,24 @@ class BackwardConvert:
         mDQ: cute.Tensor,
         seqlens: Seqlens,
         scale: Float32,
+        queries: tuple | None,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
 
+        queries: of unaligned rows in 16 bits Q, and how many query heads a key head has: they say where dQ's columns
+        lie, see ``dq_order.queries_stay``.
         Writes all rows of dQ that belong to a sequence; rows beyond seqused_q become 0.
         """
         tile = self.tile
         nheads = mDQ.shape[1] if self.traits.varlen else mDQ.shape[2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
         grid = QueryGrid.make(m_blocks, nheads, nheads)
-        self.kernel(mDQaccum, mDQ, seqlens, scale, grid).launch(
+        mQ, alike = None, None
+        if cutlass.const_expr(queries is not None and dq.queries_stay(self.traits, tile)):
+            mQ, group = queries  # type: ignore[misc]
+            alike = heads_start_alike(mQ, group)
+        self.kernel(mDQaccum, mDQ, seqlens, scale, grid, mQ, alike).launch(
             grid=[m_blocks * nheads * seqlens.batch(mDQ), 1, 1],
             block=[tile.mma_threads, 1, 1],
             stream=stream,
@@ -122,7 +131,14 @@ class BackwardConvert:
 
     @cute.kernel
     def kernel(
-        self, mDQaccum: cute.Tensor, mDQ: cute.Tensor, seqlens: Seqlens, scale: Float32, grid: QueryGrid
+        self,
+        mDQaccum: cute.Tensor,
+        mDQ: cute.Tensor,
+        seqlens: Seqlens,
+        scale: Float32,
+        grid: QueryGrid,
+        mQ: cute.Tensor | None,
+        alike: Int32 | None,
     ) -> None:
         traits, tile = self.traits, self.tile
         thread, _, _ = cute.arch.thread_idx()
@@ -144,10 +160,17 @@ class BackwardConvert:
                     acc = self.load(mDQaccum, query_tile, row0, index, thread)
                     self.to_shared(acc, s_dq, scale, thread)
                 cute.arch.barrier()
-                rows_dq = sequence(
-                    mDQ, query_tile.batch, query_tile.head, query_tile.info.offset_q, traits.varlen
-                )
-                self.store_rows(s_dq, rows_dq, index, query_tile.row0, used, exist, thread)
+                rows_dq, first_col = self.rows_of(mDQ, query_tile), Int32(0)
+                if cutlass.const_expr(mQ is not None):
+                    rows_q = UnalignedRows(
+                        self.rows_of(mQ, query_tile), traits.head_dim, thread, tile.mma_threads, alike
+                    )
+                    first_col = rows_q.first_col()
+                self.store_rows(s_dq, rows_dq, index, query_tile.row0, used, exist, thread, first_col)
+
+    def rows_of(self, m: cute.Tensor, query_tile: QueryTile) -> cute.Tensor:
+        """The rows of Q or dQ of a work tile's sequence and head."""
+        return sequence(m, query_tile.batch, query_tile.head, query_tile.info.offset_q, self.traits.varlen)
 
     @cute.jit
     def load(
@@ -188,10 +211,12 @@ class BackwardConvert:
         used: Int32,
         exist: Int32,
         thread: Int32,
+        first_col: Int32,
     ) -> None:
         """Store pass ``index`` of ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m.
 
-        Adjacent threads store adjacent vectors of 16 bytes, or of unaligned rows elements.
+        Adjacent threads store adjacent vectors of 16 bytes, or of unaligned rows elements, which lie from ``first_col``
+        on, of all passes.
         """
         tile: Constexpr = self.tile
         length: Constexpr = 16 // self.traits.element_bytes if self.traits.aligned else 1
@@ -200,9 +225,8 @@ class BackwardConvert:
         total: Constexpr = tile.tile_m * per_row
         vector = cute.make_rmem_tensor(cute.make_layout(length), self.dtype)
         target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=length)
-        if cutlass.const_expr(index > 0):
-            target_row0 += index * cols * rows_dq.stride[1]
         if cutlass.const_expr(self.traits.aligned):
+            target_row0 += index * cols
             for first in cutlass.range_constexpr(0, total, tile.mma_threads):
                 row, col = (first + thread) // per_row, (first + thread) % per_row * length
                 if row < cutlass.min(exist, tile.tile_m):
@@ -216,10 +240,10 @@ class BackwardConvert:
                     target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=length)
                     cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
         else:
-            for i in cutlass.range(thread, total, tile.mma_threads, unroll=1):
-                row, col = i // per_row, i % per_row
-                if row < exist:
-                    vector[0] = s_dq[row, col]
+            for i in cutlass.range(thread, tile.tile_m * cols, tile.mma_threads, unroll=4):
+                row, col = i // cols, index * cols + i % cols - first_col
+                if (row < exist) & (col >= 0) & (col < self.traits.head_dim):
+                    vector[0] = s_dq[row, i % cols]
                     if row >= used:
                         vector[0] = self.dtype(0.0)
                     target = target_row0 + (row * rows_dq.stride[0] + col * rows_dq.stride[1])

@@ -44,7 +44,9 @@ def run_ends() -> None:
         sizes = {"batch": 1, "nheads": heads, "nheads_kv": heads, "seqlen_q": 67, "seqlen_k": 131}
         problem = Case(name, head_dim=head_dim, **sizes).build("cuda")
         problem = replace(problem, tensors=tuple(moved(x, distance, first) for x in problem.tensors))
-        problem.gradients(problem.start())
+        start = problem.start()
+        assert start.out is not None
+        problem.gradients(replace(start, out=moved(start.out, distance, first)))
         torch.cuda.synchronize()
         print(f"ran {name}", flush=True)
 

@@ -189,12 +189,14 @@ def test_rows_that_start_alike(case):
         check("lse", actual["lse"], exact["lse"], plain32["lse"], roundings=32)
 
 
-def among_infinities(x, before):
-    """x, whose memory has infinities in heads ``before`` its heads, and in as many more as make 4 in all; 5: in one."""
+def among_infinities(x, before, left=0, right=0):
+    """x, whose memory has infinities in heads ``before`` its heads, and in as many more as make 4 in all; 5: in one;
+    and in elements ``left`` and ``right`` of each row."""
     *outer, heads, dim = x.shape
     others, before = (1, 1) if before == 5 else (4, before)
-    whole = torch.full((*outer, heads + others, dim), float("inf"), dtype=x.dtype, device=x.device)
-    return whole[..., before : before + heads, :].copy_(x)
+    shape = (*outer, heads + others, left + dim + right)
+    whole = torch.full(shape, float("inf"), dtype=x.dtype, device=x.device)
+    return whole[..., before : before + heads, left : left + dim].copy_(x)
 
 
 def test_an_address_between_multiples_of_16_bytes_then_one_at_them():

@@ -15,6 +15,7 @@ from cute_attn.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import CANCELLATION, GRADIENT, Errors, check
 from tests.gpu.test_fp32_backward import run
+from tests.gpu.test_head_dims import among_infinities
 from tests.problem import Case, Start
 
 ODD = {"seqlen_q": 130, "seqlen_k": 200}
@@ -152,6 +153,43 @@ UNALIGNED = [
 @pytest.mark.parametrize("of", UNALIGNED, ids=lambda case: case.name)
 def test_unaligned_rows(of: Case) -> None:
     compare_case(of)
+
+
+ALIKE = [
+    Case("bf16-d59-causal", nheads_kv=4, head_dim=59, causal=True, **ODD),
+    Case("bf16-d57x61", nheads_kv=4, head_dim=57, head_dim_v=61, seqlen_q=128, seqlen_k=128),
+    Case("fp16-d123", nheads_kv=4, head_dim=123, dtype="fp16", **ODD),
+    Case("bf16-d93-varlen", nheads_kv=4, head_dim=93, lengths_q=(60, 1, 128), lengths_k=(80, 60, 1), batch=3),
+    Case("bf16-d59-groups", nheads=8, nheads_kv=4, head_dim=59, **ODD),
+]
+"""4 or 8 heads: rows are a multiple of 8 bytes apart, and the heads start at all four remainders by 8."""
+
+
+@pytest.mark.parametrize("of", ALIKE, ids=lambda case: case.name)
+def test_rows_that_start_alike(of: Case) -> None:
+    """What lies beside rows is infinite. Of 4 or 8 heads rows start alike, of 5 they do not; of heads a multiple of 8
+    bytes apart all start alike."""
+    problem = of.build("cuda")
+    start = problem.start()
+    exact = problem.expected_gradients(start, torch.float64)
+    plain = problem.expected_gradients(start, problem.tensors[0].dtype)
+    floor = CANCELLATION if 1 in of.lengths_k else 0.0
+    assert start.out is not None
+    for heads, whole in (
+        ((0, 0, 0, 0), 0),
+        ((1, 3, 2, 1), 0),
+        ((3, 1, 5, 2), 0),
+        ((2, 5, 1, 5), 0),
+        ((1, 2, 3, 0), 4),
+    ):
+        moved = []
+        for i, (x, before) in enumerate(zip((*problem.tensors, start.out), heads, strict=True)):
+            left = i if whole else 0
+            right = -(left + x.shape[-1]) % whole if whole else 0
+            moved.append(among_infinities(x, before, left, right))
+        own = replace(problem, tensors=tuple(moved[:3]))
+        for what, value in run(own, Start(moved[3], None), kernel="sm80").items():
+            check(what, value, exact[what], plain[what], factor=GRADIENT, floor=floor)
 
 
 @pytest.mark.parametrize("how", ["last-stride", "odd-rows", "odd-address"])

@@ -60,12 +60,13 @@ def store_gradient(
     key0: Int32,
     keys: Int32,
     thread: Int32,
+    first_col: Int32,
 ) -> None:
-    """dK or dV from shared to global memory, in 16-byte vectors, or of unaligned rows by elements."""
+    """dK or dV from shared to global memory, in 16-byte vectors, or of unaligned rows from a column on by elements."""
     cols = padded(head_dim)
     g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, kernel.traits.varlen)
     if cutlass.const_expr(not kernel.traits.aligned):
-        store_elements(s, g, key0, keys, thread, kernel.tile.num_threads)
+        store_elements(s, g, key0, keys, thread, kernel.tile.num_threads, first_col)
     else:
         tile = block_of_rows(g, key0 // kernel.tile.tile_n, kernel.tile.tile_n, cols)
         RowCopy(kernel.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)

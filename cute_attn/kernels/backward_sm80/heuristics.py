@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from cute_attn.device.skewed_rows import has_room
 from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
@@ -98,9 +99,6 @@ def _fp32(
     fields = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, "stages_q": stages, "stages_do": stages}
     return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
 
-
-_UNALIGNED_64 = _in_regs(32, 1, 2)
-"""Of head dims up to 64, for rows that start anywhere, whose copies take more registers."""
 
 # For targets with less shared memory than sm80.
 _SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
@@ -268,6 +266,13 @@ def _large_tiles_in_parts(traits: Traits, vector: int) -> list[BackwardSm80Tile]
     return [resident, streamed]
 
 
+def _rows_stay(traits: Traits, tile: BackwardSm80Tile) -> bool:
+    """Whether unaligned rows may stay where they are copied, so that copies take few registers."""
+    dim = traits.head_dim
+    stay = dim == traits.head_dim_v and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
+    return stay and not (traits.windowed and dim <= 64)
+
+
 def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Best first."""
     vector = 4 if target == "sm90" else 1
@@ -301,8 +306,10 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     # Reductions of single floats take registers too.
     pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
     own = []
-    if not traits.aligned:
-        own = [_UNALIGNED_64] if largest <= 64 and pressure <= 1 and tables is _TILES else []
+    if not (traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, tiles[0][1]))):
+        if largest <= 64 and pressure <= 1 and tables is _TILES:
+            few = target == "sm90" and pressure == 0 and traits.head_dim == traits.head_dim_v
+            own = [_in_regs(32, 0, 4) if few else _in_regs(32, 1, 2)]
         pressure = max(pressure, 4 if largest <= 64 or (largest <= 128 and target == "sm80") else 3)
     fitting = [*own, *(tile for highest, tile in tiles if highest >= pressure)]
     return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]

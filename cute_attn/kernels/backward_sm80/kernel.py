@@ -51,7 +51,7 @@ from cute_attn.device.one_part import change_units, running_scale
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
-from cute_attn.device.word_rows import WordRows
+from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
@@ -71,6 +71,7 @@ from cute_attn.kernels.backward_sm80.storage import (
     gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
+from cute_attn.kernels.backward_sm80.unaligned import finish_keys, first_cols, start_alike
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
@@ -234,7 +235,8 @@ class BackwardSm80:
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
         outputs = (mDQaccum, mDK, mDV)
-        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
+        alike = start_alike(self, mQ, mDO, mK.shape[-2])
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits, alike)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
@@ -273,7 +275,7 @@ class BackwardSm80:
                 streamed.run(inputs, outputs, seqlens, scalars, score_args, scales, key_tile, key0)
             else:
                 smem = self.shared_memory()
-                strides = {"stride_q": inputs[0].stride[-3], "stride_do": inputs[3].stride[-3]}
+                strides = {"rows_q": inputs[0].stride[-3], "rows_do": inputs[3].stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
                 if cutlass.const_expr(self.tile.in_parts):
                     smem.scales.store(scales)  # type: ignore[union-attr]
@@ -300,7 +302,7 @@ class BackwardSm80:
         traits, tile, chain = self.traits, self.tile, self.epilogues
         _, mK, mV, _, _, _ = inputs
         mDQaccum, _, _ = outputs
-        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits = scalars
+        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits, alike = scalars
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
         head_kv = key_tile.head_dkv // head_splits
@@ -308,9 +310,7 @@ class BackwardSm80:
         self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(not self.products.loads_vectors):
-            cute.arch.cp_async_wait_group(0)
-            self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread, True)
-            self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread, True)
+            finish_keys(self, inputs, alike, (smem.k, smem.v), key_tile, (head_kv, heads), key0, thread)
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
@@ -334,7 +334,7 @@ class BackwardSm80:
                 accumulator, key_tile.batch, head, row0, padded(traits.head_dim), traits.varlen
             )
             dq_blocks = head_dq.iterator + Int64(key_tile.first) * split_stride
-            load_q, load_do = self.query_loads(inputs, smem, key_tile, head, row0, thread)
+            load_q, load_do = self.query_loads(inputs, smem, key_tile, head, row0, thread, alike)
             ctx = MainloopContext(
                 smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0, scale_log2, thread
             )
@@ -359,7 +359,7 @@ class BackwardSm80:
     ) -> None:
         """Store dK and dV times their constant factors, for the keys within the sequence's memory."""
         _, mDK, mDV = outputs
-        softmax_scale, _, _, nheads, _, _ = scalars
+        softmax_scale, _, _, nheads, heads, _, alike = scalars
         thread, _, _ = cute.arch.thread_idx()
         rescale = self.epilogues.context(
             score_args, seqlens, key_tile.info, key_tile.batch, key_tile.head_dkv, nheads, softmax_scale
@@ -370,8 +370,9 @@ class BackwardSm80:
         stage_gradient(self, gradients.dk, of_dk, mma_dkv, smem.dk, thread)
         stage_gradient(self, gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
-        store_gradient(self, smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread)
-        store_gradient(self, smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread)
+        cols = first_cols(self, inputs, alike, key_tile, key_tile.head_dkv * heads)
+        store_gradient(self, smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread, cols[0])
+        store_gradient(self, smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread, cols[1])
 
     def shared_memory(self) -> BackwardSm80Storage:
         """The areas of shared memory as tensors."""
@@ -418,21 +419,13 @@ class BackwardSm80:
         head_kv: Int32,
         key0: Int32,
         thread: Int32,
-        arrived: Constexpr = False,
     ) -> None:
-        """Start loading a block of K or V; keys out of the sequence's bounds become zeros.
-
-        arrived: finish loading unaligned rows instead, after a thread's copies and before a barrier.
-        """
+        """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
         if cutlass.const_expr(not self.products.loads_vectors):
-            words = WordRows(g, head_dim, thread, self.tile.num_threads)
-            tile, keys = s[None, None, 0], key_tile.info.seqlen_k - key0
-            if cutlass.const_expr(arrived):
-                words.finish(tile, key0, keys)
-            else:
-                words.start(tile, key0, keys, False)
+            rows = UnalignedRows(g, head_dim, thread, self.tile.num_threads)
+            rows.start(s[None, None, 0], key0, key_tile.info.seqlen_k - key0, False)
         else:
             row_copy = RowCopy(
                 self.gmem_copy(head_dim, True), thread, cols, self.products.loaded_columns(head_dim)
@@ -449,24 +442,23 @@ class BackwardSm80:
         head: Int32,
         row0: Int32,
         thread: Int32,
+        alike: tuple,
     ) -> tuple[BlockLoad, BlockLoad]:
         """Q with LSE, and dO with D, of one head."""
         mQ, _, _, mDO, mLSElog2, mMinusD = inputs
         varlen = self.traits.varlen
 
-        def load(m, head_dim, s, stride, m_row, s_row):
+        def load(m, head_dim, s, stride, m_row, s_row, alike):
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
             g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
             columns, vectors = self.products.loaded_columns(head_dim), self.products.loads_vectors
-            number = smem.number(stride)
-            return BlockLoad(
-                g, vectors, columns, s, number, g_row, s_row, seqlen, thread, threads, self.num_parts
-            )
+            tensors = (g, vectors, columns, s, smem.number(stride), g_row, s_row)
+            return BlockLoad(*tensors, seqlen, thread, threads, self.num_parts, alike)
 
         return (
-            load(mQ, self.traits.head_dim, smem.q, "stride_q", mLSElog2, smem.lse),
-            load(mDO, self.traits.head_dim_v, smem.do, "stride_do", mMinusD, smem.minus_d),
+            load(mQ, self.traits.head_dim, smem.q, "rows_q", mLSElog2, smem.lse, alike[0]),
+            load(mDO, self.traits.head_dim_v, smem.do, "rows_do", mMinusD, smem.minus_d, alike[1]),
         )
 
     @cute.jit
@@ -479,6 +471,8 @@ class BackwardSm80:
             band = ctx.state.band
             ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in BAND})
             ctx.smem.spill(**{name: getattr(blocks, name) for name in BLOCKS})
+            if cutlass.const_expr(not self.products.loads_vectors):
+                ctx.smem.spill(rows_q=ctx.load_q.g.iterator.toint(), rows_do=ctx.load_do.g.iterator.toint())
             ctx.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             ctx.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
             cute.arch.cp_async_commit_group()

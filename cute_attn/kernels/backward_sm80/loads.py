@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize
-from cute_attn.device.word_rows import WordRows
+from cute_attn.device.unaligned_rows import UnalignedRows
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,21 @@ class BlockLoad:
     aligned: Constexpr  # whether 16 bytes of a row may be copied at once
     valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
-    stride: cute.Tensor  # of g's rows, spilled to shared memory
+    spilled: cute.Tensor  # to shared memory: the stride of g's rows, or of unaligned ones g's address
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
     seqlen_q: Int32
     thread: Int32
     num_threads: Constexpr
     num_parts: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
+    alike: Int32 | None = None  # of unaligned rows, see ``UnalignedRows``
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
         """Start loading query block ``block``. Queries out of bounds become zeros, since 0 * NaN would be NaN."""
         tile_m = cute.size(self.s_row, mode=[0])
-        if (block + 1) * tile_m <= self.seqlen_q:
+        more: Constexpr = 0 if self.aligned else 1  # row, behind a whole block
+        if (block + 1) * tile_m + more <= self.seqlen_q:
             self.rows(block, stage, True)
         else:
             self.rows(block, stage, False)
@@ -42,12 +44,16 @@ class BlockLoad:
     def finish(self, block: Int32, stage: Int32) -> None:
         """Of unaligned rows, after a thread's copies have arrived, and before the barrier that publishes them."""
         row0 = block * cute.size(self.s_row, mode=[0])
-        self._words.finish(self._stage(stage), row0, self.seqlen_q - row0)
+        self._unaligned.finish(self._stage(stage), row0, self.seqlen_q - row0)
 
     @property
-    def _words(self) -> WordRows:
+    def _unaligned(self) -> UnalignedRows:
         """The loads of unaligned rows."""
-        return WordRows(self.g, self.valid_cols, self.thread, self.num_threads)
+        dtype = self.g.element_type
+        space, align = cute.AddressSpace.gmem, dtype.width // 8
+        start = cute.make_ptr(dtype, self.spilled[0], space, assumed_align=align)
+        g = cute.make_tensor(start, self.g.layout)
+        return UnalignedRows(g, self.valid_cols, self.thread, self.num_threads, self.alike)
 
     def _stage(self, stage: Int32) -> cute.Tensor:
         """All pieces of a stage as one tile, (tile_m, padded head_dim)."""
@@ -61,12 +67,12 @@ class BlockLoad:
 
     @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``; ``whole``: all its rows are in bounds."""
+        """Q or dO of ``block``; ``whole``: all its rows are in bounds, and if unaligned the next one."""
         if cutlass.const_expr(self.aligned):
             self.vectors(block, stage, whole)
         else:
             row0 = block * cute.size(self.s_row, mode=[0])
-            self._words.start(self._stage(stage), row0, self.seqlen_q - row0, whole)
+            self._unaligned.start(self._stage(stage), row0, self.seqlen_q - row0, whole)
 
     @cute.jit
     def vectors(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
@@ -87,7 +93,7 @@ class BlockLoad:
         layout = self.s.layout
         stages = tile_m // queries * self.num_parts
         first = (self.s.iterator + cute.crd2idx((row, col, stage * stages), layout)).toint()
-        stride = self.stride[0]
+        stride = self.spilled[0]
         source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * size
         exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
         atom = cute.make_copy_atom(

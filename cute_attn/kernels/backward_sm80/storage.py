@@ -10,9 +10,10 @@ from cute_attn.device.math import optimization_barrier
 
 BAND = ("left", "right", "seqlen_k")
 BLOCKS = ("full_begin", "full_end", "end")
-SPILLED = ("stride_q", "stride_do", "dq", "block", *BAND, *BLOCKS)
+SPILLED = ("rows_q", "rows_do", "dq", "block", *BAND, *BLOCKS)
 """CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
-in registers through the whole loop, and spill it; shared memory is read again after every barrier."""
+in registers through the whole loop, and spill it; shared memory is read again after every barrier. rows_q, rows_do: the
+stride of aligned rows, the address of unaligned ones."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
 """Of the sums of products of operands in parts: of S, dP and dV, and of Q and K alone."""

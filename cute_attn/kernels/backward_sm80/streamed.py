@@ -195,7 +195,7 @@ class Streamed:
         """dK and dV of the CTA's keys and columns; adds its part of dQ to the accumulator."""
         traits, tile, chain = self.kernel.traits, self.tile, self.kernel.epilogues
         mQ, mK, mV, mDO, mLSElog2, mMinusD = inputs
-        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits = scalars
+        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits, _ = scalars
         thread, _, _ = cute.arch.thread_idx()
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()

@@ -694,5 +694,5 @@ class ForwardSm80:
             rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
             self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
         else:
-            rows, first_col = tile.info.seqlen_q - tile.row0, ctx.load_v.first_col()
+            rows, first_col = tile.info.seqlen_q - tile.row0, ctx.load_v.rows.first_col()
             store_elements(s_o, o, tile.row0, rows, thread, self.tile.num_threads, first_col)
