@@ -295,7 +295,7 @@ class PreparedBackward:
         made._main(
             (q, k, v, grad_out), (*workspace, dk, dv, seqlens, made.softmax_scale, schedule, score_args)
         )
-        made.convert(accumulators, dq, part_seqlens, made.softmax_scale / keep)  # type: ignore[misc]
+        made.convert(accumulators, dq, part_seqlens, made.softmax_scale / keep, None)  # type: ignore[misc]
 
     def _new_arguments(self) -> _BackwardArguments:
         made = self.made

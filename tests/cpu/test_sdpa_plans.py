@@ -15,6 +15,9 @@ import tvm_ffi
 
 from cute_attn import backward, counters, launcher, reference
 from cute_attn.backward import BackwardLauncher, BiasGradient, Workspace
+from cute_attn.kernels.backward_convert import BackwardConvert
+from cute_attn.kernels.backward_preprocess import BackwardPreprocess
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.launcher import Launcher, ScoreArgs, contiguous_strides
 from cute_attn.params import NUM_TENSORS, AttentionParams
 from cute_attn.sdpa import operators, plans
@@ -73,6 +76,17 @@ def as_tvm(function):
     return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
 
 
+def with_arguments_of(kernel, function):
+    """``function``, called with the arguments of a kernel's launch; other ones raise."""
+    signature = inspect.signature(kernel.__call__)
+
+    def run(*arguments):
+        signature.bind(None, *arguments, "stream")
+        return function(*arguments)
+
+    return run
+
+
 def ready_at_once(make, count):
     """count: arguments of a plan's ``ready``, which follow the call."""
     return lambda *arguments, **options: make(*arguments, **options).ready(*arguments[1 : 1 + count])
@@ -117,7 +131,7 @@ class Machine:
         places = ((0, 0, 8),) if params.bias is not None else ()
         return made_of(
             Launcher,
-            function=self.function(run),
+            function=self.function(with_arguments_of(ForwardSm90, run)),
             softmax_function=None,
             kernel=None,
             seqlens=(),
@@ -166,9 +180,9 @@ class Machine:
         shapes = tuple(tuple(x.shape) for x in params[:3])
         return made_of(
             BackwardLauncher,
-            preprocess=self.function(lambda *arguments: None),
+            preprocess=self.function(with_arguments_of(BackwardPreprocess, lambda *arguments: None)),
             main=self.function(main),
-            convert=self.function(convert),
+            convert=self.function(with_arguments_of(BackwardConvert, convert)),
             kernel=Kernel,
             needed=needed,
             shapes=shapes,
