@@ -1,6 +1,6 @@
 """Loads of rows that start anywhere: moved to column 0, or those that start alike where they are copied."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
@@ -26,6 +26,10 @@ class UnalignedRows:
     num_threads: Constexpr
     alike: Int32 | None = None
     cleaned: Constexpr = True
+
+    def at_column(self, col: Int32, alike: Int32 | None) -> "UnalignedRows":
+        """The same rows, which stay where they are copied if they start alike, and so that this is column ``col``."""
+        return self if alike is None else replace(self, alike=alike & Int32(self.skewed.skew == col))
 
     @property
     def words(self) -> WordRows:

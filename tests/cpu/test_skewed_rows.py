@@ -4,11 +4,12 @@ import cutlass
 import numpy as np
 import pytest
 import torch
-from cutlass import Int16, Int32, cute
+from cutlass import Float32, Int16, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 import layouts
-from cute_attn.device.skewed_rows import SkewedRows, has_room, rows_start_alike, shift_rows
+from cute_attn.device.skewed_rows import SkewedRows, has_room, heads_start_alike, rows_start_alike, shift_rows
+from cute_attn.kernels.backward_sm80.loads import BlockLoad
 
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 POISON = -7
@@ -28,6 +29,14 @@ def load(
     """Load a tile into s by all threads, one after the other, and clean it if wanted; out: it without swizzle."""
     tile_rows, cols = (cute.size(out, mode=[i]) for i in range(2))
     tile = cute.make_tensor(s.iterator, layouts.smem_layout(tile_rows, cols, Int16))
+    pieces = cute.make_tensor(s.iterator, layouts.smem_layout(tile_rows // 2, cols, Int16, stages=2))
+    if cutlass.const_expr(what == "pieces"):  # of a stage of the Ampere backward
+        numbers = cute.make_tensor(
+            cute.recast_ptr(s.iterator, dtype=Float32), cute.make_layout((tile_rows, 1))
+        )
+        tile = BlockLoad(g, False, head_dim, pieces, *(numbers,) * 3, rows, Int32(0), THREADS)._stage(
+            Int32(0)
+        )
     for thread in cutlass.range(THREADS):
         SkewedRows(g, head_dim, thread, THREADS).start(tile, row0, rows, what == "whole")
     if cutlass.const_expr(what != "as copied"):
@@ -35,7 +44,10 @@ def load(
             SkewedRows(g, head_dim, thread, THREADS).clean(tile)
     for row in cutlass.range(tile_rows):
         for col in cutlass.range(cols):
-            out[row, col] = tile[row, col]
+            if cutlass.const_expr(what == "pieces"):
+                out[row, col] = pieces[row % (tile_rows // 2), col, row // (tile_rows // 2)]
+            else:
+                out[row, col] = tile[row, col]
 
 
 def rows_at(skew: int, head_dim: int, length: int, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +129,10 @@ def test_shifted_rows(cols):
 
 @cute.jit
 def write_alike(m: cute.Tensor, out: cute.Tensor):
+    """out[group]: whether rows of so many heads start alike; of 0 each head's."""
     out[0] = rows_start_alike(m)
+    for group in cutlass.range_constexpr(1, 3):
+        out[group] = heads_start_alike(m, Int32(group))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +142,7 @@ def write_alike(m: cute.Tensor, out: cute.Tensor):
         ((59, 59, 1), False),
         ((2 * 59, 59, 1), False),
         ((64, 7, 1), True),
+        ((240, 60, 1), True),
         ((64, 59, 2), False),
         ((0, 59, 1), False),
         ((1 << 29, 59, 1), True),
@@ -137,10 +153,10 @@ def write_alike(m: cute.Tensor, out: cute.Tensor):
 def test_which_rows_start_alike(strides, wanted):
     """m: (length, heads, head_dim)."""
     m = torch.empty(1, dtype=torch.int16).as_strided((1, 1, 1), strides)
-    out = torch.full((1,), -1, dtype=torch.int32)
+    out = torch.full((3,), -1, dtype=torch.int32)
     fake = from_dlpack(m, assumed_align=2).mark_layout_dynamic()
     write_alike(fake, from_dlpack(out))
-    assert out.item() == wanted
+    assert out.tolist() == [wanted, wanted, wanted and strides[1] % 4 == 0]
 
 
 @pytest.mark.parametrize(

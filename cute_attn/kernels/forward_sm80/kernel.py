@@ -243,7 +243,7 @@ class ForwardSm80:
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        alike = start_alike(self, mK, mV)
+        alike = start_alike(self, mQ, mK, mV)
         return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales, alike)
 
     # ---- device ----
@@ -278,8 +278,7 @@ class ForwardSm80:
             )
             if cutlass.const_expr(not self.loads_aligned):
                 load_q = unaligned_load(self, q, shared.q, width, info.seqlen_q, thread)
-                load_k, load_v = as_copied(self, load_k, load_v, params.alike)
-                ctx = dataclasses.replace(ctx, load_q=load_q, load_k=load_k, load_v=load_v)
+                ctx = dataclasses.replace(ctx, **as_copied(self, load_q, load_k, load_v, params.alike))
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):

@@ -31,7 +31,7 @@ class ForwardParams:
     grid: QueryGrid
     nheads: Int32
     scales: cute.Tensor | None  # of q, k and v, for kernels that follow a split into parts
-    alike: tuple = (None, None)  # whether rows of k, and of v, start alike, of unaligned ones in 16 bits
+    alike: tuple = (None, None, None)  # whether rows of q, k and v start alike, of unaligned ones in 16 bits
 
 
 @dataclass(frozen=True)

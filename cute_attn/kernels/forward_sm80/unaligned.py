@@ -44,10 +44,10 @@ class UnalignedLoad:
 
     @cute.jit
     def bring_to(self, other: "UnalignedLoad") -> None:
-        """Move rows that have been loaded to the column where those of ``other`` lie."""
+        """Move rows that have been loaded, and lie there or at column 0, to the column where those of ``other`` lie."""
         if cutlass.const_expr(other.rows.alike is not None):
             col = other.rows.first_col()
-            if col != 0:
+            if col != self.rows.first_col():
                 cute.arch.barrier()
                 shift_rows(self.s[None, None, 0], col, self.rows.thread, self.rows.num_threads)
 
@@ -59,20 +59,24 @@ def unaligned_load(
     return UnalignedLoad(UnalignedRows(g, head_dim, thread, kernel.tile.num_threads), s, seqlen)
 
 
-def start_alike(kernel: Any, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
-    """Whether rows of K, and of V, start alike; Nones where they are moved, or always aligned."""
+def start_alike(kernel: Any, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
+    """Whether rows of Q, of K and of V start alike; Nones where they are moved, or always aligned."""
     if kernel.loads_aligned or kernel.single:
-        return None, None
-    tile = kernel.tile
+        return None, None, None
+    tile, (dim, dim_v) = kernel.tile, kernel.row_widths
     return tuple(
-        rows_start_alike(m) if has_room(tile.tile_n, padded(dim), dim, tile.num_threads) else None
-        for m, dim in zip((mK, mV), kernel.row_widths, strict=True)
+        rows_start_alike(m) if has_room(rows, padded(width), width, tile.num_threads) else None
+        for m, rows, width in ((mQ, tile.tile_m, dim), (mK, tile.tile_n, dim), (mV, tile.tile_n, dim_v))
     )
 
 
-def as_copied(kernel: Any, load_k: Any, load_v: Any, alike: tuple) -> tuple:
-    """Both :class:`UnalignedLoad`; rows that start alike stay where they are copied."""
+def as_copied(kernel: Any, load_q: Any, load_k: Any, load_v: Any, alike: tuple) -> dict[str, Any]:
+    """The loads as fields of a context. Rows that start alike stay where they are copied; Q's, if K's start there."""
     # Columns beside V make columns beside O, which are not stored.
-    rows_k, rows_v = replace(load_k.rows, alike=alike[0]), replace(load_v.rows, alike=alike[1], cleaned=False)
-    one_stage = kernel.tile.num_stages == 1
-    return replace(load_k, rows=rows_k), replace(load_v, rows=rows_v, last_may_be_whole=one_stage)
+    rows_k, rows_v = replace(load_k.rows, alike=alike[1]), replace(load_v.rows, alike=alike[2], cleaned=False)
+    rows_q = load_q.rows.at_column(rows_k.first_col(), alike[0])
+    return {
+        "load_q": replace(load_q, rows=rows_q),
+        "load_k": replace(load_k, rows=rows_k),
+        "load_v": replace(load_v, rows=rows_v, last_may_be_whole=kernel.tile.num_stages == 1),
+    }
