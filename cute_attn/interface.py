@@ -116,7 +116,8 @@ def attention(
     precision : {"fp32", "tf32"}, optional
         Of the products of fp32 tensors on CUDA: "fp32" for that of fp32, "tf32" for operands rounded to tf32's 11
         significant bits, with a third of the products. Default: what torch.backends.cuda.matmul says of PyTorch's own
-        products. A large call at "fp32" takes as much memory again as q, k and v while it runs, at "tf32" half as much.
+        products. A large call at "fp32" takes as much memory again as k and v while it runs, its backward as q, k, v
+        and out, and at "tf32" both half as much.
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
         Written and returned in place of a new tensor, without gradients; it shares no memory with other arguments.
         On CUDA its rows are contiguous and start at multiples of 16 bytes, if those of q, k and v do.

@@ -40,6 +40,17 @@ FEATURES = [
         dropout_p=0.3,
         dropout_mask="mem_efficient",
     ),
+    Case(
+        "few-keys-d512x8",
+        lengths_q=(70, 0, 3, 64),
+        lengths_k=(1, 40, 65, 0),
+        nheads=8,
+        nheads_kv=1,
+        head_dim=512,
+        head_dim_v=8,
+        causal=True,
+    ),
+    Case("one-key-d512x24", seqlen_q=5, seqlen_k=1, head_dim=512, head_dim_v=24, sinks="bf16"),
     Case("d512x40", seqlen_q=200, seqlen_k=200, head_dim=512, head_dim_v=40, window=(30, 30)),
 ]
 

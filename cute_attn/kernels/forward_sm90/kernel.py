@@ -26,7 +26,7 @@ Overlap of products and softmax within a warpgroup and, by ping-pong, between wa
 et al. 2024, https://arxiv.org/abs/2407.08608). The next tile's loads overlap the store of O.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
-aligned with a contiguous last dimension.
+aligned with a contiguous last dimension. For head dims above 256 see ``large_kernel``.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import ForwardLargeTile, first_that_fits, padded
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_HEAD_DIM, Traits
 
 MAX_HEAD_DIM_V = 512
 """256 columns of O for each warpgroup."""
@@ -57,7 +57,7 @@ class ForwardLargeSm90(ForwardSm90):
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.head_dim_v > MAX_HEAD_DIM_V:
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
-        return beyond(traits, most=576)
+        return beyond(traits, most=MAX_HEAD_DIM)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
