@@ -49,6 +49,9 @@ def _forward_sm90(kernel: Any) -> Things:
         {"smem-bias": lambda: kernel.bias_layout(kernel.tile.bias_stages)} if kernel.loads_bias_by_tma else {}
     )
     others = {"copy-smem-to-gmem": kernel.gmem_store, "mma-qk": kernel.mma_qk, "mma-pv": kernel.mma_pv}
+    if kernel.divides_columns:
+        others["smem-v"] = lambda: kernel.values_layout(kernel.tile.num_stages)
+        others["smem-p"] = lambda: kernel.probabilities_layout(kernel.tile.p_stages)
     return _forward_operands(kernel) | bias | others
 
 

@@ -18,6 +18,8 @@ class StepContent:
         loops: products that are loops within the step, in their order: (matrix instructions of an iteration,
             iterations). Of one iteration, the product is no loop.
         async_bytes: what TMA and bulk reductions write to or read from shared memory in a step.
+        other_wgmma: (how many, n) wgmma of 64 x n x 16, both operands in shared memory, that the CTA's other warpgroups
+            issue in a step.
     """
 
     mma: int
@@ -26,6 +28,7 @@ class StepContent:
     warps: int
     loops: Loops = ()
     async_bytes: int = 0
+    other_wgmma: tuple[int, int] = (0, 0)
 
 
 def mma_sync_count(m: int, n: int, k: int, warps: int, depth: int = 16) -> int:

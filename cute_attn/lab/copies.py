@@ -101,7 +101,7 @@ def _forward_sm90(kernel: Any) -> Iterator[SmemCopy]:
     tile, d, columns, dtype = kernel.tile, kernel.traits.head_dim, kernel.output_columns, kernel.dtype
     if tile.q_in_regs:
         yield _ldmatrix("Q", "A", kernel.mma_qk, lambda: kernel.smem_layout(tile.tile_m, d), dtype, False)
-    if hasattr(kernel, "probabilities_layout"):
+    if kernel.divides_columns:
         yield SmemCopy(
             "P to shared memory",
             "STSM",

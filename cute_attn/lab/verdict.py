@@ -327,11 +327,17 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
             tensor += times * _flops(i) / (machine.wgmma if i.opcode == "HGMMA" else machine.mma_sync)
         wavefronts += times * _wavefronts(i) * factor.get(i.opcode, 1.0)
     warps, steps = content.warps, step.steps
+    tensor, wavefronts = tensor * warps / steps, wavefronts * warps / steps
+    others, n = content.other_wgmma
+    if others:
+        other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0, ())
+        tensor += 4 * others * _flops(other) / machine.wgmma
+        wavefronts += 4 * others * _wavefronts(other)
     return Clocks(
-        tensor=tensor * warps / steps,
+        tensor=tensor,
         special=step.count(*_SPECIAL) * warps * 32 / SPECIAL,
         issue=step.count() * warps / SCHEDULERS,
-        shared=wavefronts * warps / steps + content.async_bytes / SHARED_BYTES,
+        shared=wavefronts + content.async_bytes / SHARED_BYTES,
         warp=step.stalls,
     )
 

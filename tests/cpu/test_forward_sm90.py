@@ -53,6 +53,11 @@ def test_large_head_dims_have_a_kernel_of_their_own():
         registry.lookup(Traits("forward", "sm90", "bf16", 512, 520))
 
 
+def test_a_step_of_a_large_head_dim_has_the_products_of_both_warpgroups():
+    content = registry.lookup(D512).step_content()
+    assert content.mma == 512 // 16 + 64 // 16 and content.other_wgmma == (64 // 16, 256)
+
+
 def test_areas_of_large_head_dims_follow_each_other():
     tile, traits = ForwardLargeTile(), Traits("forward", "sm90", "bf16", 576, 512)
     areas = list(tile.smem_areas(traits).values())

@@ -211,6 +211,9 @@ def test_clocks_of_a_step():
     assert found.shared == pytest.approx(wgmma + 8 * (4 * 1.5 + 2) + 10)
     assert found.warp == 2 + 1 + 3 + 1 + 2 * 4 + 5 + 6
     assert found.bound == "shared memory"
+    more = clocks(step, dataclasses.replace(content, other_wgmma=(3, 256)), "sm90", copies)
+    assert more.tensor == found.tensor + 3 * 2 * 64 * 16 * 256 / 4096
+    assert more.shared == pytest.approx(found.shared + 3 * 2 * 16 * (64 + 256) / 128)
 
 
 @pytest.mark.parametrize(

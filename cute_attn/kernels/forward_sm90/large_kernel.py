@@ -76,13 +76,16 @@ class ForwardLargeSm90(ForwardSm90):
         return self
 
     def step_content(self) -> StepContent:
-        """A step of the unmasked loop of the warpgroup that computes the scores."""
+        """A step of the unmasked loop of the warpgroup that computes the scores, with the other one's products."""
         tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, 1)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups, tile.warpgroups)
         elements = tile.tile_n // 2
         exp2 = elements * (1 + self.traits.softcap) + 2
-        return StepContent(qk + pv, exp2, elements, 4, async_bytes=2 * tile.tile_n * (d + dv))
+        loaded = 2 * tile.tile_n * (d + dv)
+        return StepContent(
+            qk + pv, exp2, elements, 4, async_bytes=loaded, other_wgmma=(pv, self.output_columns)
+        )
 
     # ---- layouts and the MMAs ----
 
