@@ -324,9 +324,5 @@ def test_wrong_calls_on_the_gpu(tensors):
     q, k, v = tensors
     with pytest.raises(ValueError, match="bias is on cpu; accepted: cuda:0, where q is"):
         attention(q, k, v, bias=torch.zeros(1, 1, 1, 203))
-    with pytest.raises(
-        TypeError, match=r"q has dtype torch.float32; accepted on CUDA: torch.float16, torch.bfloat16"
-    ):
-        attention(q.float(), k.float(), v.float())
-    with pytest.raises(ValueError, match="q starts 2 bytes past a multiple of 16"):
-        attention(torch.zeros(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape), k, v)
+    with pytest.raises(TypeError, match=r"q has dtype torch.float64; accepted on CUDA: torch.float16"):
+        attention(q.double(), k.double(), v.double())

@@ -52,7 +52,7 @@ class HalfOutput:
     def release(self, n: Int32, use: Int32) -> None:
         """After the product is complete."""
         self.storage.pipeline_v.consumer_release(n)
-        self.storage.p.pipeline.consumer_release(use)
+        self.storage.p.pipeline.consumer_release_reads(use)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class ScoreConsumer(Consumer):
         p.pipeline.producer_wait(use)
         p.write_factors(factors, score_map, use)
         p.commit(use)
-        p.pipeline.consumer_release(use)
+        p.pipeline.consumer_release_reads(use)
         multiply_rows(fragments.acc_o_rows, factors)
         store_lse(self.outputs.mLSE, lse, score_map, tile, self.kernel.traits.varlen)
         s_o = self.storage.s_o[None, None, SCORES]

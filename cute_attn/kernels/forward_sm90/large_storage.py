@@ -90,7 +90,9 @@ def make_storage(kernel: Any) -> LargeStorage:
         (p, tile.p_stages, 0),
     ):
         stage_bytes = 2 * cute.size(tensor, mode=[0]) * cute.size(tensor, mode=[1])
-        pipelines.append(Pipeline(barriers + taken, stages, loaded * stage_bytes))
+        pipelines.append(
+            Pipeline(barriers + taken, stages, loaded * stage_bytes, per_lane_arrivals=not loaded)
+        )
         taken += Pipeline.barrier_bytes(stages) // 8
     factors = cute.make_tensor(
         cute.recast_ptr(start["factors"], dtype=Float32), cute.make_layout((tile.tile_m, tile.p_stages))
