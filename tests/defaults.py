@@ -57,7 +57,7 @@ FURTHER = [
     "forward-sm80-fp32-d59-unaligned",
     "forward-sm80-bf16-d320",
     "forward-sm80-bf16-d576x512-causal",
-    "forward-sm90-bf16-d576x512-causal",
+    "forward-sm90-bf16-d512x8-causal",
     "forward-sm90-bf16-d512-causal-softcap-alibi-bias_bf16-dropout-varlen-seqused_k",
     "forward-sm80-fp32-d64-causal",
     "forward-sm80-fp32-d128-causal",

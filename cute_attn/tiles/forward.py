@@ -431,8 +431,8 @@ class ForwardLargeTile(Tile):
     tile_m: ClassVar[int] = 64
     warpgroups: ClassVar[int] = 2  # consumers, each with half of O's columns
     num_threads: ClassVar[int] = 384
-    compute_registers: ClassVar[int] = COMPUTE_REGISTERS[2]
-    load_registers: ClassVar[int] = LOAD_REGISTERS[2]
+    compute_registers: ClassVar[int] = 232
+    load_registers: ClassVar[int] = 40
     blocks_per_sm: ClassVar[int] = 1
     # Of P: a step's is written before the other warpgroup has read that of the step before.
     p_stages: ClassVar[int] = 2
