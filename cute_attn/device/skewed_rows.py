@@ -31,7 +31,9 @@ from cute_attn.device.word_rows import VECTOR, WARP, RowLanes, copy_async, swizz
 
 UNIT = 8  # bytes of a copy
 LENGTH = 4  # elements of a copy
-_FARTHEST = 1 << 29  # elements from a row to the next one, so that bytes fit 31 bits
+_FARTHEST = (
+    1 << 23
+)  # elements from a row to the next one, so that 64 rows' bytes, a thread's step, fit 31 bits
 _AT_ONCE = 4  # vectors of a row that a thread holds while it shifts the row
 
 
