@@ -171,7 +171,7 @@ def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
     from cute_attn import registry
     from cute_attn.epilogues.base import user_epilogue
 
-    current = registry.KERNELS.get((traits.op, traits.arch, traits.variant), kernel_class)
+    current = registry.kernel_class(traits) or kernel_class
     return (current, *(user_epilogue(name) for name in traits.epilogues))
 
 
@@ -325,7 +325,7 @@ def user_modules(request: Request) -> dict[str, str]:
 
     traits, tile, _ = request
     classes: tuple[type, ...] = () if tile is None else (type(tile),)
-    base = registry.KERNELS.get((traits.op, traits.arch, traits.variant))
+    base = registry.kernel_class(traits)
     if base is not None and (traits.variant or traits.epilogues):
         with contextlib.suppress(KeyError):  # building it reports what is not registered
             classes += kernel_classes(base, traits)

@@ -43,13 +43,13 @@ def work_counters(device: int) -> Tensor:
 
 def schedule(device: int) -> Any:
     """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it."""
+    if _is_capturing():
+        return work_counters(device), multiprocessors(device)
     key = (device, _current_stream(device))
     found = _schedules.get(key)
-    if found is None or _is_capturing():
-        counters = work_counters(device)
-        if _is_capturing():
-            return counters, multiprocessors(device)
-        found = _schedules[key] = array((tvm_ffi.from_dlpack(counters), multiprocessors(device)))
+    if found is None:
+        counters = tvm_ffi.from_dlpack(work_counters(device))
+        found = _schedules[key] = array((counters, multiprocessors(device)))
     return found
 
 

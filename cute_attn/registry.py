@@ -111,7 +111,7 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
     key = (traits.op, traits.arch, traits.variant)
-    kernel = _kernel_class(traits)
+    kernel = kernel_class(traits)
     if kernel is None:
         others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
         raise Unsupported(f"no kernel computes {traits}: none is registered as {label(key)}; {others}")
@@ -126,7 +126,7 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
     raise Unsupported(f"{label(key)} declined {traits}: {reason}")
 
 
-def _kernel_class(traits: Traits) -> Any:
+def kernel_class(traits: Traits) -> Any:
     """The class that is registered for ``traits``, or None."""
     large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
     found = LARGE_HEAD_DIMS.get((traits.op, traits.arch)) if large else None

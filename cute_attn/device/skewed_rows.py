@@ -138,10 +138,10 @@ class SkewedRows:
         """After a thread's copies have arrived, and before a barrier: zeros beside the rows that its warp copied."""
         owner = self._division(tile)
         division = RowLanes(1, owner.warps)
-        opaque = rematerialize(self.thread)
-        thread = below_1024(opaque)
+        index = rematerialize(self.thread)
+        thread = below_1024(index)
         # Otherwise what follows from it stays in registers from step to step.
-        skew = skew_of(rematerialize_each(Int32(self.g.iterator.toint()), opaque))
+        skew = skew_of(rematerialize_each(Int32(self.g.iterator.toint()), index))
         own: Constexpr = cute.size(tile, mode=[0]) // owner.warps
         sync_warp()  # the other lanes' copies have arrived as well
         for m in cutlass.range_constexpr(0, own, WARP):
@@ -149,8 +149,8 @@ class SkewedRows:
             exists = thread % WARP + m < own if own % WARP else True
             if exists:
                 end = skew + self.head_dim
-                zero_first(element(tile, row, Int32(0)), skew)
-                zero_last(element(tile, row, end & -LENGTH), -end & (LENGTH - 1))
+                zero_some(element(tile, row, Int32(0)), skew, False)
+                zero_some(element(tile, row, end & -LENGTH), -end & (LENGTH - 1), True)
 
 
 def skew_of(address: Int64 | Int32) -> Int32:
@@ -171,23 +171,16 @@ def element(tile: cute.Tensor, row: Int32, col: Any) -> cute.Pointer:
 
 
 @cute.jit
-def zero_first(place: cute.Pointer, count: Int32) -> None:
-    """Zero the first ``count`` of 4 elements at a multiple of 8 bytes, 0 to 3 of them."""
+def zero_some(place: cute.Pointer, count: Int32, last: Constexpr) -> None:
+    """Zero the first or ``last`` ``count`` of 4 elements at a multiple of 8 bytes, 0 to 3 of them."""
     words, halves = (cute.recast_ptr(place, dtype=dtype) for dtype in (cutlass.Int32, cutlass.Int16))
+    word, half = 0, count & 2
+    if cutlass.const_expr(last):
+        word, half = 1, LENGTH - 1 - half
     if (count & 2) != 0:
-        cute.make_tensor(words, cute.make_layout(1))[0] = cutlass.Int32(0)
+        cute.make_tensor(words, cute.make_layout(2))[word] = cutlass.Int32(0)
     if (count & 1) != 0:
-        cute.make_tensor(halves, cute.make_layout(LENGTH))[count & 2] = cutlass.Int16(0)
-
-
-@cute.jit
-def zero_last(place: cute.Pointer, count: Int32) -> None:
-    """Zero the last ``count`` of 4 elements at a multiple of 8 bytes, 0 to 3 of them."""
-    words, halves = (cute.recast_ptr(place, dtype=dtype) for dtype in (cutlass.Int32, cutlass.Int16))
-    if (count & 2) != 0:
-        cute.make_tensor(words, cute.make_layout(2))[1] = cutlass.Int32(0)
-    if (count & 1) != 0:
-        cute.make_tensor(halves, cute.make_layout(LENGTH))[3 - (count & 2)] = cutlass.Int16(0)
+        cute.make_tensor(halves, cute.make_layout(LENGTH))[half] = cutlass.Int16(0)
 
 
 @cute.jit

@@ -37,11 +37,24 @@ _CUDA = {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "cuda"}
 _PYTORCH = "pytorch/pytorch, the tag of the torch that is installed"
 _WORDING = "expects what PyTorch's own kernel warns or raises"
 _EXTENSION = "calls FlashAttention's extension itself"
-_FLASH_2 = {"test_flash_attn_2": 40}
-_FLASH_2_LEFT_OUT = {
-    "test_flash_attn_2_can_dispatch_composite_models": "none of the models is composite",
-    "test_flash_attn_2_fp32_ln": "quantises by bitsandbytes",
-}
+
+
+def _flash_2(source: str, adapter: str, *libraries: str) -> Suite:
+    """transformers' tests of its implementation flash_attention_2."""
+    return Suite(
+        source=source,
+        folder="transformers",
+        paths=(str(Path(__file__).parent / "hf_models.py"),),
+        adapter=adapter,
+        tests={"test_flash_attn_2": 40},
+        deselected={
+            "test_flash_attn_2_can_dispatch_composite_models": "none of the models is composite",
+            "test_flash_attn_2_fp32_ln": "quantises by bitsandbytes",
+        },
+        needs=("transformers", *libraries, "parameterized"),
+        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
 
 SUITES = {
     "pytorch-sdpa": Suite(
@@ -193,25 +206,9 @@ SUITES = {
         needs=("transformers", "parameterized"),
         environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
     ),
-    "transformers-flash": Suite(
-        source="as transformers",
-        folder="transformers",
-        paths=(str(Path(__file__).parent / "hf_models.py"),),
-        adapter="installed",
-        tests=_FLASH_2,
-        deselected=_FLASH_2_LEFT_OUT,
-        needs=("transformers", "parameterized"),
-        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
-    ),
-    "transformers-hub": Suite(
-        source="as transformers; with the kernels library in the version that it asks for",
-        folder="transformers",
-        paths=(str(Path(__file__).parent / "hf_models.py"),),
-        adapter="hub",
-        tests=_FLASH_2,
-        deselected=_FLASH_2_LEFT_OUT,
-        needs=("transformers", "kernels", "parameterized"),
-        environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
+    "transformers-flash": _flash_2("as transformers", "installed"),
+    "transformers-hub": _flash_2(
+        "as transformers; with the kernels library in the version that it asks for", "hub", "kernels"
     ),
     "diffusers": Suite(
         source="huggingface/diffusers, the tag of the diffusers that is installed: tests/, of which *.py, "

@@ -143,7 +143,7 @@ class ForwardExact(FollowsSplit):
 
     @cute.jit
     def next_tile(self, claims: WorkClaims) -> Int32:
-        """Claim a work tile for the CTA, by way of shared memory, which is free between two of them."""
+        """Claim a work tile for the CTA, through shared memory, which is free between two of them."""
         cute.arch.barrier()
         slot = cute.make_tensor(cute.arch.get_dyn_smem(Int32), cute.make_layout(1))
         if cute.arch.warp_idx() == 0:

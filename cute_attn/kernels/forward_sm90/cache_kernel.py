@@ -18,7 +18,7 @@ Limits: as the forward's; the cache in its layouts of rows before heads or heads
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,13 +26,12 @@ from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import CacheTables, KeyRows
-from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.arguments import kvcache_fake_args
 from cute_attn.kernels.forward_sm90.cache_heuristics import cache_tile, default_cache_tile
 from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardInputs, ForwardOutputs, make_storage
+from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardOutputs
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheSm90Tile, padded
@@ -47,6 +46,9 @@ class KvcacheSm90(ForwardSm90):
     """Attention with a cache, of (traits, tile); ``__call__`` launches it."""
 
     tile: KvcacheSm90Tile
+
+    PRODUCER: ClassVar[type[CacheProducer]] = CacheProducer
+    CONSUMER: ClassVar[type[CacheConsumer]] = CacheConsumer
 
     # ---- support, tiles and arguments ----
 
@@ -147,7 +149,7 @@ class KvcacheSm90(ForwardSm90):
     def kernel(self, params: CacheParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        storage = make_storage(self)
+        storage = self.storage()
         if warp == 0:
             for tma in (inputs.q, *(x.tma for x in (inputs.k, inputs.v))):
                 if cutlass.const_expr(tma is not None):
@@ -158,11 +160,4 @@ class KvcacheSm90(ForwardSm90):
         if cutlass.const_expr(self.traits.split != ""):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.load_registers)
-            if warp == 0:
-                CacheProducer(self, params, storage, inputs).run()
-        else:
-            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-            CacheConsumer(self, params, storage, outputs, consumer).run()
+        self.run_roles(params, storage, inputs, outputs, warp, thread)

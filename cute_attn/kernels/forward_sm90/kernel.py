@@ -32,7 +32,7 @@ aligned with a contiguous last dimension. For head dims above 256 see ``large_ke
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -54,6 +54,7 @@ from cute_attn.kernels.forward_sm90.params import (
     ForwardInputs,
     ForwardOutputs,
     ForwardParams,
+    ForwardStorage,
     make_storage,
 )
 from cute_attn.kernels.forward_sm90.producer import Producer
@@ -72,6 +73,9 @@ class ForwardSm90:
 
     traits: Traits
     tile: ForwardSm90Tile
+
+    PRODUCER: ClassVar[type[Producer]] = Producer
+    CONSUMER: ClassVar[type[Consumer]] = Consumer
 
     # ---- support, tiles and arguments ----
 
@@ -252,20 +256,48 @@ class ForwardSm90:
     def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
-        storage = make_storage(self)
+        storage = self.storage()
         if warp == 0:
             for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
             storage.init(self.tile.warpgroups, thread)
         cute.arch.sync_threads()
+        self.run_roles(params, storage, inputs, outputs, warp, thread)
+
+    def storage(self) -> ForwardStorage:
+        """The CTA's shared storage."""
+        return make_storage(self)
+
+    @cute.jit
+    def run_roles(
+        self,
+        params: ForwardParams,
+        storage: ForwardStorage,
+        inputs: ForwardInputs,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """The first warpgroup loads, the others compute; each with its registers."""
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                Producer(self, params, storage, inputs).run()
+                self.PRODUCER(self, params, storage, inputs).run()
             if cutlass.const_expr(self.loads_bias_by_tma):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
                     BiasProducer(self, params, storage, inputs.bias, warp - 1).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
-            Consumer(self, params, storage, outputs, consumer).run()
+            self.consume(params, storage, outputs, warp, thread)
+
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: ForwardStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """By a warp of a consumer warpgroup: its part of all work tiles."""
+        consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
+        self.CONSUMER(self, params, storage, outputs, consumer).run()

@@ -24,8 +24,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, cute
 
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
@@ -33,9 +32,14 @@ from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.forward_sm90.heuristics import large_tile_for_lengths, large_tiles
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.large_roles import ScoreConsumer, ValueConsumer
-from cute_attn.kernels.forward_sm90.large_storage import SCORES, VALUES, consumer_thread, make_storage
-from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardOutputs, ForwardParams
-from cute_attn.kernels.forward_sm90.producer import Producer
+from cute_attn.kernels.forward_sm90.large_storage import (
+    SCORES,
+    VALUES,
+    LargeStorage,
+    consumer_thread,
+    make_storage,
+)
+from cute_attn.kernels.forward_sm90.params import ForwardOutputs, ForwardParams
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.rows.tma import TmaTiles
@@ -134,26 +138,24 @@ class ForwardLargeSm90(ForwardSm90):
 
     # ---- device ----
 
-    @cute.kernel
-    def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        thread, _, _ = cute.arch.thread_idx()
-        storage = make_storage(self)
-        if warp == 0:
-            for tma in (inputs.q, inputs.k, inputs.v):
-                cpasync.prefetch_descriptor(tma.atom)
-            storage.init(self.tile.warpgroups, thread)
-        cute.arch.sync_threads()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.load_registers)
-            if warp == 0:
-                Producer(self, params, storage, inputs).run()
+    def storage(self) -> LargeStorage:
+        """The CTA's shared storage, with P."""
+        return make_storage(self)
+
+    @cute.jit
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: LargeStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """By a warp of a consumer warpgroup: its half of O's columns of all work tiles, and of the first one also P."""
+        lane = thread % WARPGROUP
+        if warp < 8:
+            scores = consumer_thread(self, storage, SCORES, lane)
+            ScoreConsumer(self, params, storage, outputs, scores).run()
         else:
-            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            lane = thread % WARPGROUP
-            if warp < 8:
-                scores = consumer_thread(self, storage, SCORES, lane)
-                ScoreConsumer(self, params, storage, outputs, scores).run()
-            else:
-                values = consumer_thread(self, storage, VALUES, lane)
-                ValueConsumer(self, params, storage, outputs, values).run()
+            values = consumer_thread(self, storage, VALUES, lane)
+            ValueConsumer(self, params, storage, outputs, values).run()

@@ -96,15 +96,21 @@ class MainLoop:
     @cute.jit
     def first_step(self) -> None:
         """S, softmax and P of the last key block, the first one visited."""
-        block, storage, n = self.blocks.end - 1, self.storage, self.first_use
-        scores, acc_s, loaded = self.score_tile(block, n)
+        scores, acc_s = self.first_probabilities()
+        self.convert(scores, acc_s)
+        self.zero_values_out_of_bounds(self.blocks.end - 1, self.first_use)
+
+    @cute.jit
+    def first_probabilities(self):
+        """S and softmax of the last key block: its score tile, and the registers in which P is now."""
+        storage, n = self.storage, self.first_use
+        scores, acc_s, loaded = self.score_tile(self.blocks.end - 1, n)
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
         storage.pipeline_k.consumer_release(n)
         self.probabilities(scores, loaded, True, False)
-        self.convert(scores, acc_s)
-        self.zero_values_out_of_bounds(block, n)
+        return scores, acc_s
 
     @cute.jit
     def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
