@@ -2,12 +2,28 @@
 
 Use n of a pipeline is in stage n % num_stages. Producer and consumers count uses alike, so n is the whole pipeline
 state.
+
+Two proxies access shared memory: TMA and wgmma the async one, threads' own loads and stores the generic one. An
+mbarrier orders accesses of one proxy only. A stage that TMA fills and threads access is therefore released behind a
+proxy fence, or TMA's next fill may overtake reads that came before the release (PTX ISA, "Proxies"; CUTLASS fences its
+epilogue's TMA loads likewise). :meth:`Pipeline.consumer_release` has to be told who accessed the stage;
+:mod:`cute_attn.lab.proxies` checks the machine code.
 """
 
+import enum
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
+
+
+class Accessed(enum.Enum):
+    """Who accessed a stage that a consumer warp releases."""
+
+    BY_WGMMA = enum.auto()
+    """Products alone, all of which are complete."""
+    BY_THREADS = enum.auto()
+    """Also the warp's lanes, by ldmatrix, ordinary loads or stores."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +101,16 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.full_barrier(n), self.parity(n))
 
     @cute.jit
-    def consumer_release(self, n: Int32) -> None:
-        """By each consumer warp: release use n. Not with ``per_lane_arrivals``."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty_barrier(n))
-
-    @cute.jit
-    def consumer_release_reads(self, n: Int32) -> None:
-        """As ``consumer_release``, by a warp whose lanes read use n by ordinary loads, which are ordered before it."""
-        self._arrive(self.empty_barrier(n))
+    def consumer_release(self, n: Int32, accessed: Constexpr) -> None:
+        """By each consumer warp: release use n, which ``accessed``, an :class:`Accessed`, says who accessed."""
+        if cutlass.const_expr(accessed is Accessed.BY_THREADS):
+            if cutlass.const_expr(self.stage_bytes > 0):
+                cute.arch.fence_proxy("async.shared", space="cta")  # TMA's next fill follows the accesses
+            self._arrive(self.empty_barrier(n))
+        else:
+            assert not self.per_lane_arrivals, "one lane arrives for a warp's products"
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.empty_barrier(n))
 
     @cute.jit
     def _arrive(self, barrier: cute.Pointer) -> None:

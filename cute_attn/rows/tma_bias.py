@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 import layouts
 from cute_attn.device.math import rematerialize
-from cute_attn.device.pipeline import Pipeline
+from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.rows.tma import TmaTiles
 
 ROWS = 64
@@ -49,7 +49,7 @@ class TmaBiasTile:
     @cute.jit
     def release(self) -> None:
         """By each warp after its last read."""
-        self.pipeline.consumer_release(self.use)
+        self.pipeline.consumer_release(self.use, Accessed.BY_THREADS)
 
     @cute.jit
     def read(self, piece: Constexpr, words: cute.Tensor) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cute_attn.device.pipeline import Pipeline
+from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.work.key_parts import KeyPart
 
@@ -73,7 +73,7 @@ class WorkBroadcast:
         stage = self.pipeline.stage(n)
         ints = cute.size(self.items, mode=[0])
         values = [cute.arch.make_warp_uniform(self.items[i, stage]) for i in range(ints)]
-        self.pipeline.consumer_release_reads(n)
+        self.pipeline.consumer_release(n, Accessed.BY_THREADS)
         index, row0, head, batch = values[:INTS]
         part = KeyPart(*values[INTS : INTS + 3]) if ints > INTS else None
         return WorkItem(index, row0, head, batch, part)
@@ -138,5 +138,5 @@ class KeyTileBroadcast:
     def take(self, n: Int32, seqlens: Seqlens) -> KeyTile:
         """Item n, by a warp that does not read K: use n is released."""
         key_tile = self.read(n, seqlens)
-        self.pipeline.consumer_release_reads(n)
+        self.pipeline.consumer_release(n, Accessed.BY_THREADS)
         return key_tile

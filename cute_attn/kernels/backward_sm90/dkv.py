@@ -8,7 +8,7 @@ from cutlass import Constexpr, Float32, Int32, cute
 import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import rematerialize
-from cute_attn.device.pipeline import WARPGROUP, consumer_barrier
+from cute_attn.device.pipeline import WARPGROUP, Accessed, consumer_barrier
 from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage, Fragments
 from cute_attn.kernels.backward_sm90.role import BackwardRole
@@ -39,7 +39,7 @@ def store_keys(
     d, dv = kernel.dims
     consumer_barrier(kernel.tile.warpgroups)  # no product reads K, V and dS any more
     if cutlass.const_expr(leaves_k):
-        shared.pipeline_k.consumer_release(i)
+        shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
     to_smem(kernel, fragments.acc_dv, rescale, dv, shared.s_v[None, None, 0], thread)
     scale = rescale * params.softmax_scale
     to_smem(kernel, fragments.acc_dk, scale, d, shared.s_dk[None, None, 0], thread)
@@ -59,8 +59,8 @@ def store_keys(
         outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(not leaves_k):
-        shared.pipeline_k.consumer_release(i)
-    shared.pipeline_v.consumer_release(i)
+        shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
+    shared.pipeline_v.consumer_release(i, Accessed.BY_THREADS)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.device.convert import converted
 from cute_attn.device.math import optimization_barrier, rematerialize, rematerialize_each
-from cute_attn.device.pipeline import WARPGROUP, Pipeline, consumer_barrier
+from cute_attn.device.pipeline import WARPGROUP, Accessed, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import (
     probabilities,
     row_values,
@@ -409,9 +409,9 @@ class BackwardSm90(BackwardSm90Predicates):
                 add_dq(self, ctx, acc_dq, block - 1)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
-        shared.pipeline_do.consumer_release_reads(n)
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS)
         warpgroup.wait_group(0)
-        shared.pipeline_q.consumer_release_reads(n)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS)
 
     @cute.jit
     def step_with_p_in_smem(self, ctx: HeadContext, block: Int32, masked: Constexpr) -> None:
@@ -424,10 +424,10 @@ class BackwardSm90(BackwardSm90Predicates):
         self.start_dq(ctx, acc_dq, n)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
-        shared.pipeline_do.consumer_release_reads(n)
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS)
         add_dq(self, ctx, acc_dq, block)
         warpgroup.wait_group(0)
-        shared.pipeline_q.consumer_release_reads(n)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS)
 
     @cute.jit
     def wait_for_ds(self, ctx: HeadContext, n: Int32) -> None:

@@ -6,6 +6,7 @@ import cutlass
 from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.math import rematerialize_each
+from cute_attn.device.pipeline import Accessed
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.kernels.backward_sm90.params import HeadContext
@@ -44,5 +45,5 @@ def dropout_mask_of(kernel: Constexpr, ctx: HeadContext, n: Int32) -> tuple[Int3
     mask = cute.recast_tensor(ctx.shared.s_mask[None, None, None, pipeline.stage(n)], Int32)
     thread = rematerialize_each(ctx.thread, n)
     mask = tuple(mask[0, thread, word] for word in range(words))
-    pipeline.consumer_release_reads(n)
+    pipeline.consumer_release(n, Accessed.BY_THREADS)
     return mask

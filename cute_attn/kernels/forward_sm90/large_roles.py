@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 import layouts
 from cute_attn.device.math import rematerialize
+from cute_attn.device.pipeline import Accessed
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import multiply_rows, rescale_rows
@@ -51,8 +52,8 @@ class HalfOutput:
     @cute.jit
     def release(self, n: Int32, use: Int32) -> None:
         """After the product is complete."""
-        self.storage.pipeline_v.consumer_release(n)
-        self.storage.p.pipeline.consumer_release_reads(use)
+        self.storage.pipeline_v.consumer_release(n, Accessed.BY_WGMMA)
+        self.storage.p.pipeline.consumer_release(use, Accessed.BY_THREADS)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class ScoreLoop(MainLoop):
         self.start_qk(acc_s, n)
         self.start_pv(n - 1)
         warpgroup.wait_group(1)
-        storage.pipeline_k.consumer_release(n)
+        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
         self.probabilities(scores, loaded, masked, False)
         self.publish(scores, acc_s, n)
         warpgroup.wait_group(0)
@@ -143,7 +144,7 @@ class ScoreConsumer(Consumer):
         p.pipeline.producer_wait(use)
         p.write_factors(factors, score_map, use)
         p.commit(use)
-        p.pipeline.consumer_release_reads(use)
+        p.pipeline.consumer_release(use, Accessed.BY_THREADS)
         multiply_rows(fragments.acc_o_rows, factors)
         store_lse(self.outputs.mLSE, lse, score_map, tile, self.kernel.traits.varlen)
         s_o = self.storage.s_o[None, None, SCORES]
@@ -181,7 +182,7 @@ class ValueConsumer(ForwardRole):
             self.step(score_map, n, n + queries)
         p.pipeline.consumer_wait(end + queries)
         p.read_factors(op.factors, score_map, end + queries)
-        p.pipeline.consumer_release_reads(end + queries)
+        p.pipeline.consumer_release(end + queries, Accessed.BY_THREADS)
         multiply_rows(op.acc_o_rows, op.factors)
         s_o = self.storage.s_o[None, None, VALUES]
         output = OutputStore(self.kernel, self.outputs, s_o, self.thread.group, self.thread.index, VALUES)

@@ -8,7 +8,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.device.math import convert_to_16_bits, optimization_barrier, rematerialize
-from cute_attn.device.pipeline import WARPGROUP, warpgroup_any, warpgroup_barrier
+from cute_attn.device.pipeline import WARPGROUP, Accessed, warpgroup_any, warpgroup_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
@@ -108,7 +108,7 @@ class MainLoop:
         storage.pipeline_k.consumer_wait(n)
         self.start_qk(acc_s, n)
         warpgroup.wait_group(0)
-        storage.pipeline_k.consumer_release(n)
+        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
         self.probabilities(scores, loaded, True, False)
         return scores, acc_s
 
@@ -124,10 +124,10 @@ class MainLoop:
         self.start_pv(n - 1)
         self.thread.ping_pong.arrive()
         warpgroup.wait_group(1)
-        storage.pipeline_k.consumer_release(n)
+        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
         self.probabilities(scores, loaded, masked, frozen)
         warpgroup.wait_group(0)
-        storage.pipeline_v.consumer_release(n - 1)
+        storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
         self.convert(scores, acc_s)
         if cutlass.const_expr(not frozen):
             self.softmax.rescale(self.thread.fragments.acc_o_rows, self.thread.fragments.factors)
@@ -140,7 +140,7 @@ class MainLoop:
         self.storage.pipeline_v.consumer_wait(n)
         self.start_pv(n)
         warpgroup.wait_group(0)
-        self.storage.pipeline_v.consumer_release(n)
+        self.storage.pipeline_v.consumer_release(n, Accessed.BY_WGMMA)
 
     @cute.jit
     def score_tile(self, block: Int32, n: Int32):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, cute
 
-from cute_attn.device.pipeline import Pipeline
+from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
@@ -60,4 +60,5 @@ class QueryBuffer:
     def release_after(self, use: Constexpr, n: Int32) -> None:
         """By each consumer warp after ``use``, a :class:`LastUse`: release the buffer if it is the last one."""
         if cutlass.const_expr(use is self.last_use):
-            self.pipeline.consumer_release(n)
+            products: Constexpr = use is LastUse.PRODUCTS
+            self.pipeline.consumer_release(n, Accessed.BY_WGMMA if products else Accessed.BY_THREADS)

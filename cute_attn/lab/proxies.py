@@ -1,0 +1,252 @@
+"""Whether a Hopper kernel's machine code orders the two proxies of shared memory.
+
+TMA accesses shared memory through the async proxy, ldmatrix, ordinary loads and stores through the generic one, and an
+mbarrier orders accesses of one proxy only. Two orders therefore need a proxy fence (``FENCE.VIEW.ASYNC``):
+
+- a warp that accessed a stage by threads fences before it releases the stage, which TMA fills next;
+- a warp that wrote what TMA stores or reduces to global memory fences before it says so, or starts the store itself.
+
+Neither a comparison with a reference nor compute-sanitizer finds a missing fence reliably; in the code it is plain.
+
+mbarriers are told apart by the constant offset of their address, which ptxas keeps in the instruction. A pipeline of
+stages that TMA fills is where a warp waits for one barrier (empty), then announces bytes at another one (full). From a
+wait for a full barrier to the arrival at the empty one a warp holds a stage. Every access to shared memory meanwhile
+counts, whatever it accesses: memory that no TMA fills may be fenced without need, never the other way round.
+"""
+
+import itertools
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cute_attn.lab.sass import Code, Instruction
+
+_ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
+_WRITES = ("STS", "STSM", "ATOMS")
+_TMA_READS = ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED")
+_OFFSET = re.compile(r"\[(?:[^\]]*?\+)?(0x[0-9a-f]+)\]")
+_BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TmaPipeline:
+    """A pipeline whose stages TMA fills: the offsets of its first full and its first empty mbarrier."""
+
+    full: int
+    empty: int
+
+    def is_full(self, offset: int) -> bool:
+        """Whether ``offset`` is one of its full barriers."""
+        return self.full <= offset < self.empty
+
+    def is_empty(self, offset: int) -> bool:
+        """Whether ``offset`` is one of its empty barriers."""
+        return self.empty <= offset < 2 * self.empty - self.full
+
+
+@dataclass(frozen=True)
+class Unordered:
+    """An instruction that no proxy fence separates from accesses before it, on some path.
+
+    Attributes:
+        instruction: the release of a stage, the start of a store by TMA, or the arrival that precedes one.
+        accesses: by the threads of its warp.
+    """
+
+    instruction: Instruction
+    accesses: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        first = self.accesses[0]
+        return (
+            f"{_place(self.instruction)}: no proxy fence since {first.name} at {_place(first)}"
+            f"{f' and {len(self.accesses) - 1} more' if len(self.accesses) > 1 else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class ProxyOrder:
+    """What :func:`proxy_order` found.
+
+    Attributes:
+        pipelines: that TMA fills.
+        releases: of their stages by consumers; in ``by_threads`` those of stages that threads accessed.
+        unordered: releases, and stores by TMA, without a fence that they need.
+    """
+
+    pipelines: tuple[TmaPipeline, ...]
+    releases: int
+    by_threads: int
+    unordered: tuple[Unordered, ...]
+
+    def __str__(self) -> str:
+        if not self.unordered:
+            stages = f"{self.by_threads} of {self.releases} releases follow accesses by threads"
+            return f"fenced: {stages}" if self.releases else "no stages that TMA fills"
+        return f"{len(self.unordered)} without a proxy fence: {'; '.join(map(str, self.unordered[:3]))}"
+
+
+def proxy_order(code: Code) -> ProxyOrder:
+    """Check a kernel's machine code.
+
+    Raises:
+        ValueError: its barriers cannot be told apart.
+    """
+    pipelines = _pipelines(code)
+    needed_by_stores = _barriers_before_stores(code, pipelines)
+    walk = _Walk(pipelines, needed_by_stores)
+    graph, before = code.graph, {0: _State()}
+    pending = [0]
+    while pending:
+        block = pending.pop()
+        after = walk.through(code.blocks[block], before[block])
+        for following in graph.successors(block):
+            joined = before[following].joined(after) if following in before else after
+            if joined != before.get(following):
+                before[following] = joined
+                pending.append(following)
+    lost = [f"{p.full:#x}" for p in pipelines if p not in walk.released]
+    if lost:
+        raise ValueError(f"no release of the stages of the mbarrier at {', '.join(lost)} was found")
+    instruction_at = {i.address: i for i in code.instructions}
+    unordered = (
+        Unordered(instruction_at[address], tuple(instruction_at[a] for a in sorted(accesses)))
+        for address, accesses in sorted(walk.unordered.items())
+    )
+    return ProxyOrder(pipelines, len(walk.releases), len(walk.by_threads), tuple(unordered))
+
+
+@dataclass(frozen=True)
+class _State:
+    """On some path to a place in the code: stages held, each pipeline's accesses since, and what was written.
+
+    Attributes:
+        held: pipelines of which the warp holds a stage.
+        accessed: (pipeline, address of an access while its stage is held); in ``unfenced`` those since the last fence.
+        written: addresses of writes since the last fence: of whole tiles, and of others while a stage is held, which
+            leaves out the work items and slots that warps exchange.
+    """
+
+    held: frozenset[TmaPipeline] = frozenset()
+    accessed: frozenset[tuple[TmaPipeline, int]] = frozenset()
+    unfenced: frozenset[tuple[TmaPipeline, int]] = frozenset()
+    written: frozenset[int] = frozenset()
+
+    def joined(self, other: "_State") -> "_State":
+        """Of two paths."""
+        return _State(
+            self.held | other.held,
+            self.accessed | other.accessed,
+            self.unfenced | other.unfenced,
+            self.written | other.written,
+        )
+
+
+@dataclass
+class _Walk:
+    """Follows a warp through blocks of code, and collects what it finds."""
+
+    pipelines: tuple[TmaPipeline, ...]
+    needed_by_stores: frozenset[int]
+    released: set[TmaPipeline] = field(default_factory=set)
+    releases: set[int] = field(default_factory=set)
+    by_threads: set[int] = field(default_factory=set)
+    unordered: dict[int, set[int]] = field(default_factory=dict)
+
+    def through(self, block: Iterable[Instruction], state: _State) -> _State:
+        """The state after a block."""
+        for i in block:
+            state = self._after(i, state)
+        return state
+
+    def _after(self, i: Instruction, state: _State) -> _State:
+        held, accessed, unfenced, written = state.held, state.accessed, state.unfenced, state.written
+        if i.opcode in _ACCESSES:
+            new = {(pipeline, i.address) for pipeline in held}
+            if i.opcode == "STSM" or (held and i.opcode in _WRITES):
+                written |= {i.address}
+            return _State(held, accessed | new, unfenced | new, written)
+        if i.name.startswith("FENCE.VIEW.ASYNC") and i.predicate in ("", "@PT"):
+            return _State(held, accessed, frozenset(), frozenset())
+        if i.opcode in _TMA_READS:
+            self._report(i, written)
+        elif _is_wait(i):
+            held |= {p for p in self.pipelines if p.is_full(_offset(i))}
+        elif _is_arrival(i):
+            if _offset(i) in self.needed_by_stores:
+                self._report(i, written)
+            for pipeline in (p for p in self.pipelines if p.is_empty(_offset(i))):
+                self.released.add(pipeline)
+                self.releases.add(i.address)
+                if any(p == pipeline for p, _ in accessed):
+                    self.by_threads.add(i.address)
+                self._report(i, (a for p, a in unfenced if p == pipeline))
+                held -= {pipeline}
+                accessed = frozenset(pair for pair in accessed if pair[0] != pipeline)
+                unfenced = frozenset(pair for pair in unfenced if pair[0] != pipeline)
+        return _State(held, accessed, unfenced, written)
+
+    def _report(self, i: Instruction, accesses: Iterable[int]) -> None:
+        found = set(accesses)
+        if found:
+            self.unordered.setdefault(i.address, set()).update(found)
+
+
+def _pipelines(code: Code) -> tuple[TmaPipeline, ...]:
+    """The pipelines that TMA fills, by their producers: wait for an empty barrier, announce bytes at a full one."""
+    barriers = sorted({_offset(i) for i in code.instructions if i.name.startswith("SYNCS.EXCH")})
+    found, empty = set(), None
+    for i in code.instructions:
+        if _is_wait(i):
+            empty = _offset(i)
+        elif _announces_bytes(i):
+            full = _offset(i)
+            if empty is None or full not in barriers or empty not in barriers or empty <= full:
+                raise ValueError(f"which mbarriers the producer uses at {i.address:#x} is not clear")
+            found.add(TmaPipeline(full, empty))
+    pipelines = tuple(sorted(found, key=lambda p: p.full))
+    if not pipelines and any(i.opcode == "UTMALDG" for i in code.instructions):
+        raise ValueError("TMA loads, and no producer that announces its bytes was found")
+    if any(a.empty > b.full for a, b in itertools.pairwise(pipelines)):
+        raise ValueError(f"the mbarriers of pipelines overlap: {pipelines}")
+    return pipelines
+
+
+def _barriers_before_stores(code: Code, pipelines: tuple[TmaPipeline, ...]) -> frozenset[int]:
+    """Barriers that a warp waits for before it starts a store by TMA, of what other warps wrote."""
+    waits = [i for i in code.instructions if _is_wait(i)]
+    addresses = [i.address for i in waits]
+    offsets = set()
+    for i in code.instructions:
+        if i.opcode in _TMA_READS and (before := bisect_left(addresses, i.address)):
+            offset = _offset(waits[before - 1])
+            if not any(p.is_full(offset) or p.is_empty(offset) for p in pipelines):
+                offsets.add(offset)
+    return frozenset(offsets)
+
+
+def _is_wait(i: Instruction) -> bool:
+    return i.name.startswith("SYNCS.PHASECHK")
+
+
+def _is_arrival(i: Instruction) -> bool:
+    return i.name.startswith("SYNCS.ARRIVE") and not _announces_bytes(i)
+
+
+def _announces_bytes(i: Instruction) -> bool:
+    """Whether it is an arrival that also states how many bytes TMA will write: in a register."""
+    return i.name.startswith("SYNCS.ARRIVE") and i.operands[-1] != "RZ"
+
+
+def _offset(i: Instruction) -> int:
+    """The constant part of an mbarrier's address."""
+    for operand in i.operands:
+        if "[" in operand:
+            found = _OFFSET.search(operand)
+            return int(found[1], 16) if found else 0
+    raise ValueError(f"{i} has no address")
+
+
+def _place(i: Instruction) -> str:
+    return f"{i.file.rpartition('/')[2]}:{i.line}" if i.file else f"{i.address:#x}"
