@@ -24,6 +24,8 @@ class Accessed(enum.Enum):
     """Products alone, all of which are complete."""
     BY_THREADS = enum.auto()
     """Also the warp's lanes, by ldmatrix, ordinary loads or stores."""
+    BY_THREADS_FENCED = enum.auto()
+    """As BY_THREADS, and each lane has issued a proxy fence since its last access."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,14 @@ class Pipeline:
     @cute.jit
     def consumer_release(self, n: Int32, accessed: Constexpr) -> None:
         """By each consumer warp: release use n, which ``accessed``, an :class:`Accessed`, says who accessed."""
-        if cutlass.const_expr(accessed is Accessed.BY_THREADS):
-            if cutlass.const_expr(self.stage_bytes > 0):
-                cute.arch.fence_proxy("async.shared", space="cta")  # TMA's next fill follows the accesses
-            self._arrive(self.empty_barrier(n))
-        else:
+        if cutlass.const_expr(accessed is Accessed.BY_WGMMA):
             assert not self.per_lane_arrivals, "one lane arrives for a warp's products"
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.empty_barrier(n))
+        else:
+            if cutlass.const_expr(accessed is Accessed.BY_THREADS and self.stage_bytes > 0):
+                cute.arch.fence_proxy("async.shared", space="cta")  # TMA's next fill follows the accesses
+            self._arrive(self.empty_barrier(n))
 
     @cute.jit
     def _arrive(self, barrier: cute.Pointer) -> None:

@@ -60,7 +60,7 @@ class Unordered:
     def __str__(self) -> str:
         first = self.accesses[0]
         return (
-            f"{_place(self.instruction)}: no proxy fence since {first.name} at {_place(first)}"
+            f"at {_place(self.instruction)}, since {first.name} at {_place(first)}"
             f"{f' and {len(self.accesses) - 1} more' if len(self.accesses) > 1 else ''}"
         )
 
@@ -82,9 +82,8 @@ class ProxyOrder:
 
     def __str__(self) -> str:
         if not self.unordered:
-            stages = f"{self.by_threads} of {self.releases} releases follow accesses by threads"
-            return f"fenced: {stages}" if self.releases else "no stages that TMA fills"
-        return f"{len(self.unordered)} without a proxy fence: {'; '.join(map(str, self.unordered[:3]))}"
+            return f"at each of the {self.by_threads} releases after accesses by threads"
+        return f"{len(self.unordered)} missing: {'; '.join(map(str, self.unordered[:3]))}"
 
 
 def proxy_order(code: Code) -> ProxyOrder:

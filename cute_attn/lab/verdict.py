@@ -25,6 +25,7 @@ from rich.table import Table
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
+from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, Code, Instruction, Step, StepNotFound
 from cute_attn.traits import Traits
 
@@ -143,6 +144,8 @@ class Verdict:
         step: the steady step, or None; then ``no_step`` says why.
         copies: the kernel's copies with their bank conflicts.
         lines: the step's costliest source lines, where they were asked for.
+        proxies: whether TMA and threads take turns in shared memory, or why that could not be followed; None for a
+            kernel without TMA.
         steady, code: the machine code.
     """
 
@@ -162,6 +165,7 @@ class Verdict:
     no_step: str = ""
     copies: tuple[Conflicts, ...] = ()
     lines: tuple[LineCost, ...] = ()
+    proxies: ProxyOrder | str | None = None
     revision: str = ""
     steady: Step | None = field(default=None, repr=False, compare=False)
     code: Code | None = field(default=None, repr=False, compare=False)
@@ -172,12 +176,13 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON holds: everything but the machine code."""
-        hidden = ("steady", "code", "step", "copies", "lines")
+        hidden = ("steady", "code", "step", "copies", "lines", "proxies")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         step = asdict(self.step) | {"bound": self.step.clocks.bound} if self.step else None
         return plain | {
             "step": step,
             "copies": [asdict(one) for one in self.copies],
+            "proxies": None if self.proxies is None else str(self.proxies),
             "lines": [asdict(line) | {"place": line.place} for line in self.lines],
         }
 
@@ -281,6 +286,7 @@ def judge(built: Any, content: StepContent | str, copies: tuple[Conflicts, ...])
         no_step=no_step,
         copies=copies,
         lines=tuple(lines_of(steady)[:MOST_LINES]) if steady else (),
+        proxies=_proxies(code),
         steady=steady,
         code=code,
     )
@@ -294,6 +300,16 @@ def _steady(code: Code, content: StepContent | str) -> tuple[Step | None, str]:
         return code.step(content), ""
     except StepNotFound as error:
         return None, str(error)
+
+
+def _proxies(code: Code) -> ProxyOrder | str | None:
+    """See ``Verdict.proxies``."""
+    if not any(i.opcode.startswith("UTMA") for i in code.instructions):
+        return None
+    try:
+        return proxy_order(code)
+    except ValueError as error:
+        return f"not followed: {error}"
 
 
 def step_cost(step: Step, content: StepContent, target: str, copies: Sequence[Conflicts] = ()) -> StepCost:
@@ -439,6 +455,9 @@ def _rows(one: Verdict) -> dict[str, str]:
         "spills": f"[red]{spills}" if one.spills_in_step + one.spills_outside else "none",
         "bank conflicts": _bank_conflicts(one),
     }
+    if one.proxies is not None:
+        right = isinstance(one.proxies, ProxyOrder) and not one.proxies.unordered
+        rows["proxy fences"] = str(one.proxies) if right else f"[red]{one.proxies}"
     if one.warnings:
         rows["ptxas"] = "[red]" + " ".join(one.warnings)
     if one.step is None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention_with_kvcache
+from cute_attn import attention_with_kvcache, registry
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
@@ -100,14 +100,24 @@ BACKWARD = [
     Case("fp32-d64", causal=True, dtype="fp32", **(GQA | {"batch": 2})),
 ]
 AMPERE = ("bias-of-heads-d64", "causal-d128-gqa", "everything-d64", "varlen-d64", "dropout-d64")
-"""Also on the Ampere kernels, which have no TMA and no proxies; fp32 has no others."""
+"""Also on the Ampere kernels, which have no TMA and no proxies; what Hopper kernels decline has no others."""
 
 
-def with_archs(cases: list[Case]) -> list[Any]:
+def served_by_hopper(case: Case, op: str) -> bool:
+    """Whether a Hopper kernel serves it."""
+    try:
+        registry.lookup(case.traits("sm90", op))
+    except registry.Unsupported:
+        return False
+    return True
+
+
+def with_archs(cases: list[Case], op: str) -> list[Any]:
     """(case, arch) of each case."""
-    pairs = [(case, "sm80") for case in cases if case.dtype == "fp32" or case.name in AMPERE]
+    ampere = [case for case in cases if case.name in AMPERE or not served_by_hopper(case, op)]
+    pairs = [(case, "sm80") for case in ampere]
     if "sm90" in ARCHS:
-        pairs += [(case, "sm90") for case in cases if case.dtype != "fp32"]
+        pairs += [(case, "sm90") for case in cases if served_by_hopper(case, op)]
     return [pytest.param(case, arch, id=f"{case.name}-{arch}") for case, arch in pairs]
 
 
@@ -169,7 +179,7 @@ def unequal(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(bits) != b.view(bits)).any()
 
 
-@pytest.mark.parametrize(("case", "arch"), with_archs(FORWARD))
+@pytest.mark.parametrize(("case", "arch"), with_archs(FORWARD, "forward"))
 def test_forward(case, arch):
     problem = case.build("cuda")
     hunt(lambda: problem.run(kernel=arch))
@@ -185,7 +195,7 @@ def test_forward_with_a_tile(case, arch, tile):
     hunt(lambda: problem.run(kernel=arch, tile=tile))
 
 
-@pytest.mark.parametrize(("case", "arch"), with_archs(BACKWARD))
+@pytest.mark.parametrize(("case", "arch"), with_archs(BACKWARD, "backward"))
 @pytest.mark.parametrize("op", ["backward"])
 def test_deterministic_backward(case, arch, op):
     problem = case.build("cuda")

@@ -409,9 +409,10 @@ class BackwardSm90(BackwardSm90Predicates):
                 add_dq(self, ctx, acc_dq, block - 1)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
-        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS)
+        # LSE, D and a bias were read before dS was stored, whose arrival is fenced.
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)
         warpgroup.wait_group(0)
-        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
 
     @cute.jit
     def step_with_p_in_smem(self, ctx: HeadContext, block: Int32, masked: Constexpr) -> None:
@@ -424,10 +425,10 @@ class BackwardSm90(BackwardSm90Predicates):
         self.start_dq(ctx, acc_dq, n)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
-        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS)
+        shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # since ``share``
         add_dq(self, ctx, acc_dq, block)
         warpgroup.wait_group(0)
-        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS)
+        shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
 
     @cute.jit
     def wait_for_ds(self, ctx: HeadContext, n: Int32) -> None:

@@ -1,0 +1,193 @@
+"""Proxy fences in machine code: no default lacks one, and the check misses none that is taken out."""
+
+from dataclasses import replace
+
+import pytest
+
+from cute_attn.compiler import compile
+from cute_attn.lab.proxies import TmaPipeline, proxy_order
+from cute_attn.lab.sass import BYTES, Code, Instruction
+from cute_attn.lab.verdict import verdict
+from tests.defaults import Default, cover, every
+
+BIAS = "forward-sm90-bf16-d64-bias_bf16"
+BACKWARD = "backward-sm90-bf16-d64-causal"
+
+
+def uses_tma(default: Default) -> bool:
+    return default.traits.arch == "sm90" and default.traits.op in ("forward", "backward", "kvcache")
+
+
+def pytest_generate_tests(metafunc):
+    if "default" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--every-default", default=False)
+        chosen = every() if whole else cover(every())
+        metafunc.parametrize("default", [default for default in chosen if uses_tma(default)], ids=str)
+
+
+def code_of(name: str, tile: str | None = None) -> Code:
+    return Code.of(compile(name, tile, "sm90").cubin, name)
+
+
+def without_fences(code: Code) -> Code:
+    """The code as it is without its proxy fences."""
+    fences = ("FENCE.VIEW.ASYNC",)
+    return Code(
+        tuple(
+            replace(i, opcode="NOP", modifiers=()) if i.name.startswith(fences) else i
+            for i in code.instructions
+        )
+    )
+
+
+# ---- the defaults ----
+
+
+def test_no_default_lacks_a_fence(default):
+    compiled = compile(default.traits, default.kernel.tile, default.target)
+    order = proxy_order(Code.of(compiled.cubin, default.traits.name))
+    assert len(order.pipelines) >= 3  # of Q, K and V
+    assert order.releases >= len(order.pipelines)
+    assert order.unordered == ()
+
+
+def test_a_bias_without_fences_is_found():
+    """Each release of a bias tile follows ldmatrix, and no fence but the one of the release."""
+    code = code_of(BIAS)
+    order = proxy_order(code)
+    bias = order.pipelines[-1]
+    found = proxy_order(without_fences(code)).unordered
+    of_bias = [one for one in found if bias.is_empty(offset(one.instruction))]
+    assert len(of_bias) >= 4 and all({"LDSM"} <= {i.opcode for i in one.accesses} for one in of_bias)
+    assert order.by_threads >= len(of_bias)
+
+
+def test_stored_tiles_without_fences_are_found():
+    """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
+    found = {i.opcode for i in unordered(without_fences(code_of(BACKWARD)))}
+    assert {"UTMASTG", "SYNCS"} <= found
+    assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of("forward-sm90-bf16-d64-causal")))}
+
+
+def test_a_verdict_says_it():
+    order = verdict(BIAS).proxies
+    assert order.unordered == () and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
+    assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).json()
+    assert verdict("softmax-sm80-bf16-d64").proxies is None
+
+
+# ---- code by hand ----
+
+FULL, EMPTY, OTHER = "[UR4+0x10]", "[UR4+0x18]", "[UR4+0x40]"
+START = [f"SYNCS.EXCH.64 URZ,{barrier},UR6" for barrier in (FULL, EMPTY, OTHER)]
+PRODUCER = [
+    f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{EMPTY},R2",
+    f"SYNCS.ARRIVE.TRANS64 RZ,{FULL},R3",
+    "UTMALDG.4D [UR8],[UR10],desc[URZ]",
+]
+WAIT = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{FULL},R2"
+RELEASE = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{EMPTY},RZ"
+ARRIVE_AT_OTHER = f"SYNCS.ARRIVE.TRANS64.A1T0 RZ,{OTHER},RZ"
+WAIT_FOR_OTHER = f"SYNCS.PHASECHK.TRANS64.TRYWAIT P0,{OTHER},R2"
+FENCE, READ = "FENCE.VIEW.ASYNC.S", "LDSM.16.M88.4 R80,[R76]"
+
+
+def code(*lines: str) -> Code:
+    """Instructions, some with a predicate, after a producer's of one pipeline."""
+    made = []
+    for n, line in enumerate([*START, *PRODUCER, *lines, "EXIT"]):
+        predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
+        name, _, operands = rest.partition(" ")
+        opcode, *modifiers = name.split(".")
+        made.append(
+            Instruction(
+                BYTES * n,
+                opcode,
+                tuple(modifiers),
+                tuple(filter(None, operands.split(","))),
+                predicate,
+                1,
+                (),
+            )
+        )
+    return Code(tuple(made))
+
+
+def address(n: int) -> str:
+    """Of the n-th line given to :func:`code`."""
+    return f"{BYTES * (len(START) + len(PRODUCER) + n):#x}"
+
+
+def unordered(code: Code) -> list[Instruction]:
+    return [one.instruction for one in proxy_order(code).unordered]
+
+
+def offset(i: Instruction) -> int:
+    return int(i.operands[1].rpartition("+")[2].rstrip("]"), 16) if "+0x" in i.operands[1] else 0
+
+
+def test_pipelines_are_found_by_their_producer():
+    order = proxy_order(code(WAIT, RELEASE))
+    assert order.pipelines == (TmaPipeline(0x10, 0x18),)
+    assert (order.releases, order.by_threads, order.unordered) == (1, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((WAIT, READ, FENCE, RELEASE), []),
+        ((WAIT, READ, RELEASE), [2]),
+        ((WAIT, FENCE, READ, RELEASE), [3]),  # a fence before the read
+        ((WAIT, READ, f"@P1 {FENCE}", RELEASE), [3]),  # one that some lanes may skip
+        ((READ, WAIT, RELEASE), []),  # memory of something else
+        ((WAIT, READ, ARRIVE_AT_OTHER, FENCE, RELEASE), []),
+        ((WAIT, "STS [R4],R5", RELEASE), [2]),
+        # On the path that skips the fence.
+        ((WAIT, READ, f"@P1 BRA {BYTES * 11:#x}", FENCE, "NOP", RELEASE), [5]),
+        # In a loop: the read of the first iteration, and the release of the second.
+        ((WAIT, FENCE, RELEASE, WAIT, READ, f"@P1 BRA {BYTES * 8:#x}", FENCE, RELEASE), [2]),
+    ],
+)
+def test_releases(lines, found):
+    made = code(*lines)
+    assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (("STSM.16.M88.4 [R4],R8", FENCE, "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), []),
+        (("STSM.16.M88.4 [R4],R8", "BAR.SYNC 0x1,0x80", "UTMASTG.4D [UR4],[UR8]"), [3]),
+        # Another warp stores what this one wrote while it held a stage.
+        (
+            (
+                "STS.128 [R4],R8",
+                FENCE,
+                ARRIVE_AT_OTHER,
+                WAIT_FOR_OTHER,
+                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
+            ),
+            [],
+        ),
+        (
+            (
+                "STS.128 [R4],R8",
+                ARRIVE_AT_OTHER,
+                FENCE,
+                WAIT_FOR_OTHER,
+                "UBLKRED.G.S.ADD.F32.RN [UR6],[UR5],UR8",
+            ),
+            [2],
+        ),
+    ],
+)
+def test_stores(lines, found):
+    made = code(WAIT, *lines, FENCE, RELEASE)
+    assert [f"{i.address:#x}" for i in unordered(made)] == [address(n) for n in found]
+
+
+def test_barriers_that_cannot_be_told_apart():
+    with pytest.raises(ValueError, match="no release of the stages of the mbarrier at 0x10"):
+        proxy_order(code(WAIT, READ))
+    with pytest.raises(ValueError, match="is not clear"):
+        proxy_order(code(WAIT, RELEASE, "SYNCS.ARRIVE.TRANS64 RZ,[UR4+0x30],R3"))
