@@ -10,13 +10,16 @@ from cute_attn.kvcache_params import (
     AppendParams,
     check_append,
     check_append_for_kernels,
-    check_devices,
     check_lengths,
+    check_tensors,
     named_tensors,
     readable,
+    with_materialized,
 )
 from cute_attn.launcher import as_strided, contiguous_strides
-from cute_attn.params import DTYPE_NAMES, check_count, regular_strides, rows_are_regular
+from cute_attn.memory import overwritten
+from cute_attn.params import DTYPE_NAMES, check_count, check_writable, regular_strides, rows_are_regular
+from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
 
 
@@ -45,9 +48,10 @@ def append_kv(
     ----------
     k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
         fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are multiples
-        of 8 elements in any order, the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256.
+        of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256, the
+        capacity at most 2**30 - 2**13.
     v_cache : Tensor
-        As k_cache, with head_dim_v.
+        As k_cache, with head_dim_v, in memory of its own.
     k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
         New rows.
     cache_seqlens : Tensor (batch,), int32
@@ -91,8 +95,11 @@ def append_kv(
         rotary_seqlens,
         rotary_interleaved,
     )
-    check_types(params, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
+    check_tensors(params, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_writable(name, x)
     refuse_gradients(params, "append_kv")
+    params = with_materialized(params)
     if check_lengths:
         check_append(params, batch_of(params))
         _check_lengths(params)
@@ -100,16 +107,6 @@ def append_kv(
 
 
 _check_lengths = check_lengths  # the parameter of the same name hides it
-
-
-def check_types(params: Any, required: tuple[str, ...]) -> None:
-    """Raise for an argument that is no tensor, or missing, or on another device than the first."""
-    fields = type(params).__annotations__
-    for name, value in zip(params._fields, params, strict=True):
-        optional = value is None and name not in required
-        if fields[name] in (Tensor, Tensor | None) and not isinstance(value, Tensor) and not optional:
-            raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
-    check_devices(params)
 
 
 def refuse_gradients(params: Any, function: str) -> None:
@@ -224,6 +221,8 @@ def launch(
             target = compiler.default_target("sm80")
             traits = traits_of(params, "sm90" if target == "sm90" else "sm80", q)
             compiler.compile(traits, None, target).function(*arguments)
+    if params.k is not None:
+        overwritten(params.k_cache, params.v_cache)
     return rotated
 
 
@@ -258,10 +257,16 @@ def kernel_arguments(
     if q is not None:
         rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
     check_count("k and q have rows", rows)
+    heads = max(k.shape[-2] * (k.shape[-1] + v.shape[-1]), 0 if q is None else q.shape[-2] * q.shape[-1])
+    check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # what rows there are belong to no sequence
     new = NewKeys(_regular(k), _regular(v), seqlens, params.cu_seqlens_k_new)
     return (_regular(params.k_cache), _regular(params.v_cache), tables, new, angles, queries), rows
+
+
+# The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.
+_MAX_ROW = 65_535 * AppendTile().num_threads * 8
 
 
 def _regular(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from cute_attn.launcher import (
     launcher_key,
     user_classes,
 )
+from cute_attn.memory import overwritten
 from cute_attn.params import (
     ALIGNMENT_BYTES,
     MAX_ROWS,
@@ -42,6 +43,7 @@ from cute_attn.params import (
     AttentionParams,
     check,
     check_alignment,
+    check_apart,
     check_count,
     check_for_kernels,
     check_gradients,
@@ -400,8 +402,19 @@ def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tenso
     return divided.sum(-2) if given is None else torch.sum(divided, -2, out=given)
 
 
-def check_given(params: AttentionParams, given: Gradients, needed: tuple[bool, ...]) -> None:
-    """Raise where a tensor to write a gradient into does not fit."""
+def check_given(
+    params: AttentionParams,
+    given: Gradients,
+    needed: tuple[bool, ...],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+) -> None:
+    """Raise where a tensor to write a gradient into does not fit.
+
+    outputs: the gradients of out and lse, out and lse.
+    """
+    names = ("grad_out", "grad_lse", "out", "lse")
+    taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
+    taken += params.tensors()
     for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
         if own is None:
             continue
@@ -412,10 +425,10 @@ def check_given(params: AttentionParams, given: Gradients, needed: tuple[bool, .
             if getattr(own, what) != getattr(x, what):
                 have, accepted = (str(getattr(y, what)) for y in (own, x))
                 raise ValueError(f"d{name} has {what} {have}; accepted: {accepted}, {name}'s")
-        broadcast = any(n > 1 and step == 0 for n, step in zip(own.shape, own.stride(), strict=True))
-        if own.requires_grad or broadcast:
-            what = "requires a gradient" if own.requires_grad else f"has strides {own.stride()}"
-            raise ValueError(f"d{name} {what}; accepted: a tensor to write, without broadcast dimensions")
+        if own.requires_grad:
+            raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
+        check_apart(f"d{name}", own, taken)
+        taken.append((f"d{name}", own))
         regular = not own.is_cuda or not params.aligned or (rows_are_regular(own) and is_aligned(own))
         if name in ("q", "k", "v") and not regular:
             raise ValueError(
@@ -468,9 +481,13 @@ def gradients(
         shape, _, _ = params.output_shapes()
         grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
     found = launcher_for(params, grad_out, grad_lse, out, lse, needed, forward)
-    if into is not None and any(x is not None for x in into):
-        check_given(params, into, needed)
-    return found.launch(params, (grad_out, grad_lse), (out, lse), into)
+    written = [x for x in into or () if x is not None]
+    if into is not None and written:
+        check_given(params, into, needed, (grad_out, grad_lse, out, lse))
+    grads = found.launch(params, (grad_out, grad_lse), (out, lse), into)
+    if written:
+        overwritten(*written)
+    return grads
 
 
 def launcher_for(

@@ -15,7 +15,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     max_seqlen_k: of packed sequences; None: k has the keys of a batch.
     """
     q, k, bias = tensors[0], tensors[1], tensors[_BIAS]
-    if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2:
+    if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
         return tensors
     seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
     # What is wrong is for the checks to say.

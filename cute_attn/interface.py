@@ -11,7 +11,19 @@ from cute_attn import ops, random_states
 from cute_attn.bias import with_readable_bias
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
-from cute_attn.params import NUM_TENSORS, PYTORCHS, AttentionParams, pack_epilogues, pytorchs_precision
+from cute_attn.memory import materialized
+from cute_attn.params import (
+    NUM_TENSORS,
+    PYTORCHS,
+    AttentionParams,
+    check_dense,
+    check_flags,
+    check_starts,
+    check_writable,
+    is_one_of,
+    pack_epilogues,
+    pytorchs_precision,
+)
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -319,7 +331,7 @@ def attention_backward(
         The backward's.
     into : sequence of Tensor, optional
         Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
-        of 16 bytes. They must not overlap. Default: new ones, which are parts of one tensor where q, k and v are.
+        of 16 bytes, in memory of their own. Default: new ones, which are parts of one tensor where q, k and v are.
     softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, epilogues, \
 kernel, deterministic, precision
         As the forward's.
@@ -356,6 +368,7 @@ kernel, deterministic, precision
         resolve_precision(q, precision),
     )
     params = _params_of(tensors, options)
+    check_dense("lse", lse)
     if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
         lse = lse[:, :, : params.max_seqlen_q]
     return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
@@ -436,6 +449,8 @@ def attention_varlen_backward(
         resolve_precision(q, precision),
     )
     params = _params_of(tensors, options)
+    check_starts("cu_seqlens_q", cu_seqlens_q)
+    check_dense("lse", lse)
     if lse.dim() == 3:
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
     return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
@@ -451,8 +466,10 @@ def _backward(
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
     accepted = [name for name in ops.DIFFERENTIABLE if getattr(params, name) is not None]
-    if isinstance(wanted, str) or not all(name in accepted for name in wanted):
-        raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {', '.join(map(repr, accepted))}")
+    names = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else (None,)
+    if len(set(names)) != len(names) or not all(name in accepted for name in names):
+        listed = ", ".join(map(repr, accepted))
+        raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {listed}, each once at most")
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
     needed = tuple(name in wanted for name in ops.DIFFERENTIABLE)
@@ -464,9 +481,13 @@ def _backward(
             or isinstance(into, Tensor)
             or not all(issubclass(x, Tensor) for x in kinds)
         ):
-            names = ", ".join(kind.__name__ for kind in kinds)
-            raise TypeError(f"into is of {names}; accepted: a sequence of one tensor for each of {wanted!r}")
+            given_kinds = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"into is of {given_kinds}; accepted: a sequence of one tensor for each of {wanted!r}"
+            )
         own = dict(zip(wanted, into, strict=True))
+        for name, x in own.items():
+            check_writable(f"d{name}", x)
     given = tuple(own.get(name) for name in ops.DIFFERENTIABLE)
     found = ops.backward(params, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
     grads = dict(zip(ops.DIFFERENTIABLE, found, strict=True))
@@ -538,7 +559,7 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     if forward_ad._current_level >= 0 and q.is_cuda:
         ops.refuse_tangents(tensors)
-    if q.dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         tensors, given = _under_autocast(tensors), (*given[:-1], "")
         q = tensors[0]
     tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
@@ -554,12 +575,13 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
         if seen is not None:
             return _result(ops.run(seen.launcher, tensors, (), seen.constant), given[_RETURN_LSE])
         launcher = known_launcher(tensors, given)
-        if launcher is not None:
+        if launcher is not None and ops.all_plain(tensors):
             remember(tensors, given, launcher)
             return _result(ops.run(launcher, tensors), given[_RETURN_LSE])
     params = _params_of(tensors, _Options._make(given))
-    if direct and q.is_cuda and ops.all_plain(tensors):
-        outputs = ops.run(launcher_for(params, given), tensors, tuple(params.epilogue_tensors))
+    tensors, own = params[:NUM_TENSORS], tuple(params.epilogue_tensors)
+    if direct and q.is_cuda and ops.all_plain((*tensors, *own)):
+        outputs = ops.run(launcher_for(params, given), tensors, own)
     else:
         outputs = ops.forward(params)
     return _result(outputs, given[_RETURN_LSE])
@@ -590,34 +612,42 @@ def _result(outputs: Outputs, return_lse: bool) -> Result:
 
 def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
     """The operator's parameters, with every default filled in."""
-    q, k, rng_state = tensors[0], tensors[1], tensors[-1]
+    q, k = tensors[:2]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
     for name, value in zip(AttentionParams._fields[:NUM_TENSORS], tensors, strict=True):
-        if not isinstance(value, Tensor) and (value is not None or name in required):
-            raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
+        if value is not None or name in required:
+            check_dense(name, value)
+    if not isinstance(options.kernel, str | None):
+        raise TypeError(f"kernel is {options.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_flags(
+        return_lse=options.return_lse,
+        return_softmax=options.return_softmax,
+        deterministic=options.deterministic,
+    )
     if options.dropout_mask not in DROPOUTS:
         raise ValueError(
             f"dropout_mask is {options.dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}"
         )
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
+    tensors = materialized(tensors)
     scale = options.softmax_scale
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
     return AttentionParams._make(
         (
             *tensors[:-1],
-            rng_state if options.dropout_p else None,
-            epilogue_tensors,
+            tensors[-1] if options.dropout_p else None,
+            materialized(epilogue_tensors),
             _length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
             _length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
-            _number("softmax_scale", scale),
+            number("softmax_scale", scale),
             mask,
             window_left,
             window_right,
-            _number("softcap", options.softcap),
+            number("softcap", options.softcap),
             options.dropout_mask if options.dropout_p else "",
-            _number("dropout_p", options.dropout_p),
+            number("dropout_p", options.dropout_p),
             names,
             epilogue_numbers,
             options.return_softmax,
@@ -642,7 +672,8 @@ def _length(name: str, value: Any) -> int:
     return value
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """``value``, which is a Python number, as a float; raises TypeError for another."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}; accepted: a Python number")
     return float(value)
@@ -675,7 +706,7 @@ def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
     ValueError
         causal or window is not what :func:`attention` describes.
     """
-    if causal not in (False, True, "bottom_right", "top_left"):
+    if not is_one_of(causal, (False, True, "bottom_right", "top_left")):
         raise ValueError(f"causal is {causal!r}; accepted: False, True, 'bottom_right', 'top_left'")
     if not (isinstance(window, tuple | list) and len(window) == 2):
         raise ValueError(f"window is {window!r}; accepted: (left, right), each None or a number of keys")

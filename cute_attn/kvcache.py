@@ -10,18 +10,31 @@ import torch
 from torch import Tensor
 
 from cute_attn import append, kvcache_reference, launcher, ops, reference
-from cute_attn.interface import Window, _length, _number, resolve_mask
+from cute_attn.interface import Window, _length, number, resolve_mask
 from cute_attn.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.kvcache_params import (
     CacheParams,
     check_append_for_kernels,
     check_attention,
-    check_attention_for_kernels,
-    check_cache_alignment,
+    check_cache_addresses,
+    check_tensors,
     readable,
+    with_materialized,
 )
 from cute_attn.kvcache_params import check_lengths as _check_lengths
-from cute_attn.params import is_aligned, rows_are_regular
+from cute_attn.memory import is_lazy, overwritten, write_owned
+from cute_attn.params import (
+    MAX_SEQLEN,
+    check_apart,
+    check_dense,
+    check_flags,
+    check_starts,
+    check_writable,
+    is_aligned,
+    is_broadcast,
+    is_one_of,
+    rows_are_regular,
+)
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
 
 
@@ -96,8 +109,8 @@ check_lengths
     split_keys : int, optional
         Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
         on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
-    out : Tensor, optional
-        Where to write the output.
+    out : Tensor, as returned, optional
+        Written and returned in place of a new tensor; it shares no memory with q and the cache.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     kernel, tile
@@ -106,7 +119,7 @@ check_lengths
     Returns
     -------
     out : Tensor, as q with head_dim_v
-        0 where a query sees no key.
+        0 where a query sees no key. Rows of packed q that no sequence owns are not written.
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
         With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
 
@@ -120,11 +133,11 @@ check_lengths
         A tensor requires a gradient.
     """
     _check_splits(num_splits, split_keys)
-    if causal not in (False, True):
+    if causal is not False and causal is not True and not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {causal!r}; accepted: False or True, aligned bottom right")
-    if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor):
-        name, value = ("q", q) if not isinstance(q, Tensor) else ("k_cache", k_cache)
-        raise TypeError(f"{name} is a {type(value).__name__}; accepted: a torch.Tensor")
+    if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
+        for name, x in (("q", q), ("k_cache", k_cache)):
+            check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
@@ -138,11 +151,11 @@ check_lengths
         max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
         if packed and max_seqlen_q is not None
         else longest,
-        softmax_scale=_number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
+        softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
         mask=mask,
         window_left=left,
         window_right=right,
-        softcap=_number("softcap", softcap),
+        softcap=number("softcap", softcap),
         kernel=kernel or "",
         tile="" if tile is None else str(tile),
         num_splits=num_splits,
@@ -151,7 +164,8 @@ check_lengths
     # On CUDA a call of known metadata is checked already.
     plan = known_plan(params) if q.is_cuda and ops.no_dispatch_mode() else None
     if plan is None:
-        append.check_types(params, ("q", "k_cache", "v_cache"))
+        _check_arguments(params)
+        params = with_materialized(params)
     append.refuse_gradients(params, "attention_with_kvcache")
     if check_lengths:
         check_attention(params)
@@ -161,21 +175,44 @@ check_lengths
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
     else:
-        direct = out if out is not None and rows_are_regular(out) and is_aligned(out) else None
+        direct = out if out is not None and _is_written_directly(out) else None
         found, lse = attend(params, plan, direct)
     if out is not None and found is not out:
-        found = out.copy_(found)
+        found = write_owned(out, found, cu_seqlens_q)
     return (found, lse) if return_lse else found
+
+
+def _check_arguments(params: CacheParams) -> None:
+    """Types, and what the operator cannot be called with."""
+    check_tensors(params, ("q", "k_cache", "v_cache"))
+    if not isinstance(params.kernel, str):
+        raise TypeError(f"kernel is {params.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_flags(rotary_interleaved=params.rotary_interleaved)
+    if params.k is not None:
+        for name in ("k_cache", "v_cache"):
+            check_writable(name, getattr(params, name))
+
+
+def _is_written_directly(out: Tensor) -> bool:
+    """Whether kernels write ``out``, which is not then copied to."""
+    return rows_are_regular(out) and is_aligned(out) and not is_lazy(out)
 
 
 def _check_out(out: Tensor, params: CacheParams) -> None:
     shape, dtype, device = params.output_shapes()[0], params.q.dtype, params.q.device
-    if not isinstance(out, Tensor):
-        raise ValueError(f"out is {type(out).__name__}; accepted: {shape} and {dtype}")
+    check_dense("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(f"out is {tuple(out.shape)} and {out.dtype}; accepted: {shape} and {dtype}")
     if out.device != device:
         raise ValueError(f"out is on {out.device}; accepted: {device}, where q is")
+    if is_broadcast(out) or (out.requires_grad and torch.is_grad_enabled()):
+        what = f"has strides {tuple(out.stride())}" if is_broadcast(out) else "requires a gradient"
+        raise ValueError(
+            f"out {what}; accepted: a tensor to write, each of whose elements has memory of its own"
+        )
+    if ops.no_dispatch_mode():
+        read = [(name, getattr(params, name)) for name in ("q", "k_cache", "v_cache")]
+        check_apart("out", out, read)
 
 
 def _check_splits(num_splits: int, split_keys: int | None) -> None:
@@ -199,10 +236,14 @@ def _is_int(value: Any) -> bool:
 
 def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     """One length for all sequences as a tensor."""
-    if isinstance(cache_seqlens, bool):
-        raise TypeError(f"cache_seqlens is {cache_seqlens}; accepted: int32 (batch,), an int or None")
-    if not isinstance(cache_seqlens, int):
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens
+    if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
+        raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
+    if not 0 <= cache_seqlens <= MAX_SEQLEN:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {MAX_SEQLEN}")
+    if cu_seqlens_q is not None:
+        check_starts("cu_seqlens_q", cu_seqlens_q)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
 
@@ -270,14 +311,13 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     if plan is None:
         check_attention(params)
         check_append_for_kernels(params.append)
-        check_attention_for_kernels(params)
         plan = plan_for(params)
     return attend(params, plan)
 
 
 def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
-    check_cache_alignment(params.append)
+    check_cache_addresses(params.append)
     if params.q.get_device() == launcher._current_device():
         return _attend(params, plan, out)
     with torch.cuda.device(params.q.device):
@@ -290,9 +330,10 @@ def _attend(params: CacheParams, plan: Plan, out: Tensor | None) -> tuple[Tensor
     if params.k is not None or rotates:
         rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
         q = q if rotated is None else rotated
-        if params.k is not None and not params.k_cache.is_inference():
-            torch.autograd.graph.increment_version((params.k_cache, params.v_cache))
-    return plan.launch(params, readable(q), out)
+    found = plan.launch(params, readable(q), out)
+    if out is not None:
+        overwritten(out)
+    return found
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

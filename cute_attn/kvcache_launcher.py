@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn import launcher
 from cute_attn.counters import multiprocessors, schedule
 from cute_attn.kvcache_params import CacheParams
 from cute_attn.launcher import as_strided, contiguous_strides, new_empty_strided
+from cute_attn.memory import all_plain, clear_owned
 from cute_attn.params import (
     DTYPE_NAMES,
     MAX_ROWS,
-    MAX_SEQLEN,
     check_count,
     regular_strides,
     rows_are_regular,
@@ -97,14 +98,16 @@ class Plan:
             q: the queries as kernels read them, rotated.
             out, lse: results of any strides that kernels write, or None to allocate them.
         """
+        starts = None if out is None else params.cu_seqlens_q
         if out is None:
             out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
         if lse is None:
             lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         if self.function is None:
+            out = clear_owned(out, starts)
             if params.sinks is None:
-                return out.zero_(), lse.fill_(-math.inf)
-            return out.zero_(), lse.copy_(params.sinks[:, None].expand_as(lse))
+                return out, lse.fill_(-math.inf)
+            return out, lse.copy_(params.sinks[:, None].expand_as(lse))
         seqlens, tables, partials = self._seqlens(params), _tables(params), None
         if self.partials:
             partials = self._partials(q)
@@ -170,18 +173,11 @@ def _score_inputs(params: CacheParams) -> Any:
     return replace(inputs, alibi_slopes=slopes)
 
 
-def longest(params: CacheParams) -> tuple[int, int]:
-    """The most queries of a sequence, and rows of the cache."""
-    queries = (
-        params.q.shape[1] if params.cu_seqlens_q is None else min(params.max_seqlen_q, params.q.shape[0])
-    )
-    return queries, params.capacity
-
-
 # ---- plans by metadata ----
 
 _MAX_PLANS = 4096
 _plans: dict[tuple[Any, ...], Plan] = {}
+_last: launcher.LastCalls = {}
 
 
 def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
@@ -196,14 +192,22 @@ def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
 
 
 def known_plan(params: CacheParams) -> Plan | None:
-    """The plan of an earlier call with this metadata, or None."""
+    """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
+    tensors, options = params.tensors, params.options
+    seen = launcher.recall(tensors, options, _last)
+    if seen is not None:
+        return seen.launcher
     try:
-        return _plans.get(plan_key(params))
+        plan = _plans.get(plan_key(params))
+        if plan is None or not all_plain(tensors):
+            return None
     except (
         TypeError,
         RuntimeError,
     ):  # an option that cannot be hashed, or a tensor without memory: checks raise
         return None
+    launcher.remember(tensors, options, plan, _last, biased=False)
+    return plan
 
 
 def plan_for(params: CacheParams) -> Plan:
@@ -226,16 +230,11 @@ def make_plan(params: CacheParams) -> Plan:
     """The plan of a checked call."""
     shapes = params.output_shapes()
     strides = (contiguous_strides(shapes[0]), contiguous_strides(shapes[1]))
-    queries, capacity = longest(params)
+    queries, capacity = params.longest
     if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
         return Plan(None, None, None, shapes, strides)
     from cute_attn import compiler
 
-    if capacity > MAX_SEQLEN or queries > MAX_SEQLEN:
-        which, count = (
-            ("k_cache has capacity", capacity) if capacity > MAX_SEQLEN else ("q has seqlen", queries)
-        )
-        raise ValueError(f"{which} {count}; accepted on CUDA: up to {MAX_SEQLEN}")
     with torch.cuda.device(params.q.device):
         target = compiler.default_target("sm80")
         processors = multiprocessors(params.q.get_device())
@@ -279,7 +278,7 @@ def _combine(
     }
     own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
     tile = CombineSharesTile.after(
-        kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2, longest(params)[0]
+        kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2, params.longest[0]
     )
     return compiler.compile(own, tile, target).function
 
@@ -304,7 +303,7 @@ def _partial_shapes(
 def units(params: CacheParams, tile: Any) -> int:
     """Query blocks of all sequences and packs of heads, at most."""
     packs = params.k_cache.shape[-2] * -(-params.group // tile.pack_heads)
-    blocks = params.batch * -(-longest(params)[0] // tile.queries)
+    blocks = params.batch * -(-params.longest[0] // tile.queries)
     if params.cu_seqlens_q is not None:
         blocks = min(blocks, params.q.shape[0] // tile.queries + params.batch)
     return packs * blocks
@@ -414,12 +413,12 @@ def _call_reason(params: CacheParams, tile: Any) -> str | None:
 
 def cache_call(params: CacheParams) -> CacheCall:
     """What a tile is chosen for."""
-    return CacheCall(*longest(params), params.group, _page_rows(params), params.split_keys)
+    return CacheCall(*params.longest, params.group, _page_rows(params), params.split_keys)
 
 
 def _parts(params: CacheParams) -> Split:
     """The split that the call names."""
-    capacity = longest(params)[1]
+    capacity = params.longest[1]
     if params.split_keys:
         parts = -(-capacity // params.split_keys)
         if parts > MAX_PARTIALS:
@@ -440,13 +439,13 @@ def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
     """
     slots, count = tile.blocks_per_sm * processors, units(params, tile)
     waves = count / slots
-    if longest(params)[0] > tile.queries:  # bound by the tensor cores
+    if params.longest[0] > tile.queries:  # bound by the tensor cores
         whole = params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
         if whole or waves >= WAVES:
             return Split()
-    blocks = -(-longest(params)[1] // tile.tile_n)
+    blocks = -(-params.longest[1] // tile.tile_n)
     parts = min(slots // count, blocks, MAX_PARTIALS)
-    even = not params.mask or EVEN * longest(params)[0] <= longest(params)[1]
+    even = not params.mask or EVEN * params.longest[0] <= params.longest[1]
     if parts > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
         parts = PARTS_AT_ONCE
     if params.batch == 1 and even and parts * count >= FULL_PARTS * slots:
@@ -457,7 +456,7 @@ def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
 
 def _check_sizes(params: CacheParams, tile: Any) -> None:
     """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
-    capacity = longest(params)[1]
+    capacity = params.longest[1]
     count = units(params, tile)
     blocks = -(-capacity // tile.tile_n) + 2
     each = f"{count} blocks of up to {tile.queries} queries"

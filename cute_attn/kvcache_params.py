@@ -6,20 +6,25 @@ As in :mod:`cute_attn.params`, checks read metadata only; lengths are read on th
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from cute_attn import kvcache_reference
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.memory import materialized, overlap
 from cute_attn.params import (
     FLOAT_DTYPES,
+    MAX_SEQLEN,
     _check_cumulative,
     _check_int32,
     _check_strides,
+    check_apart,
     check_count,
+    check_dense,
     check_sinks,
+    check_starts,
     is_aligned,
     rows_are_regular,
 )
@@ -129,6 +134,16 @@ class CacheParams(NamedTuple):
     split_keys: int = 0
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The arguments that are tensors, or None."""
+        return (*self[:_INTERLEAVED], *self[_INTERLEAVED + 1 : _NUMBERS])  # type: ignore[arg-type]
+
+    @property
+    def options(self) -> tuple:
+        """The other arguments."""
+        return self[_INTERLEAVED], *self[_NUMBERS:]
+
+    @property
     def append(self) -> AppendParams:
         """The part that concerns the cache."""
         return AppendParams._make(self[1 : 1 + len(AppendParams._fields)])
@@ -137,6 +152,12 @@ class CacheParams(NamedTuple):
     def batch(self) -> int:
         """Number of sequences."""
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries of a sequence, and rows of the cache."""
+        packed = self.cu_seqlens_q is not None
+        return min(self.max_seqlen_q, self.q.shape[0]) if packed else self.q.shape[1], self.capacity
 
     @property
     def cu_seqlens_k(self) -> None:
@@ -182,6 +203,21 @@ class CacheParams(NamedTuple):
         )
 
 
+_INTERLEAVED, _NUMBERS = map(CacheParams._fields.index, ("rotary_interleaved", "max_seqlen_q"))
+
+
+Params = TypeVar("Params", AppendParams, CacheParams)
+
+
+def with_materialized(params: Params) -> Params:
+    """The call with copies of lazy tensors, but for caches that are written, which are none."""
+    kept = ("k_cache", "v_cache") if params.k is not None else ()
+    given = [(name, x) for name, x in named_tensors(params) if name not in kept]
+    return params._replace(
+        **dict(zip([name for name, _ in given], materialized(x for _, x in given), strict=True))
+    )
+
+
 def named_tensors(params: AppendParams | CacheParams) -> Iterator[tuple[str, Tensor]]:
     """Every tensor with its argument's name."""
     for name, value in zip(params._fields, params, strict=True):
@@ -192,6 +228,15 @@ def named_tensors(params: AppendParams | CacheParams) -> Iterator[tuple[str, Ten
 # ---- checks on any device ----
 
 
+def check_tensors(params: AppendParams | CacheParams, required: tuple[str, ...]) -> None:
+    """Raise for an argument that is no dense tensor, or missing, or on another device than the first."""
+    fields = type(params).__annotations__
+    for name, value in zip(params._fields, params, strict=True):
+        if fields[name] in (Tensor, Tensor | None) and (value is not None or name in required):
+            check_dense(name, value)
+    check_devices(params)
+
+
 def check_devices(params: AppendParams | CacheParams) -> None:
     """Raise ValueError for a tensor that is on another device than the first."""
     first, device = params._fields[0], params[0].device
@@ -200,12 +245,17 @@ def check_devices(params: AppendParams | CacheParams) -> None:
             raise ValueError(f"{name} is on {x.device}; accepted: {device}, where {first} is")
 
 
-def check_append(params: AppendParams, batch: int) -> None:
-    """Raise TypeError or ValueError for the first wrong argument of a call with ``batch`` sequences."""
+def check_append(params: AppendParams, batch: int, leftpad: Tensor | None = None) -> None:
+    """Raise TypeError or ValueError for the first wrong argument of a call with ``batch`` sequences.
+
+    leftpad: the call's ``cache_leftpad``, checked.
+    """
     check_devices(params)
     _check_cache(params, batch)
     _check_new(params, batch)
     _check_rotary(params, batch)
+    if params.k_cache.device.type == "cpu":
+        check_tables(params, leftpad)
 
 
 def _check_cache(params: AppendParams, batch: int) -> None:
@@ -223,6 +273,10 @@ def _check_cache(params: AppendParams, batch: int) -> None:
             f"v_cache has shape {tuple(v_cache.shape)}; accepted: {tuple(k_cache.shape[:-1])} and a head_dim_v, "
             "as k_cache"
         )
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.shape[-1] % 8 or x.shape[-1] > 256:
+            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
+        _check_strides(name, x)
     table = params.page_table
     if table is not None:
         if table.dtype != torch.int32:
@@ -232,6 +286,8 @@ def _check_cache(params: AppendParams, batch: int) -> None:
                 f"page_table has shape {tuple(table.shape)} and strides {tuple(table.stride())}; accepted: (entries, "
                 "pages of an entry) with a last stride of 1"
             )
+    if params.cache.capacity > MAX_SEQLEN:
+        raise ValueError(f"k_cache has capacity {params.cache.capacity}; accepted: up to {MAX_SEQLEN}")
     if params.cache_batch_idx is not None:
         _check_int32("cache_batch_idx", params.cache_batch_idx, batch)
     elif params.entries != batch:
@@ -269,6 +325,8 @@ def _check_new(params: AppendParams, batch: int) -> None:
         _check_int32("cu_seqlens_k_new", cu_seqlens, batch + 1)
         if cu_seqlens.device.type == "cpu":
             _check_cumulative("cu_seqlens_k_new", cu_seqlens, k.shape[0], k.shape[0])
+    check_apart("k_cache", params.k_cache, ())
+    check_apart("v_cache", params.v_cache, [("k_cache", params.k_cache)])
 
 
 def _check_rotary(params: AppendParams, batch: int) -> None:
@@ -313,12 +371,13 @@ def check_attention(params: CacheParams) -> None:
         dims = "(batch, seqlen_q, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
         raise ValueError(f"q has shape {tuple(q.shape)}; accepted: {dims}")
     if cu_seqlens is not None:
-        if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
-            raise ValueError("cu_seqlens_q is empty; accepted: batch + 1 cumulative lengths, the first 0")
+        check_starts("cu_seqlens_q", cu_seqlens)
         _check_int32("cu_seqlens_q", cu_seqlens, params.batch + 1)
         if cu_seqlens.device.type == "cpu":
             _check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], params.max_seqlen_q)
-    check_append(params.append, params.batch)
+    if params.cache_leftpad is not None:
+        _check_int32("cache_leftpad", params.cache_leftpad, params.batch)
+    check_append(params.append, params.batch, params.cache_leftpad)
     if q.dtype != k_cache.dtype:
         raise TypeError(f"q has dtype {q.dtype}; accepted: {k_cache.dtype}, k_cache's")
     if q.shape[-1] != k_cache.shape[-1]:
@@ -326,17 +385,30 @@ def check_attention(params: CacheParams) -> None:
     nheads = q.shape[-2]
     if nheads % k_cache.shape[2]:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k_cache's {k_cache.shape[2]}")
-    if params.cache_leftpad is not None:
-        _check_int32("cache_leftpad", params.cache_leftpad, params.batch)
+    if params.longest[0] > MAX_SEQLEN:
+        raise ValueError(f"q has seqlen {params.longest[0]}; accepted: up to {MAX_SEQLEN}")
+    if not (math.isfinite(params.softmax_scale) and params.softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number above 0")
+    if not (math.isfinite(params.softcap) and params.softcap >= 0):
+        raise ValueError(f"softcap is {params.softcap}; accepted: a finite number above 0, or 0 for none")
     slopes = params.alibi_slopes
-    if slopes is not None and tuple(slopes.shape) not in ((nheads,), (params.batch, nheads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({params.batch}, {nheads})"
-        )
+    if slopes is not None:
+        _check_slopes(slopes, params.batch, nheads, q.dtype)
     if params.sinks is not None:
         check_sinks(params.sinks, nheads, q.dtype)
     if params.tree_mask is not None:
         _check_tree(params, params.tree_mask)
+
+
+def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:
+    if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
+        )
+    if slopes.dtype != torch.float32 and (slopes.dtype, dtype) != (torch.float64, torch.float64):
+        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
+    if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
+        raise ValueError(f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1")
 
 
 def _check_tree(params: CacheParams, tree: Tensor) -> None:
@@ -367,19 +439,27 @@ def check_lengths(params: AppendParams, leftpad: Tensor | None = None) -> None:
                     f"cache_seqlens[{b}] is {before} and {end - before} rows are appended; accepted: from 0 to the "
                     f"capacity, {capacity}"
                 )
-    if params.cache_batch_idx is not None:
-        _check_range("cache_batch_idx", params.cache_batch_idx, params.entries)
     if leftpad is not None:
         _check_range("cache_leftpad", leftpad, capacity + 1)
-    if params.page_table is not None:
-        pages, size = params.k_cache.shape[:2]
-        ends = itertools.repeat(capacity) if after is None else after.tolist()
-        entries = range(params.entries) if params.cache_batch_idx is None else params.cache_batch_idx.tolist()
-        table = params.page_table.tolist()
-        for entry, end in zip(entries, ends, strict=False):
-            for i, page in enumerate(table[entry][: -(-end // size)]):
-                if not 0 <= page < pages:
-                    raise ValueError(f"page_table[{entry}, {i}] is {page}; accepted: 0 to {pages - 1}")
+    check_tables(params, leftpad)
+
+
+def check_tables(params: AppendParams, leftpad: Tensor | None = None) -> None:
+    """Raise ValueError where a sequence's entry, or a page of its rows, is out of bounds. Waits for the device."""
+    if params.cache_batch_idx is not None:
+        _check_range("cache_batch_idx", params.cache_batch_idx, params.entries)
+    if params.page_table is None:
+        return
+    pages, size = params.k_cache.shape[:2]
+    after = params.lengths_after()
+    ends = itertools.repeat(params.cache.capacity) if after is None else after.tolist()
+    starts = itertools.repeat(0) if leftpad is None else leftpad.tolist()
+    entries = range(params.entries) if params.cache_batch_idx is None else params.cache_batch_idx.tolist()
+    table = params.page_table.tolist()
+    for entry, start, end in zip(entries, starts, ends, strict=False):
+        for i in range(max(start, 0) // size, min(-(-end // size), len(table[entry]))):
+            if not 0 <= table[entry][i] < pages:
+                raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
 
 
 def _check_range(name: str, values: Tensor, end: int) -> None:
@@ -397,38 +477,22 @@ def check_append_for_kernels(params: AppendParams) -> None:
         if x.dtype not in APPEND_DTYPES:
             accepted = ", ".join(map(str, APPEND_DTYPES))
             raise TypeError(f"{name} has dtype {x.dtype}; accepted on CUDA: {accepted}")
-        if x.shape[-1] % 8 or x.shape[-1] > 256:
-            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
-        _check_strides(name, x)
-    check_cache_alignment(params)
+    check_cache_addresses(params)
     if params.k is not None:
         check_count("k has elements in rows of one head", params.k.numel() // params.k.shape[-1])
 
 
-def check_cache_alignment(params: AppendParams) -> None:
-    """Raise where a cache does not start at a multiple of 16 bytes, which metadata does not show."""
-    if not (params.k_cache.data_ptr() | params.v_cache.data_ptr()) % 16:
+def check_cache_addresses(params: AppendParams) -> None:
+    """Raise for what metadata does not show: where a cache starts, and that both share memory that is written."""
+    k_cache, v_cache = params.k_cache, params.v_cache
+    if params.k is not None and overlap(k_cache, v_cache):
+        raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
+    if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return
-    for name, x in (("k_cache", params.k_cache), ("v_cache", params.v_cache)):
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not is_aligned(x):
             raise ValueError(
                 f"{name} starts {x.data_ptr() % 16} bytes past a multiple of 16; accepted: aligned"
-            )
-
-
-def check_attention_for_kernels(params: CacheParams) -> None:
-    """Raise for what the attention kernels do not support. Assumes :func:`check_attention`, and the append's checks."""
-    if not (math.isfinite(params.softmax_scale) and params.softmax_scale > 0):
-        raise ValueError(f"softmax_scale is {params.softmax_scale}; accepted: a finite number above 0")
-    if not (math.isfinite(params.softcap) and params.softcap >= 0):
-        raise ValueError(f"softcap is {params.softcap}; accepted: a finite number above 0, or 0 for none")
-    slopes = params.alibi_slopes
-    if slopes is not None:
-        if slopes.dtype != torch.float32:
-            raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
-        if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
-            raise ValueError(
-                f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1"
             )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.counters import multiprocessors, schedule
+from cute_attn.memory import clear_owned
 from cute_attn.params import (
     ALIGNMENT_BYTES,
     MAX_ROWS,
@@ -187,7 +188,7 @@ class Launcher:
             strides = contiguous_strides(self.softmax_shape)
             softmax = new_empty_strided(q, self.softmax_shape, strides, q.dtype).zero_()
         if self.prefill:
-            out.zero_()
+            clear_owned(out, None if into is None else tensors[3])
             lse.fill_(-math.inf)
         if self.divided is not None:
             return (*self._launch_divided(tensors, out, lse), None)
@@ -293,13 +294,13 @@ class Seen:
     Attributes:
         check: whether tensors have that call's metadata.
         aligned: as in :func:`launcher_key`; None without a bias.
-        launcher: its launcher.
+        launcher: its launcher, or its plan.
         constant: whether none of its tensors requires a gradient.
     """
 
     check: Callable[..., bool]
     aligned: bool | None
-    launcher: Launcher
+    launcher: Any
     constant: bool
 
 
@@ -308,7 +309,7 @@ class _Last:
     """The last calls with the same options and the same tensors present, the latest first.
 
     Attributes:
-        pick: selects the tensors that are present; cu_seqlens once where q's are k's.
+        pick: selects the tensors that are present; the fourth and fifth once where they are one, as cu_seqlens may be.
         calls: at most ``_MAX_LAST``.
     """
 
@@ -316,19 +317,26 @@ class _Last:
     calls: list[Seen] = field(default_factory=list)
 
 
+LastCalls = dict[tuple[Any, ...], _Last]
 _MAX_LAST = 4
-_last: dict[tuple[Any, ...], _Last] = {}
+_last: LastCalls = {}
 
 
 def _last_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    starts_q, starts_k, *optional = tensors[3:]
-    return options, starts_q is starts_k, tuple(x is None for x in optional)
+    starts_q, starts_k = tensors[3:5]
+    return options, starts_q is starts_k, tuple(x is None for x in tensors[3:])
 
 
-def recall(tensors: Tensors, options: Hashable) -> Seen | None:
-    """One of the last calls with these options and metadata: a third of the time of a launcher's key."""
+def recall(tensors: Tensors, options: Hashable, calls: LastCalls | None = None) -> Seen | None:
+    """One of the last calls with these options and metadata: a third of the time of a launcher's key.
+
+    Memory is all there is to its tensors, as to those of the call that was remembered: torch's guards compare what the
+    dispatcher knows of them.
+
+    calls: where to look; by default among those of :func:`cute_attn.attention`.
+    """
     try:
-        last = _last.get(_last_key(tensors, options))
+        last = (_last if calls is None else calls).get(_last_key(tensors, options))
         if last is None:
             return None
         present = last.pick(tensors)
@@ -340,16 +348,25 @@ def recall(tensors: Tensors, options: Hashable) -> Seen | None:
     return None
 
 
-def remember(tensors: Tensors, options: Hashable, launcher: Launcher) -> None:
-    """Let :func:`recall` find a call's launcher, unless one tensor is two of its arguments."""
+def remember(
+    tensors: Tensors, options: Hashable, launcher: Any, calls: LastCalls | None = None, *, biased: bool = True
+) -> None:
+    """Let :func:`recall` find a call's launcher or plan, unless one tensor is two of its arguments.
+
+    tensors: of which :func:`cute_attn.memory.all_plain` holds.
+    calls: as of :func:`recall`.
+    biased: whether a bias is among the tensors where :func:`cute_attn.attention` has one.
+    """
+    calls = _last if calls is None else calls
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     both_starts = tensors[3] is not None and tensors[3] is tensors[4]
     if _tensor_guards is None or len(places) + both_starts < sum(x is not None for x in tensors):
         return
     key = _last_key(tensors, options)
-    if len(_last) >= _MAX_LAUNCHERS:
-        _last.clear()
-    last, bias = _last.setdefault(key, _Last(itemgetter(*places.values()))), tensors[_BIAS]
+    if len(calls) >= _MAX_LAUNCHERS:
+        calls.clear()
+    last = calls.setdefault(key, _Last(itemgetter(*places.values())))
+    bias = tensors[_BIAS] if biased else None
     present = last.pick(tensors)
     check = _tensor_guards(
         *present,

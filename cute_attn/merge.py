@@ -8,7 +8,8 @@ from torch import Tensor
 from cute_attn import kvcache_reference, launcher
 from cute_attn.kvcache_params import readable
 from cute_attn.launcher import contiguous_strides
-from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_sinks
+from cute_attn.memory import materialized
+from cute_attn.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_dense, check_sinks
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
 
@@ -56,11 +57,18 @@ def merge_attention(
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if sinks is not None and not isinstance(sinks, Tensor):
         raise TypeError(f"sinks is a {type(sinks).__name__}; accepted: a torch.Tensor")
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(
+            f"dtype is {dtype!r}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (outs, lses, sinks)):
         raise NotImplementedError(
             "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
         )
-    out, lse = torch.ops.cute_attn.merge.default(outs, lses, sinks, outs.dtype if dtype is None else dtype)
+    for name, x in (("outs", outs), ("lses", lses)):
+        check_dense(name, x)
+    dtype = outs.dtype if dtype is None else dtype
+    out, lse = torch.ops.cute_attn.merge.default(*materialized((outs, lses, sinks)), dtype)
     return out, lse
 
 

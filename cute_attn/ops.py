@@ -11,7 +11,15 @@ from torch.autograd import forward_ad
 from cute_attn import reference
 from cute_attn.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.launcher import Launcher, Outputs, Tensors, launcher_for
-from cute_attn.params import NUM_TENSORS, AttentionParams, check, check_gradients, check_out
+from cute_attn.memory import all_plain, none_overrides, overwritten, write_owned
+from cute_attn.params import (
+    NUM_TENSORS,
+    AttentionParams,
+    check,
+    check_apart,
+    check_gradients,
+    check_out,
+)
 
 _library = torch.library.Library("cute_attn", "DEF")
 _TYPES: dict[Any, str] = {
@@ -39,12 +47,11 @@ _library.define(
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
 _SLOPES = AttentionParams._fields.index("alibi_slopes")
-_PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
 
 
 def forward(params: AttentionParams) -> Outputs:
     """out, lse, and softmax or None; through the dispatcher where something observes operators."""
-    if no_dispatch_mode() and all_plain(params[:NUM_TENSORS]):
+    if no_dispatch_mode() and all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors)):
         return (
             run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
             if params.q.is_cuda
@@ -85,10 +92,12 @@ def forward_into(params: AttentionParams, out: Tensor) -> Outputs:
     """:func:`forward`, its first result in ``out``."""
     check(params)
     check_out(params, out)
-    if no_dispatch_mode() and all_plain((*params[:NUM_TENSORS], out)):
-        return forward_cuda(params, out) if params.q.is_cuda else forward_cpu(params, out)
+    if no_dispatch_mode():
+        check_apart("out", out, params.tensors())
+        if all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors, out)):
+            return forward_cuda(params, out) if params.q.is_cuda else forward_cpu(params, out)
     result, *others = forward(params)
-    return out.copy_(result), *others  # type: ignore[return-value]
+    return write_owned(out, result, params.cu_seqlens_q), *others  # type: ignore[return-value]
 
 
 def backward(
@@ -106,11 +115,10 @@ def backward(
     launcher: the forward's, if there is one.
     into: tensors to write gradients into, of all that are needed or of none.
     """
-    if (
-        params.q.is_cuda
-        and no_dispatch_mode()
-        and all_plain((*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *into))
-    ):
+    tensors = (*params[:NUM_TENSORS], *params.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
+    # The forward has launched the others as they are.
+    new = tensors if launcher is None else (grad_out, grad_lse)
+    if params.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
         return gradients(params, grad_out, grad_lse, out, lse, needed, launcher, into)
     if any(x is not None for x in into):
         torch.ops.cute_attn.backward_into.default(grad_out, grad_lse, out, lse, *into, *params)
@@ -154,14 +162,12 @@ def refuse_tangents(tensors: Tensors) -> None:
         )
 
 
-def all_plain(tensors: Tensors) -> bool:
-    """Whether none is of a subclass, which may override operators."""
-    return _PLAIN.issuperset(map(type, tensors))
-
-
 def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs:
     """Launch the call's kernel on the current stream of q's device. into: out's memory."""
-    return launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors), into)
+    outputs = launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors), into)
+    if into is not None:
+        overwritten(into)
+    return outputs
 
 
 # ---- CPU ----
@@ -186,7 +192,7 @@ def forward_cpu(params: AttentionParams, into: Tensor | None = None) -> Outputs:
         return_softmax=params.return_softmax,
     )
     if into is not None:
-        return into.copy_(out), lse, softmax
+        return write_owned(into, out, params.cu_seqlens_q), lse, softmax
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
     inputs = [getattr(params, name) for name in DIFFERENTIABLE]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
@@ -317,7 +323,7 @@ def _backward_into_cpu(
 ) -> None:
     into, rest = _into(arguments)
     needed = tuple(x is not None for x in into)
-    check_given(_params_of(rest), into, needed)
+    check_given(_params_of(rest), into, needed, (grad_out, grad_lse, out, lse))
     found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
     for own, gradient in zip(into, found, strict=True):
         if own is not None:

@@ -6,7 +6,7 @@ the same metadata; lengths are read, and checked, only on the CPU.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.memory import overlap, overlaps_itself
 from cute_attn.traits import (
     DROPOUTS,
     MASKS,
@@ -257,6 +258,8 @@ def pack_epilogues(
         raise TypeError(
             f"epilogues is {epilogues!r}; accepted: a tuple of names, or a dict of names to arguments"
         )
+    if not isinstance(epilogues, Mapping | Iterable):
+        raise TypeError(f"epilogues is {epilogues!r}; accepted: names, or a dict of names to arguments")
     given = epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
     names: list[str] = []
     tensors: list[Tensor] = []
@@ -304,10 +307,30 @@ def check(params: AttentionParams) -> None:
     _check_score_tensors(params)
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no tensor, or a sparse or a nested one."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise TypeError(f"{name} is {kind}; accepted: a dense torch.Tensor, of layout torch.strided")
+
+
+def check_flags(**values: Any) -> None:
+    """Raise TypeError for an argument that is neither True nor False."""
+    for name, value in values.items():
+        if not is_one_of(value, (False, True)):
+            raise TypeError(f"{name} is {value!r}; accepted: False or True")
+
+
+def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
+    return isinstance(value, Hashable) and value in frozenset(accepted)
+
+
 def _check_tensors(params: AttentionParams) -> None:
     for name, tensor in params.tensors():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+        check_dense(name, tensor)
         if tensor.device != params.q.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {params.q.device}, where q is")
     if params.q.dtype not in FLOAT_DTYPES:
@@ -377,17 +400,27 @@ def _check_lengths(params: AttentionParams) -> None:
     if (params.cu_seqlens_q is None) != (params.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
     rows = {"q": params.q.shape[0], "k": params.k.shape[0]}
+    if params.cu_seqlens_q is not None:
+        check_starts("cu_seqlens_q", params.cu_seqlens_q)
     for side in ("q", "k"):
         cu_seqlens, seqused = getattr(params, f"cu_seqlens_{side}"), getattr(params, f"seqused_{side}")
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
-            if cu_seqlens.dim() == 1 and cu_seqlens.shape[0] == 0:
-                raise ValueError(f"{name} is empty; accepted: batch + 1 cumulative lengths, the first 0")
+            check_starts(name, cu_seqlens)
             _check_int32(name, cu_seqlens, params.batch + 1)
             if cu_seqlens.device.type == "cpu":
                 _check_cumulative(name, cu_seqlens, rows[side], getattr(params, f"max_seqlen_{side}"))
         if seqused is not None:
             _check_int32(f"seqused_{side}", seqused, params.batch)
+
+
+def check_starts(name: str, cu_seqlens: Any) -> None:
+    """Raise TypeError or ValueError for cumulative lengths that do not say how many sequences there are."""
+    check_dense(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(cu_seqlens.shape)}; accepted: (batch + 1,), cumulative lengths, the first 0"
+        )
 
 
 def _check_int32(name: str, tensor: Tensor, length: int) -> None:
@@ -548,10 +581,10 @@ def check_gradients(
         ("out", out, out_shape, params.q.dtype),
         ("lse", lse, lse_shape, lse_dtype),
     ):
-        if tensor is None:
+        if tensor is None and name.startswith("grad"):
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+        check_dense(name, tensor)
+        assert tensor is not None
         if tensor.device != params.q.device:
             raise ValueError(f"{name} is on {tensor.device}; accepted: {params.q.device}, where q is")
         if tuple(tensor.shape) != shape:
@@ -562,14 +595,13 @@ def check_gradients(
 
 def check_out(params: AttentionParams, out: Tensor) -> None:
     """Raise where ``out`` cannot be written in place of a new output. Assumes :func:`check`."""
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out is a {type(out).__name__}; accepted: a torch.Tensor")
+    check_dense("out", out)
     wanted = {"device": params.q.device, "dtype": params.q.dtype, "shape": params.output_shapes()[0]}
     for what, value in wanted.items():
         own = getattr(out, what)
         if (tuple(own) if what == "shape" else own) != value:
             raise ValueError(f"out has {what} {own}; accepted: {value}")
-    broadcast = any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True))
+    broadcast = is_broadcast(out)
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for _, x in params.tensors())
     if out.requires_grad or differentiable:
         raise ValueError("out is given where autograd records; accepted: without gradients")
@@ -580,6 +612,40 @@ def check_out(params: AttentionParams, out: Tensor) -> None:
             f"out has strides {tuple(out.stride())} and {start}; accepted: rows of contiguous elements that start at "
             f"multiples of {ALIGNMENT_BYTES} bytes"
         )
+
+
+def is_broadcast(x: Tensor) -> bool:
+    """Whether a dimension has but one element in memory."""
+    return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def check_has_memory(name: str, written: Tensor) -> None:
+    """Raise ValueError for one of ``torch._efficientzerotensor``, which cannot be written."""
+    if not torch.compiler.is_compiling() and written._is_zerotensor():
+        raise ValueError(f"{name} is a tensor of zeros without memory; accepted: a tensor to write")
+
+
+def check_writable(name: str, written: Tensor) -> None:
+    """Raise ValueError for a tensor that an operator cannot write, as its memory does not have its values."""
+    check_has_memory(name, written)
+    if not torch.compiler.is_compiling() and written.is_neg():
+        raise ValueError(f"{name} is a view that torch negates where it is read; accepted: a tensor to write")
+
+
+def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where elements of a tensor that a kernel writes share memory, or are also another argument's.
+
+    Of tensors with memory alone, unlike those of compilers and function transforms.
+    """
+    check_has_memory(name, written)
+    if overlaps_itself(written):
+        raise ValueError(
+            f"{name} has shape {tuple(written.shape)} and strides {tuple(written.stride())}, so that elements share "
+            "memory; accepted: elements of which each has its own"
+        )
+    for other, x in others:
+        if overlap(written, x):
+            raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -419,7 +419,7 @@ def _row_ranges(
     else:
         starts, rows = [0] * x.shape[0], [x.shape[1]] * x.shape[0]
     return starts, rows if seqused is None else [
-        min(pair) for pair in zip(rows, seqused.tolist(), strict=True)
+        max(min(pair), 0) for pair in zip(rows, seqused.tolist(), strict=True)
     ]
 
 

@@ -112,6 +112,7 @@ def patch(monkeypatch) -> list:
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
     monkeypatch.setattr(launcher, "_current_device", lambda: -1)
     monkeypatch.setattr(kvcache_launcher, "_plans", {})
+    monkeypatch.setattr(kvcache_launcher, "_last", {})
     monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
     monkeypatch.setattr(
         kvcache_launcher, "schedule", lambda device: (torch.zeros(4, dtype=torch.int32), PROCESSORS)

@@ -103,9 +103,9 @@ def user_epilogue(name: str) -> type[Epilogue]:
     """The class registered under ``name``.
 
     Raises:
-        KeyError: nothing is registered under it; the message lists what is.
+        ValueError: nothing is registered under it; the message lists what is.
     """
     if name not in _REGISTERED:
-        known = ", ".join(sorted(_REGISTERED)) or "none"
-        raise KeyError(f"no epilogue is registered as {name!r}; registered: {known}")
+        known = ", ".join(sorted(_REGISTERED)) or "none, before register_epilogue"
+        raise ValueError(f"no epilogue is registered as {name!r}; accepted: {known}")
     return _REGISTERED[name]

@@ -48,7 +48,7 @@ class EpilogueChain:
         """The chain of some traits: softcap, ALiBi, bias, user epilogues in their order, mask, dropout.
 
         Raises:
-            KeyError: no epilogue is registered under one of the traits' names.
+            ValueError: no epilogue is registered under one of the traits' names.
             NotImplementedError: the traits are a backward's, and a user's epilogue has no derivative.
         """
         reason = EpilogueChain.decline(traits)

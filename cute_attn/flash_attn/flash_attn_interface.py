@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from cute_attn.head_dims import whole_head_dim
-from cute_attn.interface import attention, attention_varlen
+from cute_attn.interface import attention, attention_varlen, number
 from cute_attn.kvcache import attention_with_kvcache
 from cute_attn.packed import unbind
+from cute_attn.params import check_dense, check_starts
 
 __all__ = [
     "flash_attn_func",
@@ -292,7 +293,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         causal=bool(causal),
         window=_window(window_size, causal),
-        softcap=max(softcap, 0.0),
+        softcap=max(number("softcap", softcap), 0.0),
         alibi_slopes=alibi_slopes,
         num_splits=num_splits,
         return_lse=return_softmax_lse,
@@ -338,19 +339,19 @@ def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, .
 def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:
     """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
     for name, x in zip("qkv", tensors, strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; accepted: a torch.Tensor")
+        if not isinstance(x, Tensor) or x.is_nested:
+            check_dense(name, x)
     q, _, v = tensors
     scale, slopes, probs = options.softmax_scale, options.alibi_slopes, options.return_attn_probs
     if scale is None and q.dim() and q.shape[-1]:
         scale = q.shape[-1] ** -0.5
-    dropout = options.dropout_p > 0
+    dropout = number("dropout_p", options.dropout_p) > 0
     arguments: dict[str, Any] = {
         "softmax_scale": scale,
         "causal": bool(options.causal),
         "window": _window(options.window_size, options.causal),
         "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
-        "softcap": max(options.softcap, 0.0),
+        "softcap": max(number("softcap", options.softcap), 0.0),
         "dropout_p": options.dropout_p,
         "deterministic": bool(options.deterministic),
         "return_lse": probs,
@@ -376,8 +377,13 @@ def _attend_pages(
     if options.dropout_p:
         raise ValueError(f"dropout_p is {options.dropout_p} with a block_table; accepted: 0")
     starts_q, starts_k, longest_q, longest_k = lengths
-    if not isinstance(starts_k, Tensor) or starts_k.dim() != 1:
-        raise TypeError("cu_seqlens_k is no tensor of one dimension; accepted: (batch + 1,), int32")
+    for name, x in zip(("q", "k", "v", "block_table"), (*tensors, block_table), strict=True):
+        check_dense(name, x)
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
+        )
+    check_starts("cu_seqlens_k", starts_k)
     capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
     if _whole_number(longest_k) > capacity:
         raise ValueError(
@@ -398,7 +404,7 @@ def _attend_pages(
         softmax_scale=scale,
         causal=bool(options.causal),
         window=_window(options.window_size, options.causal),
-        softcap=max(options.softcap, 0.0),
+        softcap=max(number("softcap", options.softcap), 0.0),
         alibi_slopes=options.alibi_slopes,
         return_lse=options.return_attn_probs,
     )

@@ -436,9 +436,26 @@ def test_gradients_are_written_into_given_tensors(torch_kernels, name):
     needed = (True, True, True, case.bias != "", case.sinks != "")
     expected = gradients(call, grad_out, grad_lse, out, lse, needed)
     into = tuple(None if x is None else torch.full_like(x, math.nan) for x in expected)
+    versions = [None if x is None else x._version for x in into]
     found = gradients(call, grad_out, grad_lse, out, lse, needed, into=into)
-    for own, given, right in zip(found, into, expected, strict=True):
-        assert own is given and (own is None or own.equal(right))
+    for own, given, right, version in zip(found, into, expected, versions, strict=True):
+        assert own is given and (own is None or (own.equal(right) and own._version > version))
+
+
+@pytest.mark.parametrize("name", ["q", "grad_out", "dq"])
+def test_gradients_have_memory_of_their_own(torch_kernels, name):
+    call, storage = the_call(SMALL.build("cpu")), torch.zeros(200_000, dtype=BF16)
+
+    def part(x, place):
+        return storage[place * 40_000 :][: x.numel()].view(x.shape)
+
+    call = call._replace(q=part(call.q, 0).copy_(call.q))
+    out, lse, _ = ops.forward_cpu(call)
+    grad_out, dq = part(out, 1), part(call.q, 2)
+    into = (dq, part(call.k, ("q", "grad_out", "dq").index(name)), None, None, None)
+    with pytest.raises(ValueError, match=f"^dk shares memory with {name}; accepted: memory of its own"):
+        gradients(call, grad_out, None, out, lse, (True, True, False, False, False), into=into)
+    assert not torch_kernels.launched
 
 
 def test_only_needed_gradients_are_computed(torch_kernels):

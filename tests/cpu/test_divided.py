@@ -33,6 +33,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
         "dropout_p": 0.0,
         "dropout_mask": "flash",
         "epilogues": (),
+        "return_lse": False,
         "return_softmax": False,
         "deterministic": False,
     }

@@ -253,7 +253,11 @@ WRONG = {
         ValueError,
         r"cu_seqlens_k has shape \(2,\); accepted: \(3,\)",
     ),
-    "cu_empty": (varlen(cu_seqlens_q=int32()), ValueError, r"cu_seqlens_q is empty; accepted: batch \+ 1"),
+    "cu_empty": (
+        varlen(cu_seqlens_q=int32()),
+        ValueError,
+        r"cu_seqlens_q has shape \(0,\); accepted: \(batch \+ 1,\)",
+    ),
     "cu_stride": (varlen(cu_seqlens_q=int32(0, 0, 6, 0, 16)[::2]), ValueError, "cu_seqlens_q has stride 2"),
     "cu_falls": (
         varlen(cu_seqlens_q=int32(0, 16, 6)),

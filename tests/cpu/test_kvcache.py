@@ -14,7 +14,8 @@ from cute_attn import append, compiler, kvcache, kvcache_launcher, registry
 from cute_attn.append import append_kv
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.kvcache_params import AppendParams, CacheParams
+from cute_attn.kvcache_params import AppendParams, CacheParams, named_tensors, with_materialized
+from cute_attn.memory import is_lazy
 from tests import emulated_kvcache
 from tests.kvcache_problem import CASES, Case, Problem
 
@@ -215,6 +216,134 @@ def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), ints()
     append.append_cuda(*AppendParams(k_cache, k_cache, k, k, none, None, None, ints(0), *[None] * 3, True))
+
+
+LAZY = {
+    "negated": lambda x: torch._neg_view(x),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
+    """Of any argument: the dispatcher makes a tensor of it, or torch's guards know it to be another."""
+    params = params_of(
+        Problem(Case((5, 9), new=(1, 1), rotary=4, alibi="heads", sinks=True), dtype=torch.float16)
+    )
+    params = params._replace(alibi_slopes=params.alibi_slopes.float(), sinks=params.sinks.float())
+    kvcache.attend_cuda(*params)
+    plan = kvcache_launcher.known_plan(params)
+    assert plan is not None and kvcache_launcher._last, "the second call is recalled from here on"
+    assert kvcache_launcher.known_plan(params) is plan
+    for field, x in named_tensors(params):
+        lazy = params._replace(**{field: LAZY[name](x)})
+        assert kvcache_launcher.known_plan(lazy) is None, field
+        kept = field in ("k_cache", "v_cache")
+        assert is_lazy(getattr(with_materialized(lazy), field)) == kept, field
+    assert kvcache_launcher.known_plan(params._replace(softmax_scale=0.7)) is None
+    assert kvcache_launcher.known_plan(params) is plan
+
+
+def test_a_subclass_has_no_known_plan(cuda_on_cpu):
+    """It may override the operator."""
+    params = params_of(Problem(CASES["plain"], dtype=torch.float16))
+    own = params._replace(q=params.q.as_subclass(type("Own", (torch.Tensor,), {})))
+    kvcache_launcher.plan_for(own)
+    assert kvcache_launcher.known_plan(own) is None
+
+
+def test_lazy_arguments_are_their_values():
+    case = Case((5, 9), new=(2, 2), rotary=4)
+    problem, expected = (Problem(case, dtype=torch.float32) for _ in range(2))
+    whole, _ = run(expected)
+    given = problem.options()
+    names = ("k", "v", "rotary_cos", "cache_seqlens")
+    options = {name: torch._neg_view(-given[name]) for name in names}
+    problem.q, memory = torch._neg_view(-problem.q), torch.zeros_like(whole)
+    out = torch._neg_view(memory)
+    assert run(problem, **options, out=out)[0] is out
+    assert out.equal(whole) and memory.equal(-whole)
+    del options["k"], options["v"]
+    found, _ = run(problem, **options, k=None, v=None)
+    problem.k = torch._neg_view(-problem.k)
+    assert run(problem, **options, k=None, v=None)[0].equal(found)
+
+
+def test_a_negated_cache_is_not_written():
+    problem = Problem(Case((5, 9), new=(2, 2)), dtype=torch.float32)
+    problem.v = torch._neg_view(problem.v)
+    message = "^v_cache is a view that torch negates where it is read; accepted: a tensor to write$"
+    for call in (lambda: run(problem), lambda: append_kv(**problem.append_params()._asdict())):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_outputs_that_kernels_do_not_write_directly(cuda_on_cpu):
+    out = torch.zeros(2, 1, 2, 8, dtype=torch.float16)
+    assert kvcache._is_written_directly(out) and not kvcache._is_written_directly(torch._neg_view(out))
+    assert not kvcache._is_written_directly(torch.zeros(2, 1, 2, 9, dtype=torch.float16)[..., 1:])
+
+
+@pytest.mark.parametrize("path", ["append", "attention", "append-cpu", "attention-cpu", "out", "out-cpu"])
+def test_autograd_knows_what_was_written(path, cuda_on_cpu):
+    problem = Problem(Case((5, 9), new=(1, 1)), dtype=torch.float16)
+    problem.k, problem.v = (x.nan_to_num_(0.0, 0.0) for x in (problem.k, problem.v))
+    out = torch.zeros(2, 1, 2, 8, dtype=torch.float16)
+    saved = (out,) if path.startswith("out") else (problem.k, problem.v)
+    weights = [torch.ones(x.shape[-1], dtype=torch.float16, requires_grad=True) for x in saved]
+    sums = [(x * weight).sum() for x, weight in zip(saved, weights, strict=True)]
+    params = problem.append_params()
+    if path.startswith("append"):
+        (append.append_cuda(*params) if path == "append" else append_kv(*params[:5]))
+    elif path.endswith("cpu"):
+        run(problem, out=out)
+    else:
+        whole = params_of(problem)
+        kvcache.attend(whole, kvcache_launcher.plan_for(whole), out)
+    for y in sums:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_caches_of_inference_mode_are_appended_to(cuda_on_cpu):
+    with torch.inference_mode():
+        problem = Problem(Case((5, 9), new=(1, 1)), dtype=torch.float16)
+    before = problem.k.clone()
+    append.append_cuda(*problem.append_params())
+    assert not before.view(torch.int16).equal(problem.k.view(torch.int16))
+
+
+def test_caches_that_share_memory_are_refused_by_a_known_plan(cuda_on_cpu):
+    """It depends on addresses, which metadata does not show. Without new rows nothing is written."""
+    case = Case((5, 9), new=(1, 1), dims=(16, 16))
+    problem = Problem(case, dtype=torch.float16)
+    params = params_of(problem)
+    plan = kvcache_launcher.plan_for(params)
+    shared = params._replace(v_cache=params.k_cache)
+    assert kvcache_launcher.plan_for(shared) is plan
+    with pytest.raises(ValueError, match=r"^v_cache shares memory with k_cache; accepted: memory"):
+        kvcache.attend(shared, plan)
+    params = params_of(Problem(dataclasses.replace(case, new=()), dtype=torch.float16))
+    kvcache.attend_cuda(*params._replace(v_cache=params.k_cache))
+    both = torch.zeros(4, 24, 2, 1, 16, dtype=torch.float16)
+    k, v = both.unbind(2)
+    kvcache.attend_cuda(*params_of(problem)._replace(k_cache=k[:2], v_cache=v[:2]))
+
+
+def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
+    monkeypatch.setattr(compiler, "compile", None)
+    heads = 65_535 * 128 // 2  # of 2 vectors of 8 elements, a thread each
+    for more in (0, 1):
+        x = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
+        cache = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
+        given = AppendParams(cache, cache, x, x, ints(0), *[None] * 6, True)
+        if more:
+            with pytest.raises(
+                ValueError, match=r"k and v, or q, have elements in a row of all heads, 67107856 in all"
+            ):
+                append.kernel_arguments(given, None, None, None, False)
+        else:
+            append.kernel_arguments(given, None, None, None, False)
 
 
 # ---- the operators ----

@@ -13,6 +13,7 @@ import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, compiler, launcher, ops, registry
+from cute_attn.epilogues import base
 from cute_attn.interface import draw_rng_state
 from cute_attn.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
@@ -357,6 +358,96 @@ def test_a_kernel_writes_the_given_output(recorder):
     out = q.new_empty(2, 9, 4, 16)[..., :8]
     assert attention(q, k, v, out=out) is out
     assert recorder.launched[0][3] is out
+
+
+LAZY = {
+    "negated": lambda x: torch._neg_view(x),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+
+
+def all_tensors():
+    """Every tensor of a call of attention but lengths, and a user's epilogue with one."""
+    q, k, v = kernel_inputs()
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": randn(1, 4, 1, 11),
+        "alibi_slopes": randn(4),
+        "sinks": randn(4),
+    }
+    return tensors | {"rng_state": torch.tensor([5, 6])}
+
+
+@pytest.mark.parametrize("which", [*all_tensors(), "epilogue"])
+@pytest.mark.parametrize("name", LAZY)
+def test_no_kernel_gets_a_lazy_view(recorder, name, which):
+    """But a tensor of its values, also where a call of that metadata is known."""
+    given, options, slopes = all_tensors(), {"dropout_p": 0.5}, randn(9, 11)
+    if which == "epilogue":
+        options["epilogues"] = {"test_ops_lazy": slopes}
+    lazy = LAZY[name](slopes if which == "epilogue" else given[which])
+    changed = {"epilogues": {"test_ops_lazy": lazy}} if which == "epilogue" else {which: lazy}
+    with registered_epilogue():
+        for _ in range(2):
+            attention(**given, **options)
+        attention(**(given | options | changed))
+    launched = list(tensors_in(recorder.launched[-1]))
+    assert not any(x.is_neg() or x._is_zerotensor() for x in launched)
+    shape = (2, *lazy.shape) if which == "alibi_slopes" else (2, 4, 9, 11) if which == "bias" else lazy.shape
+    assert any(x.dtype == lazy.dtype and x.equal(lazy.clone().expand(shape)) for x in launched)
+
+
+def tensors_in(arguments):
+    """Those of a launch, in tuples as well."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_in(x)
+
+
+@contextlib.contextmanager
+def registered_epilogue():
+    """An epilogue whose only argument is a tensor."""
+
+    class Adds(base.Epilogue):
+        def fake_args(self):
+            return ()
+
+        def host_args(self, inputs):
+            return inputs.extra["test_ops_lazy"]
+
+    base.register_epilogue("test_ops_lazy")(Adds)
+    try:
+        yield
+    finally:
+        del base._REGISTERED["test_ops_lazy"]
+
+
+def test_a_lazy_output_is_written_as_torch_would(recorder, monkeypatch):
+    """Through a tensor that the kernel writes."""
+    monkeypatch.setattr(recorder, "launched", Writes())
+    memory = torch.zeros(2, 9, 4, 8, dtype=BF16)
+    out = torch._neg_view(memory)
+    assert attention(*kernel_inputs(), out=out) is out
+    written = recorder.launched.last[3]
+    assert not written.is_neg() and written.any() and out.equal(written) and memory.equal(-written)
+
+
+@pytest.mark.parametrize("name", ["kernel", "reference"])
+def test_autograd_knows_that_an_output_was_written(request, name):
+    if name == "kernel":
+        request.getfixturevalue("recorder")
+    q, k, v = kernel_inputs()
+    out, weight = q.new_zeros(2, 9, 4, 8), torch.ones(8, dtype=BF16, requires_grad=True)
+    y = (out * weight).sum()  # saves out
+    assert attention(q, k, v, out=out) is out
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        attention(q, k, v, out=torch.empty_like(out))
 
 
 @pytest.mark.parametrize("kernel", ["", "sm80"])

@@ -78,9 +78,9 @@ def test_gradients_go_into_given_tensors():
     [
         (torch.empty(2, 7, 3, 8), "into is of Tensor"),
         ([torch.empty(2, 7, 3, 8)] * 2, "into is of Tensor"),
-        ([torch.empty(2, 7, 3, 8)] * 2 + [torch.empty(2, 7, 3, 9)], "dv has shape"),
+        ([*torch.empty(2, 2, 7, 3, 8), torch.empty(2, 7, 3, 9)], "dv has shape"),
         ([torch.empty(2, 7, 3, 8, dtype=torch.float64)] * 3, "dq has dtype"),
-        ([torch.empty(2, 7, 1, 8).expand(2, 7, 3, 8)] * 3, "dq has strides"),
+        ([torch.empty(2, 7, 1, 8).expand(2, 7, 3, 8)] * 3, "dq has shape .*, so that elements share memory"),
         ([torch.empty(2, 7, 3, 8, requires_grad=True)] * 3, "dq requires a gradient"),
         (["x"] * 3, "into is of str, str, str"),
     ],

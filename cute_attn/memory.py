@@ -1,0 +1,150 @@
+"""What a tensor is beside its numbers' memory: views that torch changes as it reads them, overlaps, versions."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether ``x`` has other values than its memory: torch negates it where it is read, or it has no memory.
+
+    Such as ``torch._neg_view(x)``, ``z.conj().imag`` and ``torch._efficientzerotensor``. The dispatcher makes new
+    tensors of them before it calls an implementation.
+    """
+    return x.is_neg() or x._is_zerotensor()
+
+
+_PLAIN = frozenset((Tensor, type(None), torch.nn.Parameter))
+
+
+def none_overrides(tensors: Sequence[Any]) -> bool:
+    """Whether each is a tensor or None, and none of a subclass, which may override operators."""
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+def all_plain(tensors: Sequence[Any]) -> bool:
+    """Whether memory is all there is to each, or it is None: none overrides operators or is lazy."""
+    return none_overrides(tensors) and not any(x is not None and is_lazy(x) for x in tensors)
+
+
+def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """``tensors``, of lazy ones copies. What a compiler traces stays as it is: its operators make tensors of them."""
+    if torch.compiler.is_compiling():
+        return tuple(tensors)
+    return tuple(x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in tensors)
+
+
+def overwritten(*tensors: Tensor) -> None:
+    """Raise the version counters of tensors that a kernel has written.
+
+    By these autograd knows that memory which it saved for a backward has changed. Tensors of inference mode have none.
+    """
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
+# ---- rows of packed sequences ----
+
+
+def write_owned(out: Tensor, found: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """``found`` into ``out``, but for rows of packed sequences that none owns, which stay; returns ``out``."""
+    if cu_seqlens is not None:
+        found = torch.where(_owned(out, cu_seqlens), found, out)
+    return out.copy_(found)
+
+
+def clear_owned(out: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Zeros into ``out``, but for rows of packed sequences that none owns, which stay; returns ``out``."""
+    return out.zero_() if cu_seqlens is None else out.masked_fill_(_owned(out, cu_seqlens), 0.0)
+
+
+def _owned(out: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which rows of (total, heads, dim) some sequence owns: (total, 1, 1). The host reads nothing."""
+    row = torch.arange(out.shape[0], device=out.device)
+    return ((row >= cu_seqlens[0]) & (row < cu_seqlens[-1]))[:, None, None]
+
+
+# ---- overlaps ----
+
+_MAX_TRIALS = 10_000
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two elements of ``x`` share memory, as in an expanded tensor."""
+    return _overlaps_itself(tuple(x.shape), tuple(x.stride()))
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether an element of ``x`` shares memory with one of ``y``.
+
+    Parts of one tensor whose rows alternate do not.
+    """
+    if not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
+        return False
+    layouts = tuple((tuple(a.shape), tuple(a.stride()), a.element_size()) for a in (x, y))
+    return _overlap(y.data_ptr() - x.data_ptr(), *layouts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Two elements differ by less than the size along each dimension; one of them is first in the last that differs."""
+    if 0 in shape:
+        return False
+    steps = [(step, n) for n, step in zip(shape, strides, strict=True) if n > 1]
+    return any(
+        _is_sum(-first, [*((other, 1 - n, n - 1) for other, n in steps[i + 1 :]), (first, 0, size - 2)])
+        for i, (first, size) in enumerate(steps)
+    )
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _overlap(distance: int, x: _Layout, y: _Layout) -> bool:
+    """distance: bytes from x to y."""
+    if 0 in (*x[0], *y[0]):
+        return False
+    terms = [(1, 1 - y[2], x[2] - 1)]  # a byte of an element of x, less one of an element of y
+    for sign, (shape, strides, size) in ((1, x), (-1, y)):
+        for n, step in zip(shape, strides, strict=True):
+            terms.append((step * size, 0, n - 1) if sign == 1 else (step * size, 1 - n, 0))
+    return _is_sum(distance, terms)
+
+
+def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
+    """Whether ``total`` is a sum of steps, each taken a number of times within its bounds.
+
+    terms: (step, least times, most times), steps of 0 or more. A search over the largest steps first: of tensors as
+    they occur at most two numbers of each step leave a rest that the smaller ones reach. One that has gone on for long
+    ends in False.
+    """
+    bounds: dict[int, tuple[int, int]] = {}
+    for step, low, high in terms:
+        before = bounds.get(step, (0, 0))
+        bounds[step] = (before[0] + low, before[1] + high)
+    steps = sorted((step for step in bounds if step), reverse=True)
+    reach = [(0, 0)]  # of the steps behind each, from the last one on
+    for step in reversed(steps):
+        low, high = (times * step + rest for times, rest in zip(bounds[step], reach[-1], strict=True))
+        reach.append((low, high))
+    reach.reverse()
+    trials = 0
+
+    def search(rest: int, i: int) -> bool:
+        nonlocal trials
+        if i == len(steps):
+            return rest == 0
+        step, (least, most) = steps[i], reach[i + 1]
+        low, high = bounds[step]
+        for times in range(max(low, -((most - rest) // step)), min(high, (rest - least) // step) + 1):
+            trials += 1
+            if trials > _MAX_TRIALS:
+                return False
+            if search(rest - times * step, i + 1):
+                return True
+        return False
+
+    return search(total, 0)

@@ -1,0 +1,95 @@
+"""What tensors are beside their numbers' memory: lazy views, overlaps, versions, rows that no sequence owns."""
+
+import random
+
+import pytest
+import torch
+
+from cute_attn import memory
+from cute_attn.memory import all_plain, overlap, overlaps_itself, overwritten
+
+LAZY = {
+    "negated": lambda x: torch._neg_view(x),
+    "conjugated": lambda x: torch.complex(torch.zeros_like(x.float()), -x.float()).conj().imag.to(x.dtype),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+
+
+def addresses(x):
+    """Every element's place in its storage."""
+    places = [x.storage_offset()]
+    for size, step in zip(x.shape, x.stride(), strict=True):
+        places = [place + i * step for place in places for i in range(size)]
+    return places
+
+
+def strided(pick, storage):
+    rank = pick.randint(1, 4)
+    shape = [pick.randint(0 if pick.random() < 0.05 else 1, 4) for _ in range(rank)]
+    strides = [pick.choice((0, 1, 2, 3, 4, 6, 8, 12, 24, 30, 60, 100)) for _ in range(rank)]
+    return storage.as_strided(shape, strides, pick.randint(0, 200))
+
+
+def test_overlaps_are_those_of_addresses():
+    pick, storage = random.Random(0), torch.zeros(4000, dtype=torch.float16)
+    found = [0, 0]
+    for _ in range(3000):
+        x, y = strided(pick, storage), strided(pick, storage)
+        own, other = addresses(x), addresses(y)
+        inside, between = len(set(own)) < len(own), not set(own).isdisjoint(other)
+        assert overlaps_itself(x) == inside, (x.shape, x.stride())
+        assert overlap(x, y) == between, (x.shape, x.stride(), y.shape, y.stride())
+        found[0] += inside
+        found[1] += between
+    assert min(found) > 300
+
+
+def test_elements_of_two_sizes_overlap_by_bytes():
+    storage = torch.zeros(16, dtype=torch.int8)
+    halves, words = storage[2:10].view(torch.float16), storage[8:].view(torch.float32)
+    assert overlap(halves, words) and overlap(words, halves)
+    assert not overlap(halves[:3], words) and not overlap(halves, storage[10:].view(torch.float16))
+
+
+def test_parts_of_one_tensor_whose_rows_alternate_do_not_overlap():
+    pages = torch.empty(50, 2, 16, 8, 128, dtype=torch.float16)
+    fused = torch.empty(1000, 16, 8, 192, dtype=torch.float16)
+    for k, v in (pages.unbind(1), fused.split([128, 64], -1)):
+        assert not overlap(k, v) and not overlaps_itself(k)
+    assert overlap(fused[..., :128], fused[..., 120:])
+    assert not overlap(torch.zeros(3), torch.zeros(3))
+
+
+def test_a_search_without_an_end_finds_nothing(monkeypatch):
+    monkeypatch.setattr(memory, "_MAX_TRIALS", 3)
+    assert not memory._is_sum(10**6 + 1, [(6, 0, 10**6), (4, 0, 10**6)])
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_what_is_more_than_memory(name):
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert all_plain((x, None, torch.nn.Parameter(x)))
+    lazy = LAZY[name](x)
+    if name == "conjugated":  # a copy to 16 bits is ordinary again
+        lazy = torch.zeros(2, 3, dtype=torch.complex64).conj().imag
+    assert not all_plain((x, lazy)) and not all_plain((x.as_subclass(type("Own", (torch.Tensor,), {})),))
+
+
+def test_overwritten_memory_is_told_to_autograd():
+    x, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        other = torch.ones(3)
+    y = (x * weight).sum()
+    overwritten(x, other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_rows_of_no_sequence_stay():
+    some = torch.tensor([1, 3, 3, 4], dtype=torch.int32)
+    for starts, owned in ((some, slice(1, 4)), (None, slice(None)), (some[:1], slice(0))):
+        out, expected = torch.full((6, 2, 4), 7.0), torch.full((6, 2, 4), 7.0)
+        expected[owned] = 3.0
+        assert memory.write_owned(out, torch.full_like(out, 3.0), starts) is out and out.equal(expected)
+        expected[owned] = 0.0
+        assert memory.clear_owned(out, starts) is out and out.equal(expected)
