@@ -264,7 +264,9 @@ def flash_attn_with_kvcache(
     cache_leftpad : Tensor (batch,), int32, optional
         The first valid row of each sequence.
     block_table : Tensor (batch, pages of a sequence), int32, optional
-        The pages of each sequence.
+        The pages of each sequence; entries behind its end may have any values. Lengths beyond the table's pages count
+        as all of their rows, and new rows beyond them are written nowhere. FlashAttention-2 raises a RuntimeError for
+        such lengths, for which it waits until the device has written them.
     rotary_interleaved : bool
         Whether elements 2i and 2i + 1 are rotated together rather than i and i + rotary_dim / 2.
     num_splits : int

@@ -1,0 +1,198 @@
+"""Arguments of the public functions on the GPU: lazy views, memory that is written, and what lies around it."""
+
+import math
+
+import pytest
+import torch
+
+from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flash_attn
+from cute_attn.interface import attention_backward
+from cute_attn.kvcache_launcher import BOX_ROWS
+from tests.gpu.archs import runnable_archs
+
+LAZY = {
+    "negated": lambda x: torch._neg_view(x),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device),
+}
+
+
+def randn(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+# ---- lazy views ----
+
+
+def dense():
+    shapes = ((2, 70, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
+    return dict(zip("qkv", (randn(*shape, seed=i) for i, shape in enumerate(shapes)), strict=True))
+
+
+def cached():
+    tensors = {
+        "q": randn(2, 1, 4, 64),
+        "k_cache": randn(2, 128, 2, 64),
+        "v_cache": randn(2, 128, 2, 64, seed=1),
+    }
+    angles = {name: randn(128, 16, seed=2) for name in ("rotary_cos", "rotary_sin")}
+    more = {"cache_seqlens": ints(100, 37), "alibi_slopes": randn(4, dtype=torch.float32), "sinks": randn(4)}
+    return tensors | angles | more
+
+
+CALLS = {
+    "attention": (attention, lambda: dense() | {"bias": randn(2, 4, 70, 130), "sinks": randn(4)}),
+    "cache": (attention_with_kvcache, cached),
+    "flash": (flash_attn.flash_attn_func, dense),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("function", CALLS)
+def test_lazy_views_are_their_values(function, name):
+    """Also where calls of that metadata are known."""
+    call, make = CALLS[function]
+    given = make()
+    for _ in range(3):
+        call(**given)
+    for which, x in given.items():
+        lazy = LAZY[name](x)
+        expected = call(**(given | {which: lazy.clone()}))
+        for _ in range(2):
+            assert call(**(given | {which: lazy})).equal(expected), which
+
+
+def test_lazy_gradients_and_outputs_are_their_values():
+    tensors = {name: x.requires_grad_() for name, x in dense().items()}
+    out, lse = attention(**tensors, return_lse=True)
+    grad_out = randn(*out.shape, seed=5)
+    grads = [
+        torch.autograd.grad(out, list(tensors.values()), grad, retain_graph=True)
+        for grad in (grad_out, torch._neg_view(-grad_out))
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+    given = [x.detach() for x in tensors.values()]
+    found = attention_backward(
+        torch._neg_view(-grad_out), *given, torch._neg_view(-out.detach()), lse.detach()
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, grads[0], strict=True))
+    memory = torch.zeros_like(out)
+    assert attention(*given, out=torch._neg_view(memory)).equal(out) and memory.equal(-out)
+
+
+# ---- what is written ----
+
+
+def test_autograd_knows_what_was_written():
+    tensors, out = dense(), torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16, device="cuda")
+    cache, new = cached(), randn(2, 1, 2, 64)
+    written = {
+        "out": (lambda: attention(**tensors, out=out), [out]),
+        "append": (
+            lambda: append_kv(cache["k_cache"], cache["v_cache"], new, new, cache["cache_seqlens"]),
+            [cache["k_cache"], cache["v_cache"]],
+        ),
+        "cache": (
+            lambda: attention_with_kvcache(**cache, k=new, v=new),
+            [cache["k_cache"], cache["v_cache"]],
+        ),
+    }
+    row = torch.zeros(2, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
+    written["cache-out"] = (lambda: attention_with_kvcache(**cache, out=row), [row])
+    result, lse = attention(**tensors, return_lse=True)
+    into = [torch.zeros_like(x) for x in tensors.values()]
+    written["into"] = (lambda: attention_backward(result, **tensors, out=result, lse=lse, into=into), into)
+    for name, (call, memory) in written.items():
+        for _ in range(3):  # the third is recalled
+            versions = [x._version for x in memory]
+            call()
+            assert all(x._version > before for x, before in zip(memory, versions, strict=True)), name
+
+
+def test_rows_of_no_sequence_keep_what_out_has():
+    """The first call and those after it, and where out is copied to."""
+    starts, q = ints(3, 10, 10, 30), randn(40, 4, 64)
+    cache = {
+        "k_cache": randn(3, 128, 2, 64),
+        "v_cache": randn(3, 128, 2, 64),
+        "cache_seqlens": ints(100, 3, 37),
+    }
+    k = randn(90, 2, 64)
+    lengths = {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": ints(0, 30, 60, 90),
+        "max_seqlen_q": 20,
+        "max_seqlen_k": 30,
+    }
+    calls = [
+        lambda out: attention_with_kvcache(q, **cache, cu_seqlens_q=starts, max_seqlen_q=20, out=out),
+        lambda out: attention_varlen(q, k, k, **lengths, out=out),
+        lambda out: attention_varlen(q, k, k, **lengths, seqused_q=ints(5, 0, 20), out=out),
+    ]
+    for call in calls:
+        expected = call(None)
+        for width in (64, 65):
+            for _ in range(3):
+                out = torch.full((40, 4, width), 7.0, dtype=q.dtype, device="cuda")[..., -64:]
+                if width == 65 and call is not calls[0]:
+                    continue  # attention declines it
+                assert call(out) is out and (out[:3] == 7).all() and (out[30:] == 7).all()
+                assert out[3:30].equal(expected[3:30])
+
+
+# ---- around the cache and the table ----
+
+ENTRIES, CAPACITY, HEADS, DIM = 3, 192, 2, 64
+LENGTHS = {
+    "around-the-end": (CAPACITY - 1, CAPACITY + 7, CAPACITY),
+    "absurd": (2**30, -5, 40),
+    "none": (0, -(2**31), 2**31 - 9),
+}
+
+
+def surrounded(x, fill, guard):
+    """A copy of ``x`` in the middle of memory of ``fill``, and that memory."""
+    storage = torch.full((x.numel() + 2 * guard,), fill, dtype=x.dtype, device="cuda")
+    return storage[guard : guard + x.numel()].view(x.shape).copy_(x), storage
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("page", [0, 16, 64, 12])
+@pytest.mark.parametrize("arch", runnable_archs("kvcache"))
+def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, splits):
+    """Whatever lengths and unused entries say: rows of the cache's memory around it are NaN and stay so."""
+    if arch != "sm80" and page % BOX_ROWS:
+        pytest.skip("TMA loads no such pages")
+    lengths, rows = LENGTHS[name], page or CAPACITY
+    pages = ENTRIES * CAPACITY // rows
+    guard = rows * HEADS * DIM  # a page, so that page -1 and the one behind the last are NaN
+    k, v = (surrounded(randn(pages, rows, HEADS, DIM, seed=i), math.nan, guard) for i in range(2))
+    table = None
+    if page:
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).int().view(ENTRIES, -1)
+        for entry, length in enumerate(lengths):
+            used = -(-min(max(length + 2, 0), CAPACITY) // page)
+            order[entry, used:] = torch.tensor([2**31 - 1, -(2**31), pages, -1]).repeat(48)[
+                : CAPACITY // page - used
+            ]
+        table, around = surrounded(order, pages, 64)
+    q, new = randn(ENTRIES, 2, 4, DIM, seed=3), randn(ENTRIES, 2, HEADS, DIM, seed=4)
+    expected = [x.cpu().clone() for x, _ in (k, v)]
+    options = {"causal": True, "return_lse": True}
+    out, lse = attention_with_kvcache(
+        q, k[0], v[0], k=new, v=new, cache_seqlens=ints(*lengths), page_table=table, kernel=arch,
+        num_splits=splits, **options,
+    )  # fmt: skip
+    host = {"page_table": None if table is None else table.cpu(), "cache_seqlens": ints(*lengths).cpu()}
+    whole, whole_lse = attention_with_kvcache(q.cpu(), *expected, k=new.cpu(), v=new.cpu(), **host, **options)
+    torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
+    for (cache, storage), right in zip((k, v), expected, strict=True):
+        assert cache.cpu().equal(right), "new rows go where the definition has them, and nowhere else"
+        assert storage[:guard].isnan().all() and storage[-guard:].isnan().all()
+    if table is not None:
+        assert table.cpu().equal(order) and (around[:64] == pages).all() and (around[-64:] == pages).all()
