@@ -37,8 +37,8 @@ _CUDA = {"PYTORCH_TESTING_DEVICE_ONLY_FOR": "cuda"}
 _PYTORCH = "pytorch/pytorch, the tag of the torch that is installed"
 _WORDING = "expects what PyTorch's own kernel warns or raises"
 _BOUNDS = (
-    "expects a RuntimeError for lengths beyond the table's pages, which FlashAttention-2 reads on the host, and so waits "
-    "for the device; here kernels take such lengths as the capacity, see tests/gpu/test_arguments.py"
+    "expects a RuntimeError for lengths beyond the table's pages, which FlashAttention-2 reads on the host, and so "
+    "waits for the device; here kernels take such lengths as the capacity, see tests/gpu/test_arguments.py"
 )
 _EXTENSION = "calls FlashAttention's extension itself"
 
