@@ -164,6 +164,7 @@ def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor)
     # int64 wraps like uint64.
     start = offset + (scores & _signed(numbering.plane_mask(coords.varlen)))
     word = (start & 3) + coords.query * coords.seqlen_k + coords.key
+    word = word & _signed(numbering.score_mask())
     counter = ((start >> 2) & (2**62 - 1)) + (word >> 2)
     zero = torch.zeros_like(counter[:1, :1, :1, :1])
     words = philox4x32(

@@ -63,11 +63,32 @@ def first_number(
     return (batch * nheads * max_seqlen_q * num_keys + head * max_seqlen_q * num_keys) % WORD
 
 
+RUN = 32
+"""Neighbouring keys of a thread of the forward, in whole blocks of queries and keys."""
+
+
+def skip(version: tuple[int, int], query: int, key: int, seqlen_k: int) -> int:
+    """How many words of a head are before a score's: a thread skips to its first key, and counts from there.
+
+    Up to 2.12 ``skipahead`` gets (query_start + thread_i) * num_keys + (iter_key_start + thread_start_j), of which
+    query_start is uint32_t, and the others are int.
+    """
+    first = query * seqlen_k + key // RUN * RUN
+    return (first if version >= (2, 13) else first % WORD) + key % RUN
+
+
 def keep_mask(
-    seed: int, offset: int, first: int, queries: range, keys: range, seqlen_k: int, dropout_p: float
+    version: tuple[int, int],
+    seed: int,
+    offset: int,
+    first: int,
+    queries: range,
+    keys: range,
+    seqlen_k: int,
+    dropout_p: float,
 ) -> Tensor:
     """Which scores a head keeps, (queries, keys)."""
     generator = Generator(seed, offset + first)
-    words = [[generator.word_after(q * seqlen_k + k) for k in keys] for q in queries]
+    words = [[generator.word_after(skip(version, q, k, seqlen_k)) for k in keys] for q in queries]
     uniform = np.array(words, dtype=np.uint32).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
     return torch.from_numpy(uniform > np.float32(dropout_p)).reshape(len(queries), len(keys))

@@ -31,7 +31,6 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 FLASH_BLOCK = (16, 32)
 FLASH_ROUNDS = 7
-_TOP = 1 << 63  # the top bit of a number
 _SIGNS = 0x80008000  # of two elements of 16 bits
 PAIRS = (
     16  # in a word of a packed mask: their first elements in its low half, the second ones in its high half
@@ -91,7 +90,9 @@ class DropoutState:
     """One work tile's dropout: key and counter base of its batch and head, and the threshold."""
 
     key: tuple  # two Uint32
-    base: Uint64  # flash: offset + (batch * nheads + head) * 32; mem_efficient: number of the head's first score
+    base: Uint64  # flash: offset + (batch * nheads + head) * 32; mem_efficient: Philox call of the head's first score
+    first_word: Uint32  # mem_efficient: which word of that call is that score's
+    calls_mask: Uint64  # mem_efficient: bits that count of a call's number within the head
     row_stride: Uint32  # mem_efficient: scores in a row
     threshold: Int32
     unaligned: Boolean  # mem_efficient: rows do not start at the first word of a Philox call
@@ -106,32 +107,40 @@ class Dropout:
     varlen: bool = False  # whether sequences are packed, by cumulative lengths
 
     def fake_args(self) -> tuple:
-        """Seed and offset, the threshold, 1 / (1 - p), and of mem_efficient the mask of a plane's first number."""
+        """Seed and offset, the threshold, 1 / (1 - p), and of mem_efficient the bits that count.
+
+        These are of a plane's first number, and of a Philox call's number within its plane.
+        """
         shared = (make_fake_tensor(Int64, (2,), stride=(1,)), Int32(0), Float32(0))
-        return shared if self.kind == "flash" else (*shared, Int64(0))
+        return shared if self.kind == "flash" else (*shared, Int64(0), Int64(0))
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         p = inputs.dropout_p
         if self.kind == "flash":
             return (inputs.rng_state, flash_threshold(p), rescale(p))
         # As signed words, for the kernel's arguments.
-        threshold, mask = mem_efficient_threshold(p), numbering.plane_mask(self.varlen)
-        return (inputs.rng_state, _as_signed(threshold, 32), rescale(p), _as_signed(mask, 64))
+        masks = (numbering.plane_mask(self.varlen), numbering.score_mask() // 4)
+        signed = (_as_signed(mask, 64) for mask in masks)
+        return (inputs.rng_state, _as_signed(mem_efficient_threshold(p), 32), rescale(p), *signed)
 
     def begin(self, args: tuple, context: ScoreContext) -> DropoutState:
         rng_state, threshold, scale = args[:3]
         seed, offset = Uint64(rng_state[0]), Uint64(rng_state[1])
         plane = Uint64(Uint32(context.batch * context.nheads + context.head))
+        first_word, calls_mask, row_stride = Uint32(0), Uint64(0), Uint32(0)
         if self.kind == "flash":
-            base, row_stride = offset + plane * Uint64(32), Uint32(0)
+            base = offset + plane * Uint64(32)
         else:
             row_stride = Uint32(context.seqlen_k)
             rows = plane * Uint64(Uint32(context.max_seqlen_q))
-            base = offset + (rows * Uint64(Uint32(context.max_seqlen_k)) & Uint64(args[3]))
-        unaligned = (base | Uint64(row_stride)) & Uint64(3) != Uint64(0)
-        return DropoutState(
-            tuple(uniform(word) for word in words(seed)), base, row_stride, threshold, unaligned, scale
-        )
+            first = offset + (rows * Uint64(Uint32(context.max_seqlen_k)) & Uint64(args[3]))
+            # In uniform registers: the others are scarce where all of them are used by a tile.
+            low, high = (uniform(word) for word in words(first >> Uint64(2)))
+            base, calls_mask = Uint64(low) | (Uint64(high) << Uint64(32)), Uint64(args[4])
+            first_word = uniform(Uint32(first) & Uint32(3))
+        unaligned = (first_word | row_stride) & Uint32(3) != Uint32(0)
+        key = tuple(uniform(word) for word in words(seed))
+        return DropoutState(key, base, first_word, calls_mask, row_stride, threshold, unaligned, scale)
 
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, a (rows, cols) view of 16-bit or fp32 registers."""
@@ -326,11 +335,10 @@ def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
         groups[column // 32] = column % 32 // 8 + 1
     # Rematerialized, or the number would occupy registers until the next tile.
     row0 = rematerialize(tile.row0)
-    number = _rows_below(state, state.base & Uint64(_TOP - 1), row0) + Uint64(Uint32(tile.col0 - 2 * lane))
+    number = _rows_below(state, Uint64(state.first_word), row0) + Uint64(Uint32(tile.col0 - 2 * lane))
     # Where a lane's bits begin among those of the quad's calls; all its rows are multiples of 4 apart.
     skip = Uint64(Uint32(number) & Uint32(3)) + Uint64(lane * 2)
-    # Without the base's top bit no number overflows; the calls get that bit back.
-    call = (number >> Uint64(2)) + ((state.base & Uint64(_TOP)) >> Uint64(2))
+    call = number >> Uint64(2)
     for r, row in enumerate(tile.rows):
         first = _calls_below(state, call, row)
         bits = {word: _curand_bits(state, first, 8 * word, 2 * n, lane) for word, n in groups.items()}
@@ -355,7 +363,9 @@ def _mem_efficient_transposed(state: DropoutState, tile: ScoreTile):
     The lanes divide the 4 calls of either query and exchange a bit a score, 16 a query.
     """
     lane = tile.col0 & 7
-    number = _rows_below(state, state.base, rematerialize(tile.row0)) + Uint64(Uint32(tile.col0 - lane))
+    number = _rows_below(state, Uint64(state.first_word), rematerialize(tile.row0)) + Uint64(
+        Uint32(tile.col0 - lane)
+    )
     skips = [(Uint32(_rows_below(state, number, query)) & Uint32(3)) + Uint32(lane) for query in range(2)]
     for r in range(0, len(tile.rows), 2):
         for c in range(0, len(tile.cols), 2):
@@ -399,17 +409,8 @@ def bytes_above(add: Int32, either: Int32, word: Int32) -> Int32:
 
 
 def _rows_below(state: DropoutState, number: Uint64, rows: Int32 | int) -> Uint64:
-    """The number, mod 2^64, of the score so many rows below."""
+    """The number of the score so many rows below; numbers are those within the head, from its first call on."""
     return number + Uint64(Uint32(rows)) * Uint64(state.row_stride)
-
-
-def _call_of(state: DropoutState, number: Uint64) -> Uint64:
-    """The Philox call of a score: (2^64, if its number has wrapped since the head's first, + number) / 4.
-
-    For transposed tiles; others compute it by addition, in fewer instructions (``_mem_efficient_untransposed``).
-    """
-    wrapped = words(state.base)[1] & ~words(number)[1] & Uint32(1 << 31)
-    return (number >> Uint64(2)) + (Uint64(wrapped >> Uint32(1)) << Uint64(32))
 
 
 def _calls_below(state: DropoutState, call: Uint64, rows: int) -> Uint64:
@@ -450,7 +451,7 @@ def _curand_bits_of_two(state: DropoutState, number: Uint64, offset: tuple[int, 
     """
 
     def compute(lane: Int32) -> Int32:
-        first = _call_of(state, _rows_below(state, number, lane >> 2)) + Uint64(Uint32(lane & 3))
+        first = (_rows_below(state, number, lane >> 2) >> Uint64(2)) + Uint64(Uint32(lane & 3))
         return _curand_call(state, _call_at(state, first, offset)) << (lane * 4)
 
     return lanes_or(compute, lane, COLUMN_LANES)
@@ -468,7 +469,7 @@ def _curand_tails_of_two(state: DropoutState, number: Uint64, offset: Constexpr,
 def _tails(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: Int32) -> Int32:
     def compute(lane: Int32) -> Int32:
         query = lane >> 2  # four lanes do the same
-        first = _call_of(state, _rows_below(state, number, query)) + Uint64(4)
+        first = (_rows_below(state, number, query) >> Uint64(2)) + Uint64(4)
         return _curand_call(state, _call_at(state, first, offset)) << (query * 4)
 
     return lanes_or(compute, lane, COLUMN_LANES)
@@ -481,9 +482,9 @@ def _call_at(state: DropoutState, call: Uint64, offset: tuple[int, int]) -> Uint
     return _calls_below(state, call, rows) + Uint64(keys // 4)
 
 
-def _curand_call(state: DropoutState, counter: Uint64) -> Int32:
-    """Four bits, one for each word of a Philox call: whether it drops."""
-    low, high = words(counter)
+def _curand_call(state: DropoutState, call: Uint64) -> Int32:
+    """Four bits, one for each word of a Philox call, counted from the head's first one: whether it drops."""
+    low, high = words(state.base + (call & state.calls_mask))
     bits = Int32(0)
     for i, word in enumerate(philox((low, high, Uint32(0), Uint32(0)), state.key, 10)):
         bits = bits | cutlass.select_(word < Uint32(state.threshold), Int32(1 << i), Int32(0))

@@ -449,7 +449,7 @@ def test_mem_efficient_dropout_of_varlen_sequences(monkeypatch, used_k, name, ve
     for b, (n_q, n_k) in enumerate(zip(lengths_q, used_k or lengths_k, strict=True)):
         for h in range(nheads):
             first = curand.first_number(version, True, b, h, nheads, *longest)
-            keep = curand.keep_mask(seed, offset, first, range(n_q), range(n_k), n_k, dropout_p)
+            keep = curand.keep_mask(version, seed, offset, first, range(n_q), range(n_k), n_k, dropout_p)
             assert torch.equal(dropped[b, h, :n_q, :n_k], ~keep), f"sequence {b}, head {h}"
 
 

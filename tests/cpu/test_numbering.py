@@ -19,7 +19,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from tests import curand
 from tests.tilings import SMALL, TILINGS, TRANSPOSED
 
-VERSIONS = [(2, 11), (2, 13), (2, 14)]
+VERSIONS = [(2, 12), (2, 13), (2, 14)]
 SEED = 2**63 + 12345
 
 # batch, head, nheads, seqlen_k, max_seqlen_q, max_seqlen_k, offset, and the first query and key that are looked at.
@@ -33,6 +33,8 @@ PLACES = {
     "plane-beyond-2^40": (15, 3, 64, 65_537, 65_537, 65_539, 2**33 + 1, 7, 9),
     "row-beyond-2^32": (0, 0, 1, 70_001, 70_000, 70_001, 2, 69_900, 69_930),
     "rows-around-2^32": (0, 0, 1, 2**20, 2**13, 2**20, 1, 4092, 2**20 - 40),
+    "score-at-2^32": (0, 0, 1, 70_000, 70_000, 70_000, 4, 61_350, 47_280),
+    "score-at-2^32-of-another-head": (1, 1, 2, 70_000, 70_000, 70_000, 8, 61_350, 47_280),
     "row-beyond-2^50": (0, 1, 2, 2**27 - 1, 2**27, 2**27 - 1, 0, 2**26, 2**26 + 1),
     "offset-beyond-2^63": (1, 1, 2, 131, 70, 131, 2**63 + 5, 3, 8),
     "number-around-2^63": (0, 0, 1, 131, 70, 131, 2**63 - 131 * 6 + 1, 3, 8),
@@ -62,7 +64,7 @@ def installed(monkeypatch):
 def expected(version, varlen, place, queries, keys):
     batch, head, nheads, seqlen_k, max_q, max_k, offset, _, _ = PLACES[place]
     first = curand.first_number(version, varlen, batch, head, nheads, max_q, max_k)
-    return curand.keep_mask(SEED, offset, first, queries, keys, seqlen_k, DROPOUT_P)
+    return curand.keep_mask(version, SEED, offset, first, queries, keys, seqlen_k, DROPOUT_P)
 
 
 def rng_state(place):
@@ -70,11 +72,8 @@ def rng_state(place):
     return torch.tensor([x - 2**64 if x >= 2**63 else x for x in (SEED, PLACES[place][6])])
 
 
-@pytest.mark.parametrize(("version", "varlen", "place"), CASES)
-def test_the_reference_numbers_as_pytorch(installed, version, varlen, place):
-    installed(version)
-    batch, head, nheads, seqlen_k, max_q, max_k, _, row0, col0 = PLACES[place]
-    queries, keys = range(row0, row0 + 11), range(col0, col0 + 50)
+def kept_by_the_reference(place, varlen, queries, keys):
+    batch, head, nheads, seqlen_k, max_q, max_k, *_ = PLACES[place]
     coords = reference.ScoreCoords(
         *(torch.tensor(x).view(1, 1, 1, 1) for x in (batch, head)),
         torch.tensor(queries).view(1, 1, -1, 1),
@@ -87,24 +86,34 @@ def test_the_reference_numbers_as_pytorch(installed, version, varlen, place):
         top_left=False,
         varlen=varlen,
     )
-    keep = reference.mem_efficient_keep(coords, DROPOUT_P, rng_state(place))
-    assert torch.equal(keep[0, 0], expected(version, varlen, place, queries, keys))
+    return reference.mem_efficient_keep(coords, DROPOUT_P, rng_state(place))[0, 0]
+
+
+@pytest.mark.parametrize(("version", "varlen", "place"), CASES)
+def test_the_reference_numbers_as_pytorch(installed, version, varlen, place):
+    installed(version)
+    row0, col0 = PLACES[place][-2:]
+    queries, keys = range(row0, row0 + 11), range(col0, col0 + 50)
+    keep = kept_by_the_reference(place, varlen, queries, keys)
+    assert torch.equal(keep, expected(version, varlen, place, queries, keys))
 
 
 @pytest.mark.parametrize(
     ("text", "version", "masks"),
     [
-        ("2.7.1", (2, 7), (2**32 - 1, 0)),
-        ("2.13.0+cpu", (2, 13), (2**32 - 1, 0)),
-        ("2.14.0a0+gitcf30153", (2, 14), (2**64 - 1, 2**64 - 1)),
-        ("3.0.0.dev20270101", (3, 0), (2**64 - 1, 2**64 - 1)),
+        ("2.7.1", (2, 7), (2**32 - 1, 0, 2**32 - 1)),
+        ("2.12.1", (2, 12), (2**32 - 1, 0, 2**32 - 1)),
+        ("2.13.0+cpu", (2, 13), (2**32 - 1, 0, 2**64 - 1)),
+        ("2.14.0a0+gitcf30153", (2, 14), (2**64 - 1,) * 3),
+        ("3.0.0.dev20270101", (3, 0), (2**64 - 1,) * 3),
     ],
 )
 def test_what_a_version_numbers_with(monkeypatch, text, version, masks):
     monkeypatch.setattr(torch, "__version__", text)
     monkeypatch.setattr(numbering, "torch_version", numbering.torch_version.__wrapped__)
     assert numbering.torch_version() == version
-    assert (numbering.plane_mask(False), numbering.plane_mask(True)) == masks
+    found = (numbering.plane_mask(False), numbering.plane_mask(True), numbering.score_mask())
+    assert found == masks
 
 
 # ---- the kernels' code ----
@@ -139,31 +148,54 @@ def draw(
 def compiled(name):
     """:func:`draw` for a tiling, and the tiling."""
     tiling = (TILINGS | TRANSPOSED)[name]
-    args = (from_dlpack(torch.zeros(2, dtype=torch.int64), assumed_align=8), Int32(0), Float32(0), Int64(0))
+    state = from_dlpack(torch.zeros(2, dtype=torch.int64), assumed_align=8)
+    args = (state, Int32(0), Float32(0), Int64(0), Int64(0))
     kept = from_dlpack(torch.zeros(tiling.tile.tile_m, tiling.tile.tile_n))
     numbers = from_dlpack(torch.zeros(8, dtype=torch.int32))
     return cute.compile[cute.GPUArch("sm_90a")](draw, args, numbers, kept, tiling), tiling
 
 
-@pytest.mark.filterwarnings("ignore:This static loop has")
-@pytest.mark.parametrize(
-    "name",
-    [SMALL, "warps2x4-32x128", "wgmma1-64x80", "warps1x2-64x32-transposed", "wgmma1-80x64-transposed"],
-)
-def test_the_kernels_number_as_pytorch(installed, name):
+def kept_by_a_kernel(name, place, varlen):
+    """(queries, keys) of the tile with the place, and which of its scores the kernels' code keeps."""
     function, tiling = compiled(name)
+    *context, _, row0, col0 = PLACES[place]
+    # Tiles begin anywhere in a sequence, but with whole groups of 8 scores.
+    row0, col0 = row0 // 8 * 8, col0 // 8 * 8
+    state, kept = rng_state(place), torch.full((tiling.tile.tile_m, tiling.tile.tile_n), torch.nan)
+    given = ScoreInputs(dropout_p=DROPOUT_P, rng_state=state)
+    _, threshold, scale, *masks = Dropout("mem_efficient", varlen).host_args(given)
+    args = (from_dlpack(state, assumed_align=8), Int32(threshold), Float32(scale), *map(Int64, masks))
+    numbers = torch.tensor([*context, row0, col0], dtype=torch.int32)
+    function(args, from_dlpack(numbers), from_dlpack(kept))
+    assert ((kept == 0) | (kept == 1)).all()
+    where = (range(first, first + n) for first, n in zip((row0, col0), kept.shape, strict=True))
+    return *where, kept == 1
+
+
+NAMES = [SMALL, "warps2x4-32x128", "wgmma1-64x80", "warps1x2-64x32-transposed", "wgmma1-80x64-transposed"]
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_number_as_pytorch(installed, name):
     for version, varlen, place in CASES:
         installed(version)
-        *context, _, row0, col0 = PLACES[place]
-        # Tiles begin anywhere in a sequence, but with whole groups of 8 scores.
-        row0, col0 = row0 // 8 * 8, col0 // 8 * 8
-        state, kept = rng_state(place), torch.full((tiling.tile.tile_m, tiling.tile.tile_n), torch.nan)
-        given = ScoreInputs(dropout_p=DROPOUT_P, rng_state=state)
-        _, threshold, scale, mask = Dropout("mem_efficient", varlen).host_args(given)
-        args = (from_dlpack(state, assumed_align=8), Int32(threshold), Float32(scale), Int64(mask))
-        numbers = torch.tensor([*context, row0, col0], dtype=torch.int32)
-        function(args, from_dlpack(numbers), from_dlpack(kept))
-        assert ((kept == 0) | (kept == 1)).all()
-        queries, keys = (range(first, first + n) for first, n in zip((row0, col0), kept.shape, strict=True))
+        queries, keys, kept = kept_by_a_kernel(name, place, varlen)
         right = expected(version, varlen, place, queries, keys)
-        assert torch.equal(kept == 1, right), f"{place}, {version}, {varlen=}"
+        assert torch.equal(kept, right), f"{place}, {version}, {varlen=}"
+
+
+@pytest.mark.filterwarnings("ignore:This static loop has")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_of_keys_at_2_32_is_numbered_from_0(installed, monkeypatch, name):
+    """PyTorch to 2.12 counts on within 32 keys, and so has other scores, but at most 31 and 3."""
+    installed((2, 12))
+    for offset in (4, 6):
+        monkeypatch.setitem(PLACES, "run", (0, 0, 1, 70_001, 70_000, 70_001, offset, 61_350, 55_920))
+        queries, keys, kept = kept_by_a_kernel(name, "run", False)
+        assert 61_355 in queries and 55_941 in keys, "2^32 = 61355 * 70001 + 55941"
+        assert torch.equal(kept, kept_by_the_reference("run", False, queries, keys))
+        others = kept != expected((2, 12), False, "run", queries, keys)
+        assert others.any() and not others[torch.tensor(queries) != 61_355].any()
+        numbers = torch.tensor(keys)[others.any(0)] - 55_941
+        assert int(numbers.min()) >= -2 and int(numbers.max()) < 32 - 55_941 % 32

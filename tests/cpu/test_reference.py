@@ -403,7 +403,7 @@ def test_mem_efficient_mask_is_its_definition(dropout_p, state):
         coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state)
     )
     rows = range(batch * nheads * seqlen_q)
-    right = keep_mask(*state, 0, rows, range(seqlen_k), seqlen_k, dropout_p)
+    right = keep_mask((2, 14), *state, 0, rows, range(seqlen_k), seqlen_k, dropout_p)
     assert torch.equal(keep.flatten(0, 2), right)
 
 

@@ -14,7 +14,6 @@ from cute_attn import (
     random_states,
     reference,
 )
-from cute_attn.epilogues import numbering
 from cute_attn.interface import draw_rng_state
 from tests.gpu.archs import runnable_archs
 
@@ -333,12 +332,8 @@ def equal_scores_forward(nheads, seqlen, v, dropout_p, **ours):
     ("nheads", "seqlen"),
     [
         (17, 2**14),  # the last head's first number is 2^32
-        pytest.param(
-            *(1, 65_600),  # the last queries' numbers are beyond 2^32
-            marks=pytest.mark.skipif(
-                numbering.torch_version() < (2, 13), reason="PyTorch before 2.13 numbers a head in 32 bits"
-            ),
-        ),
+        (1, 65_600),  # the last queries' numbers are beyond 2^32
+        (1, 70_000),  # 2^32 is a score in the middle of a row
     ],
 )
 def test_numbers_beyond_2_32_are_pytorchs(nheads, seqlen, arch):
