@@ -9,7 +9,6 @@ Only launching a kernel needs a GPU or a driver.
 import concurrent.futures
 import contextlib
 import functools
-import io
 import os
 import queue
 import sys
@@ -22,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn import cubin as _cubin
-from cute_attn.cache import CUBIN, OBJECT, PTX, DiskCache, Entry, default_cache
+from cute_attn.cache import (
+    CUBIN,
+    ELSEWHERE,
+    OBJECT,
+    PTX,
+    CacheUnusable,
+    DiskCache,
+    Entry,
+    default_cache,
+    usable_cache,
+    warn_once,
+)
 from cute_attn.cubin import Resources
 from cute_attn.fingerprint import cache_key, toolchain
 from cute_attn.traits import Traits
@@ -33,15 +43,40 @@ __all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild
 # The compiler's names of the targets.
 _GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
 
-# All but the architecture and the folder. Options in brackets (cute.compile[...]) are dropped beside these.
+# All but the architecture and what names a folder. Options in brackets (cute.compile[...]) are dropped beside these.
 _OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
 
 _LINE_INFO = " --generate-line-info"
 
 _requests: dict[tuple[Any, Any, Any, bool], "CompiledKernel"] = {}
 _kernels: dict[str, "CompiledKernel"] = {}
-# The compiler's remarks come through the process's stderr, so a process builds one kernel at a time; see prebuild.
-_building = threading.Lock()
+# The compiler replaces the process's stdout and stderr while it works, so a process builds one kernel at a time; see
+# prebuild.
+_building = threading.RLock()
+_streams: tuple[Any, Any] | None = None
+"""The process's stdout and stderr, while a kernel is built."""
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    global _streams
+    with _building:
+        before, _streams = _streams, (sys.stdout, sys.stderr)
+        try:
+            yield
+        finally:
+            _streams = before
+
+
+def _leave_build_to_parent() -> None:
+    """In a forked child: the thread that was building is not there to end it."""
+    global _building, _streams
+    _building = threading.RLock()
+    if _streams is not None:
+        (sys.stdout, sys.stderr), _streams = _streams, None
+
+
+os.register_at_fork(after_in_child=_leave_build_to_parent)
 in_prebuild_worker = False
 """Whether this process is one of :func:`prebuild`'s, where users' modules must not call it again."""
 
@@ -56,14 +91,18 @@ class CompiledKernel:
         key: the key it is cached under.
         seconds: what building it took.
         from_cache: whether this process found it on disk.
+        not_stored: why later processes will not find it on disk, or None.
     """
 
-    def __init__(self, kernel: Any, target: str, entry: Entry, from_cache: bool) -> None:
+    def __init__(
+        self, kernel: Any, target: str, entry: Entry, from_cache: bool, not_stored: str | None = None
+    ) -> None:
         self.traits = kernel.traits
         self.tile = kernel.tile
         self.target = target
         self.key = entry.key
         self.from_cache = from_cache
+        self.not_stored = not_stored
         self.seconds: float = entry.meta["seconds"]
         self.resources = Resources(**entry.meta["resources"])
         self.warnings: tuple[str, ...] = tuple(entry.meta["warnings"])
@@ -79,21 +118,23 @@ class CompiledKernel:
         """The launching function, loaded on first use; a hot path keeps it."""
         from cutlass.cute.runtime import load_module
 
-        path = self._entry.folder / OBJECT
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is gone; the cache was pruned after {self.name} was looked up")
-        return getattr(load_module(str(path), enable_tvm_ffi=True), self._entry.meta["function"])
+        # From memory: the file may have gone, or be another, since it was checked.
+        with open(os.memfd_create("cute_attn"), "wb") as file:
+            file.write(self._entry.parts[OBJECT])
+            file.flush()
+            module = load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
+        return getattr(module, self._entry.meta["function"])
 
     def __call__(self, *args: Any) -> None:
         self.function(*args)
 
     @property
     def ptx(self) -> str:
-        return self._entry.read(PTX).decode().rstrip("\0")
+        return self._entry.parts[PTX].decode().rstrip("\0")
 
     @property
     def cubin(self) -> bytes:
-        return self._entry.read(CUBIN)
+        return self._entry.parts[CUBIN]
 
     @functools.cached_property
     def sass(self) -> str:
@@ -142,10 +183,17 @@ def compile(
 def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
     """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
     key = key_of(kernel, target, lines=lines)
-    compiled = _kernels.get(key)
-    if compiled is None:
-        compiled = _kernels[key] = _find_or_build(kernel, target, key, _options(target, lines))
-    return compiled
+    known = _kernels.get(key)
+    if known is not None:
+        return known
+    cache = usable_cache()
+    entry = cache.get(key) if cache is not None else None
+    if entry is not None:
+        return _kernels.setdefault(key, CompiledKernel(kernel, target, entry, from_cache=True))
+    with _alone():
+        if key not in _kernels:  # another thread may have built it meanwhile
+            _kernels[key] = _build_once(cache, kernel, target, key, _options(target, lines))
+        return _kernels[key]
 
 
 def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
@@ -160,8 +208,8 @@ def _options(target: str, lines: bool) -> str:
 
 def is_built(kernel: Any, target: str) -> bool:
     """Whether :func:`build` would find it, in memory or on disk."""
-    key, cache = key_of(kernel, target), default_cache()
-    return key in _kernels or (cache is not None and cache.prepare() and cache.get(key) is not None)
+    key, cache = key_of(kernel, target), usable_cache()
+    return key in _kernels or (cache is not None and cache.get(key) is not None)
 
 
 def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
@@ -202,64 +250,62 @@ def _device_target(device: int) -> str:
     )
 
 
-def _find_or_build(kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
-    cache = default_cache()
-    if cache is None or not cache.prepare():
-        return CompiledKernel(
-            kernel, target, _build_into(_process_cache(), kernel, target, key, options), False
-        )
-    entry = cache.get(key)
-    if entry is not None:
-        return CompiledKernel(kernel, target, entry, True)
-    with cache.lock(key):
-        entry = cache.get(key)  # another process may have built it meanwhile
+def _build_once(cache: DiskCache | None, kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
+    """Build it, unless another process does and stores it."""
+    with cache.lock(key) if cache is not None else contextlib.nullcontext():
+        entry = cache.get(key) if cache is not None else None
         if entry is not None:
-            return CompiledKernel(kernel, target, entry, True)
-        return CompiledKernel(kernel, target, _build_into(cache, kernel, target, key, options), False)
+            return CompiledKernel(kernel, target, entry, from_cache=True)
+        entry = _build(kernel, target, key, options)
+        return CompiledKernel(kernel, target, entry, False, _store(cache, entry))
 
 
-@functools.cache
-def _process_cache() -> DiskCache:
-    """A temporary cache while the disk cache is off or not the user's own; deleted when the process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="cute_attn-", ignore_cleanup_errors=True)
-    cache = DiskCache(Path(folder.name))
-    cache.owner = folder  # type: ignore[attr-defined]
-    return cache
+def _store(cache: DiskCache | None, entry: Entry) -> str | None:
+    """Why it could not be stored, or None where it was."""
+    if cache is None:
+        return "there is no disk cache"
+    try:
+        cache.put(entry)
+        return None
+    except CacheUnusable as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"the cache {cache.root} cannot be written ({error.strerror or error}); {ELSEWHERE}"
+    warn_once(f"compiled kernels stay in this process: {reason}")
+    return reason
 
 
-def _build_into(cache: DiskCache, kernel: Any, target: str, key: str, options: str) -> Entry:
+def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
-    remarks = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="cute_attn-") as folder, _building:
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
+        folder = Path(name)
+        places = f"--dump-dir {folder} --remark-output={folder / 'remarks'}"
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        try:
-            with contextlib.redirect_stderr(remarks):
-                compiled = cute.compile(
-                    kernel, *kernel.fake_args(), stream, options=f"{options} --dump-dir {folder}"
-                )
-        except BaseException:
-            sys.stderr.write(remarks.getvalue())
-            raise
-        path = Path(folder) / OBJECT
-        compiled.export_to_c(str(path), function_name=function)
-        files = {OBJECT: path.read_bytes(), CUBIN: bytes(compiled.__cubin__), PTX: compiled.__ptx__.encode()}
+        compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
+        compiled.export_to_c(str(folder / OBJECT), function_name=function)
+        parts = {
+            OBJECT: (folder / OBJECT).read_bytes(),
+            CUBIN: bytes(compiled.__cubin__),
+            PTX: compiled.__ptx__.encode(),
+        }
+        remarks = (folder / "remarks").read_text("utf-8", "replace")
         module = str(compiled.ir_module)
-    resources = _cubin.read_resources(files[CUBIN], remarks.getvalue(), module)
+    resources = _cubin.read_resources(parts[CUBIN], remarks, module)
     meta = {
         "name": kernel.traits.name,
         "tile": asdict(kernel.tile),
         "target": target,
         "resources": asdict(resources),
-        "warnings": list(_cubin.read_warnings(remarks.getvalue())),
+        "warnings": list(_cubin.read_warnings(remarks)),
         "seconds": round(time.perf_counter() - start, 3),
         "function": function,
         "toolchain": toolchain(),
     }
-    return cache.put(key, meta, files)
+    return Entry(key, meta, parts)
 
 
 @dataclass(frozen=True)
@@ -294,7 +340,7 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
         workers: processes; by default one a core.
 
     Raises:
-        ValueError: the disk cache is off or not the user's own, or a loaded file calls this.
+        ValueError: the disk cache is off or cannot be used, or a loaded file calls this.
     """
     if in_prebuild_worker:
         raise ValueError(
@@ -303,20 +349,22 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
     cache = default_cache()
     if cache is None:
         raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
-    if not cache.prepare():
-        raise ValueError(f"the cache {cache.root} is not this user's alone; prebuilding needs one that is")
+    cache.prepare()
     wanted = list(dict.fromkeys(requests))
     modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
     yield from _build_in_processes([request for request in wanted if request not in own], modules, workers)
     for request in own:
-        seconds, error = 0.0, None
-        try:
-            compiled = compile(*request)
-            seconds = 0.0 if compiled.from_cache else compiled.seconds
-        except Exception as failure:  # the result of that request
-            error = f"{type(failure).__name__}: {failure}"
-        yield Prebuilt(*request, seconds, error)
+        yield Prebuilt(*request, *build_for_later(*request))
+
+
+def build_for_later(traits: Traits | str, tile: Any, target: str | None) -> tuple[float, str | None]:
+    """Build one kernel into the disk cache: the seconds that took, 0 where it was there, and an error or None."""
+    try:
+        compiled = compile(traits, tile, target)
+    except Exception as failure:  # the result of that request
+        return 0.0, f"{type(failure).__name__}: {failure}"
+    return (0.0 if compiled.from_cache else compiled.seconds), compiled.not_stored
 
 
 def user_modules(request: Request) -> dict[str, str]:

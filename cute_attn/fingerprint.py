@@ -26,7 +26,7 @@ from cute_attn import _imported_at
 
 _PACKAGE = Path(__file__).resolve().parent
 _LAYOUTS = _PACKAGE.parent / "layouts"
-# Files of this package that shape no kernel.
+# Files of this package that shape neither a kernel nor what is kept with it.
 _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
     f"{name}.py"
     for name in (
@@ -37,7 +37,6 @@ _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
             "cache",
             "check",
             "cli",
-            "cubin",
             "demo",
             "fingerprint",
             "head_dims",

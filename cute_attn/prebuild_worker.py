@@ -31,14 +31,12 @@ def build(traits: str, tile: str | None, target: str | None, modules: dict[str, 
     from cute_attn import compiler
 
     compiler.in_prebuild_worker = True
-    seconds, error = 0.0, None
     try:
         for name, file in modules.items():
             load(name, file)
-        compiled = compiler.compile(traits, tile, target)
-        seconds = 0.0 if compiled.from_cache else compiled.seconds
     except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        return {"seconds": 0.0, "error": f"{type(failure).__name__}: {failure}"}
+    seconds, error = compiler.build_for_later(traits, tile, target)
     return {"seconds": seconds, "error": error}
 
 

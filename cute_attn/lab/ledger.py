@@ -7,17 +7,20 @@ A prediction made after its measurement is refused: what is wrong teaches more t
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import uuid
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from filelock import FileLock
 from rich.table import Table
+from rich.text import Text
 
 from cute_attn.benchmark.results import commit
 from cute_attn.lab.race import Comparison, Measured
@@ -165,25 +168,32 @@ def judge(entry: Entry, measured: Iterable[Measured]) -> Judgement:
 def entries(path: Path | None = None) -> list[Entry]:
     """All predictions with what came of them, in their order; none where there is no file.
 
-    Raises:
-        ValueError: a line is not the ledger's.
+    A line that is not the ledger's, as one that its writer did not end, is left out with a warning.
     """
     path = path or default_path()
     if not path.is_file():
         return []
     found: dict[str, Entry] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            values = json.loads(line)
-            kind, id = values.pop("kind"), values["id"]
-            if kind == "prediction":
-                found[id] = Entry(**values)
-            else:
-                changed = {name: values[name] for name in values if name not in ("id", "date")}
-                found[id] = replace(found[id], **changed)
+            entry = _applied(json.loads(line), found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {number} of {path} is not the ledger's: {error!r}") from None
+            warnings.warn(f"line {number} of {path} is not the ledger's: {error!r}", stacklevel=2)
+            continue
+        found[entry.id] = entry
     return list(found.values())
+
+
+def _applied(values: dict[str, Any], found: dict[str, Entry]) -> Entry:
+    """The entry that a line makes or changes."""
+    kind, id = values.pop("kind"), values["id"]
+    if kind == "prediction":
+        entry = Entry(**values)
+        _ = entry.high - entry.low  # numbers
+        return entry
+    if values.get("result") is not None:
+        Comparison.from_json(values["result"])
+    return replace(found[id], **{name: values[name] for name in values if name not in ("id", "date")})
 
 
 def table(path: Path | None = None) -> Table:
@@ -197,7 +207,7 @@ def table(path: Path | None = None) -> Table:
                 f"{100 * (one.ratio - 1):+.1f}% ({100 * (one.low - 1):+.1f} to {100 * (one.high - 1):+.1f})"
                 for one in comparison.measured
             )
-        shown.add_row(
+        cells = (
             entry.id,
             entry.date[:10],
             entry.question,
@@ -207,6 +217,7 @@ def table(path: Path | None = None) -> Table:
             entry.outcome,
             entry.seen,
         )
+        shown.add_row(*map(Text, cells))  # a person's words are no markup
     return shown
 
 
@@ -278,5 +289,12 @@ def _now() -> str:
 def _append(path: Path | None, values: dict[str, Any]) -> None:
     path = path or default_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")), path.open("a") as file:
-        file.write(json.dumps(values) + "\n")
+    with FileLock(path.with_suffix(".lock")), path.open("ab+") as file:
+        if file.tell() and not _ends_a_line(file):  # its writer was killed, or the disk was full
+            file.write(b"\n")
+        file.write(json.dumps(values).encode() + b"\n")
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -89,14 +89,16 @@ def _content(stated: dict[str, Any] | None, traits: Traits, built: Built) -> Ste
 
 def _check_out(revision: str, folder: Path) -> None:
     """The revision's files in ``folder``."""
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", "--format=tar", f"{revision}^{{commit}}"],
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode != 0:
+    commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+    if not commit:
         raise ValueError(
             f"revision is {revision!r}; accepted: a commit of the git repository that {ROOT.name} lies in"
         )
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", commit))) as archive:
         archive.extractall(folder, filter="data")
+
+
+def _git(*arguments: str) -> bytes:
+    """What git prints; nothing where it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False)
+    return done.stdout if done.returncode == 0 else b""

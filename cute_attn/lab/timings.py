@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from cute_attn.cache import default_cache
+from cute_attn.cache import caches_folder, default_cache
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Timing:
 def default_path() -> Path:
     """Beside the kernels' cache: ``cute_attn-lab/timings.jsonl`` in the user's folder for caches."""
     cache = default_cache()
-    root = cache.root if cache is not None else Path.home() / ".cache" / "cute_attn"
+    root = cache.root if cache is not None else caches_folder() / "cute_attn"
     return root.with_name(f"{root.name}-lab") / "timings.jsonl"
 
 

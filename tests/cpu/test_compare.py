@@ -192,6 +192,12 @@ def test_a_wrong_revision_is_one_sentence(old_revision, name, tile, at, message)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_revision_is_no_option_of_git(old_revision, tmp_path):
+    with pytest.raises(ValueError, match=r"revision is '--output=.*'; accepted: a commit"):
+        revision.verdict_at(f"--output={tmp_path}/written", Traits.parse("forward-sm80-bf16-d64"), "", "sm80")
+    assert not list(tmp_path.glob("written*"))
+
+
 # ---- the command ----
 
 

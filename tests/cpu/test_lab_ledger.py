@@ -1,5 +1,6 @@
 """Predictions before, outcomes after: the file, its judgements and its refusals."""
 
+import io
 import json
 import math
 import multiprocessing
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cute_attn.lab import ledger
 from cute_attn.lab.race import Comparison, Measured
@@ -137,12 +139,45 @@ def test_wrong_predictions(path):
     assert not path.exists()
 
 
-def test_a_broken_line_is_named(path):
-    predict(path)
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "result", "id": "unknown"}',
+        '{"kind": "prediction", "id": "1"}',
+        '{"kind": "prediction", "id": "1", "date": "", "commit": "", "question": "", "change": "", "why": "", '
+        '"low": "a", "high": 1}',
+        '{"kind": "seen", "id": "{id}", "saw": "no field of an entry"}',
+        '{"kind": "result", "id": "{id}", "result": {"no": "comparison"}}',
+        '["a list"]',
+        "\udcff",
+    ],
+)
+def test_a_broken_line_is_named_and_left_out(path, line):
+    first = predict(path)
+    with path.open("ab") as file:
+        file.write(line.replace("{id}", first.id).encode(errors="surrogateescape") + b"\n")
+    second = predict(path)
+    with pytest.warns(UserWarning, match=r"line 2 of .*ledger.jsonl is not the ledger's") as seen:
+        assert ledger.entries(path) == [first, second]
+    assert len(seen) == 1
+
+
+def test_a_line_that_its_writer_did_not_end_is_left_out(path):
+    first = predict(path)
     with path.open("a") as file:
-        file.write('{"kind": "result", "id": "unknown"}\n')
-    with pytest.raises(ValueError, match=r"line 2 of .*ledger.jsonl is not the ledger's"):
-        ledger.entries(path)
+        file.write('{"kind": "prediction", "id": "kil')
+    second = predict(path)
+    with pytest.warns(UserWarning, match="line 2 of"):
+        assert ledger.entries(path) == [first, second]
+
+
+def test_words_are_no_markup(path):
+    words = "a [/b] closed, a [red]colour[/red], a [link=http://there]link"
+    entry = ledger.predict(words, "tile_n=112", low=0.0, high=0.1, why=words, path=path)
+    ledger.see(entry.id, words, path=path)
+    console = Console(file=io.StringIO(), width=500)
+    console.print(ledger.table(path))
+    assert console.file.getvalue().count(words) == 3
 
 
 def test_calibration_counts_by_width(path):
