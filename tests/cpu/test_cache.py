@@ -7,6 +7,7 @@ import pwd
 import resource
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def built(fresh_cache, monkeypatch):
 
     def build(kernel, target, key, options):
         keys.append(key)
+        time.sleep(0.02)  # so that others come meanwhile
         resources = dataclasses.asdict(cubin.Resources(1, 2, 3, 4, 5))
         return entry(key, seconds=1.0, resources=resources, warnings=[], function="f")
 
