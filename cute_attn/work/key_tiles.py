@@ -4,12 +4,13 @@ If there are too few, the query heads of a kv head are divided among ``head_spli
 of dK and dV. They are summed afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 
+from cute_attn.device.math import rematerialize_each
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
 from cute_attn.work.sections import Sections
 
@@ -38,6 +39,12 @@ class KeyTiles:
     head_dkv: Int32
     batch: Int32
     info: SeqlenInfo
+
+    def queries_of(self, head: Int32) -> "KeyTiles":
+        """These, for the loads of one of several heads: computed again for each, or the addresses of the sequence's
+        first query in every tensor would stay in registers for all of them."""
+        offset = rematerialize_each(self.info.offset_q, head)
+        return replace(self, info=replace(self.info, offset_q=offset))
 
 
 L2_SECTION_BYTES = 32 << 20

@@ -30,8 +30,12 @@ class Sections:
 
     @cute.jit
     def row_and_column(self, section: Int32, position: Int32):
-        """Of the table, for a position in a section."""
-        row, column = divmod(position, self.columns)
-        if section == self.last:
-            row, column = divmod(position, self.last_columns)
-        return row, column + section * self.columns.divisor
+        """Of the table, for a position in a section.
+
+        Without a branch: ptxas computes what follows one in the registers of each thread, batch, head and all pointers
+        among them, and then spills.
+        """
+        in_last = section == self.last
+        row = cutlass.select_(in_last, position // self.last_columns, position // self.columns)
+        columns = cutlass.select_(in_last, self.last_columns.divisor, self.columns.divisor)
+        return row, position - row * columns + section * self.columns.divisor

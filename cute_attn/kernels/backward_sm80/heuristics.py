@@ -86,6 +86,17 @@ _TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
         (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
     ],
 }
+# For sm80, where a reduction adds one float and takes more registers: the rows that would spill there. With one stage of
+# Q two CTAs of head dim 64 fit a multiprocessor as well.
+_TILES_SM80 = _TILES | {
+    64: [
+        *_TILES[64][:1],
+        (2, _in_regs(32, 0, 4)),
+        (3, dataclasses.replace(_in_regs(32, 0, 4), stages_q=1)),
+        *_TILES[64][2:],
+    ],
+    128: [*_TILES[128][:3], (3, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dkv_unroll=2)), *_TILES[128][4:]],
+}
 
 
 def _fp32_in_regs(num_warps: int, tile_n: int = 128, **fields: Any) -> BackwardSm80Tile:
@@ -300,14 +311,15 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
             *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),
             streamed_tile(traits, vector),
         ]
-    tables = _TILES if SHARED_MEMORY_BYTES[target] >= SHARED_MEMORY_BYTES["sm80"] else _SMALL_TILES
+    tables = {"sm80": _TILES_SM80, "sm90": _TILES}.get(target, _SMALL_TILES)
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
     # Reductions of single floats take registers too.
-    pressure = max(_pressure(traits), 1 if target == "sm80" and largest > 192 else 0)
+    lengths = traits.varlen or traits.seqused_q or traits.seqused_k
+    pressure = max(_pressure(traits), 1 if target == "sm80" and (largest > 192 or lengths) else 0)
     own = []
     if not (traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, tiles[0][1]))):
-        if largest <= 64 and pressure <= 1 and tables is _TILES:
+        if largest <= 64 and pressure <= 1 and tables is not _SMALL_TILES:
             few = target == "sm90" and pressure == 0 and traits.head_dim == traits.head_dim_v
             own = [_in_regs(32, 0, 4) if few else _in_regs(32, 1, 2)]
         pressure = max(pressure, 4 if largest <= 64 or (largest <= 128 and target == "sm80") else 3)

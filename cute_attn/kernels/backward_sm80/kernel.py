@@ -46,7 +46,7 @@ from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale
-from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.math import optimization_barrier, rematerialize, rematerialize_each
 from cute_attn.device.one_part import change_units, running_scale
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -264,7 +264,7 @@ class BackwardSm80:
         scales: cute.Tensor | None,
     ) -> None:
         # Keys beyond seqused_k have gradients too: zeros.
-        key_tile = key_tile_of(order, seqlens, rematerialize(cute.arch.block_idx()[0]))
+        key_tile = key_tile_of(order, seqlens, optimization_barrier(cute.arch.block_idx()[0]))
         key0 = (key_tile.first + skipped) * self.tile.tile_n
         exists = key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch)
         if cutlass.const_expr(scales is not None):
@@ -323,18 +323,20 @@ class BackwardSm80:
                 score_args, seqlens, key_tile.info, key_tile.batch, head, nheads, softmax_scale
             )
             state = chain.begin(score_args, context)
-            # What is computed from key0 itself would stay in registers for all heads.
-            key = rematerialize(key0)
+            # What is computed from key0 itself would stay in registers for all heads. After a shuffle ptxas takes the
+            # loop over query blocks for one that lanes may leave apart, and builds what follows twice.
+            key = rematerialize_each(key0, head)
             blocks = BlockRange.of_keys(
                 state.band, key, key + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m
             )
-            row0 = padded_row0(seqlens, key_tile.info, key_tile.batch, tile.tile_m)
+            queries = key_tile.queries_of(head) if traits.varlen else key_tile
+            row0 = padded_row0(seqlens, queries.info, queries.batch, tile.tile_m)
             accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
             head_dq = workspace_rows(
-                accumulator, key_tile.batch, head, row0, padded(traits.head_dim), traits.varlen
+                accumulator, queries.batch, head, row0, padded(traits.head_dim), traits.varlen
             )
-            dq_blocks = head_dq.iterator + Int64(key_tile.first) * split_stride
-            load_q, load_do = self.query_loads(inputs, smem, key_tile, head, row0, thread, alike)
+            dq_blocks = head_dq.iterator + Int64(queries.first) * split_stride
+            load_q, load_do = self.query_loads(inputs, smem, queries, head, row0, thread, alike)
             ctx = MainloopContext(
                 smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0, scale_log2, thread
             )

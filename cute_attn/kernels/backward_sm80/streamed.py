@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.gemm_hi_lo import P_EXPONENT
-from cute_attn.device.math import rematerialize
+from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.bias import Bias
@@ -208,7 +208,7 @@ class Streamed:
         for head in cutlass.range(head0, head0 + heads, unroll=1):
             context = chain.context(score_args, seqlens, info, batch, head, nheads, softmax_scale)
             state = chain.begin(score_args, context)
-            key = rematerialize(key0)
+            key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
             accumulator = outputs[0][0, None, None] if varlen else outputs[0][0, None, None, None]
