@@ -163,7 +163,8 @@ def compile(
         lines: build it with line info: the same machine code, and the source line of each instruction beside it.
 
     Raises:
-        ValueError: the name, the tile's text or the target is not one.
+        ValueError: the name, the tile's text or the target is not one; or a user's kernel has a shared-memory layout
+            with two elements in one place, or with more memory than its tile has for it.
         Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
     """
     if isinstance(traits, str):
@@ -280,6 +281,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from cutlass.cute.runtime import make_fake_stream
 
     start = time.perf_counter()
+    _check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
@@ -306,6 +308,17 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         "toolchain": toolchain(),
     }
     return Entry(key, meta, parts)
+
+
+def _check_layouts(kernel: Any) -> None:
+    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign."""
+    from cute_attn.smem_layouts import smem_reasons
+
+    if type(kernel).__module__.partition(".")[0] == __package__:
+        return
+    reason = next(smem_reasons(kernel), None)
+    if reason is not None:
+        raise ValueError(f"{kernel.traits}: {reason}")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ _HOST_ONLY = {"benchmark", "flash_attn", "lab", "sdpa"} | {
             "prebuild_worker",
             "reference",
             "run_command",
+            "smem_layouts",
             "split_fp32",
             "transformers",
             "workers",

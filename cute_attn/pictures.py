@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cute_attn.smem_layouts import smem_layouts
 from cute_attn.tiles import padded
 
 Things = dict[str, Callable[[], Any]]
@@ -35,9 +36,16 @@ def pictures(kernel: Any, folder: Path, suffix: str = ".png") -> Iterator[Path]:
         yield show(thing, path, dtype=kernel.dtype, title=f"{traits.name}: {what}")
 
 
+def _smem(kernel: Any) -> Things:
+    """The operands' shared memory: what results are stored through is laid out as they are."""
+    results = ("o",) if kernel.traits.op == "forward" else ("p", "dk", "dv")
+    found = smem_layouts(kernel)
+    return {f"smem-{name}": layout.make for name, layout in found.items() if name not in results}
+
+
 def _forward_sm80(kernel: Any) -> Things:
     traits = kernel.traits
-    return _forward_operands(kernel) | {
+    return _smem(kernel) | {
         "copy-gmem-to-smem": lambda: kernel.gmem_load(traits.head_dim),
         "copy-smem-to-gmem": lambda: kernel.gmem_store(traits.head_dim_v),
         "mma": kernel.tiled_mma,
@@ -45,44 +53,20 @@ def _forward_sm80(kernel: Any) -> Things:
 
 
 def _forward_sm90(kernel: Any) -> Things:
-    bias = (
-        {"smem-bias": lambda: kernel.bias_layout(kernel.tile.bias_stages)} if kernel.loads_bias_by_tma else {}
-    )
     others = {"copy-smem-to-gmem": kernel.gmem_store, "mma-qk": kernel.mma_qk, "mma-pv": kernel.mma_pv}
-    if kernel.divides_columns:
-        others["smem-v"] = lambda: kernel.values_layout(kernel.tile.num_stages)
-        others["smem-p"] = lambda: kernel.probabilities_layout(kernel.tile.p_stages)
-    return _forward_operands(kernel) | bias | others
+    return _smem(kernel) | others
 
 
 def _softmax(kernel: Any) -> Things:
-    return {
-        "smem-q": lambda: kernel.smem_layout(kernel.tile.tile_m),
-        "smem-k": lambda: kernel.smem_layout(kernel.tile.tile_n),
+    return _smem(kernel) | {
         "copy-gmem-to-smem": kernel.gmem_load,
         "mma": kernel.tiled_mma,
     }
 
 
-def _forward_operands(kernel: Any) -> Things:
-    traits, tile = kernel.traits, kernel.tile
-    return {
-        "smem-q": lambda: kernel.smem_layout(tile.tile_m, traits.head_dim),
-        "smem-k": lambda: kernel.smem_layout(tile.tile_n, traits.head_dim, tile.num_stages),
-        "smem-v": lambda: kernel.smem_layout(tile.tile_n, traits.head_dim_v, tile.num_stages),
-    }
-
-
 def _backward_sm80(kernel: Any) -> Things:
-    tile = kernel.tile
-    d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
-    ds_shape = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-    return {
-        "smem-k": lambda: kernel.smem_layout(tile.tile_n, d),
-        "smem-v": lambda: kernel.smem_layout(tile.tile_n, dv),
-        "smem-q": lambda: kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q),
-        "smem-do": lambda: kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do),
-        "smem-ds": lambda: kernel.smem_layout(*ds_shape),
+    d = padded(kernel.traits.head_dim)
+    return _smem(kernel) | {
         "copy-gmem-to-smem": lambda: kernel.gmem_copy(d, True),
         "mma-sdp": kernel.mma_sdp,
         "mma-dkv": kernel.mma_dkv,
@@ -92,12 +76,7 @@ def _backward_sm80(kernel: Any) -> Things:
 
 def _backward_sm90(kernel: Any) -> Things:
     d, dv = kernel.dims
-    return {
-        "smem-k": kernel.layout_k,
-        "smem-v": kernel.layout_v,
-        "smem-q": kernel.layout_q,
-        "smem-do": kernel.layout_do,
-        "smem-ds": kernel.layout_ds,
+    return _smem(kernel) | {
         "mma-scores": kernel.mma_scores,
         "mma-dk": lambda: kernel.mma_dkv(d),
         "mma-dv": lambda: kernel.mma_dkv(dv),

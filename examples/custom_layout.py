@@ -35,11 +35,11 @@ class PlainForward(ForwardSm80):
 
 @dataclass(frozen=True)
 class PaddedTile(ForwardSm80Tile):
-    """A tile that includes the padding in its shared memory, so that one that does not fit is refused."""
+    """A tile whose rows have room for the padding: areas follow each other, and one that does not fit is refused."""
 
-    def smem_bytes(self, traits: Traits) -> int:
-        rows = self.tile_m + 2 * self.tile_n * self.num_stages
-        return super().smem_bytes(traits) + 2 * PAD * rows
+    def row_bytes(self, traits: Traits) -> tuple[int, int]:
+        row, row_v = super().row_bytes(traits)
+        return row + 2 * PAD, row_v + 2 * PAD
 
 
 @dataclass(frozen=True)

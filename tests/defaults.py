@@ -1,11 +1,13 @@
 """The default kernels, and a cover of them that the tests build.
 
-Building all of them takes a quarter of an hour of two cores. The cover has, for each op and arch:
+Building all of them takes three quarters of an hour of two cores. The cover has, for each op and arch:
 
 - every default tile, for one of the targets that it is the default of; of tiles that differ in how many heads they
   pack alone, one that packs heads and one that does not;
 - every value of every trait that occurs in the list, every target and every list of lengths;
-- the causal kernels of head dims 64 and 128, which most users run.
+- the causal kernels of head dims 64 and 128, which most users run;
+- of every Ampere forward and backward, built for the GPU it is named after, each feature that costs registers at each
+  head dim of ``EVERYDAY``: ptxas spills on one target what it keeps on another.
 
 Spills and serialised wgmma depend on the tile, and on the registers that features take beside it; what a kernel lacks
 needs no registers. Of kernels that cover as many more, the one with the largest head dim and the most features is
@@ -13,7 +15,9 @@ built. Errors of one head dim or target with one feature, or of two features tog
 ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -43,7 +47,7 @@ class Default:
         kernel = registry.lookup(self.traits, None, self.target)
         if self.lengths and self.traits.op == "kvcache":
             return kernel.for_cache(CacheCall(*self.lengths), self.target)
-        return kernel.for_lengths(*self.lengths) if self.lengths else kernel
+        return kernel.for_lengths(*self.lengths, self.target) if self.lengths else kernel
 
     def __str__(self) -> str:
         return "-".join(
@@ -118,9 +122,32 @@ BY_CACHE = {
 }
 
 
+AMPERE_TARGETS = ("sm80", "sm86", "sm90")
+"""What Ampere kernels are built for: one of the GPUs of each size of shared memory, and the one that has most of it."""
+EVERYDAY_DIMS = (64, 128)
+EVERYDAY = tuple(
+    f"{op}-sm80-bf16-d{dim}{mask}{feature}"
+    for op in ("forward", "backward")
+    for dim in EVERYDAY_DIMS
+    for mask, feature in (
+        *itertools.product(
+            ("", "-causal"), ("", "-softcap", "-alibi", "-bias_bf16", "-dropout", "-varlen-seqused_k")
+        ),
+        ("-window", ""),
+        ("-window", "-varlen-seqused_k"),
+    )
+)
+"""Ampere kernels with the features that programs use, one at a time."""
+
+
 def every() -> list[Default]:
-    """``registry.defaults()``, FURTHER ones, and those chosen by lengths."""
-    return [
+    """All of ``representative()``, and the Ampere kernels among them for each of ``AMPERE_TARGETS``."""
+    return list(dict.fromkeys(one for default in representative() for one in _on_targets(default)))
+
+
+def representative() -> list[Default]:
+    """``registry.defaults()``, FURTHER ones, EVERYDAY ones and those chosen by lengths, most for one target."""
+    listed = [
         *(
             Default(Traits.parse(f"kvcache-sm90-bf16-{rest}"), "sm90", call)
             for call, names in BY_CACHE.items()
@@ -128,6 +155,7 @@ def every() -> list[Default]:
         ),
         *(Default(*pair) for pair in registry.defaults()),
         *(Default(Traits.parse(name), "sm90") for name in FURTHER),
+        *(Default(Traits.parse(name), "sm80") for name in EVERYDAY),
         *(
             Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
             for lengths, names in BY_LENGTHS.items()
@@ -139,16 +167,28 @@ def every() -> list[Default]:
             Traits.parse("forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k"), "sm80", DECODE_FEW
         ),
     ]
+    return list(dict.fromkeys(listed))
 
 
-def cover(defaults: Iterable[Default]) -> list[Default]:
-    """A greedy cover of their demands, in their order."""
-    pool = list(defaults)
+def _on_targets(default: Default) -> Iterator[Default]:
+    """It, and if it is an Ampere kernel the same for the other targets."""
+    yield default
+    if default.traits.arch == "sm80":
+        for target in AMPERE_TARGETS:
+            yield replace(default, target=target)
+
+
+@functools.cache
+def cover() -> tuple[Default, ...]:
+    """A greedy cover of the demands of ``representative()``, in their order."""
+    pool = representative()
     wanted = {default: demands(default) for default in pool}
     common = [default for default in pool if _is_common(default)]
-    return covering(
-        pool, wanted.__getitem__, lambda default: (default.traits.head_dim, len(wanted[default])), common
-    )
+
+    def rank(default: Default) -> tuple[int, int]:
+        return default.traits.head_dim, len(wanted[default])
+
+    return tuple(covering(pool, wanted.__getitem__, rank, common))
 
 
 def covering(
@@ -181,7 +221,17 @@ def demands(default: Default) -> set[Hashable]:
     traits, kernel = default.traits, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
     values |= {"target": default.target, "lengths": default.lengths, "tile": _compared(default.kernel.tile)}
-    return {(kernel, name, value) for name, value in values.items() if value}
+    found: set[Hashable] = {(kernel, name, value) for name, value in values.items() if value}
+    return found | {(kernel, traits.head_dim, feature) for feature in _costly_features(default)}
+
+
+def _costly_features(default: Default) -> Iterator[str]:
+    """What takes registers beside the scores, of an Ampere kernel for its own generation."""
+    traits = default.traits
+    attends = traits.op in ("forward", "backward") and traits.dtype == "bf16"
+    if default.target == traits.arch == "sm80" and attends and traits.head_dim in EVERYDAY_DIMS:
+        features = ("dropout", "softcap", "alibi", "bias", "varlen", "windowed")
+        yield from (name for name in features if getattr(traits, name))
 
 
 def _is_common(default: Default) -> bool:

@@ -147,9 +147,14 @@ class ForwardSm80Tile(WarpTile):
         """Bytes of an element of Q, K, V and P in shared memory."""
         return traits.element_bytes
 
+    def row_bytes(self, traits: Traits) -> tuple[int, int]:
+        """Bytes of a row of Q and K, and of V and O, in shared memory; a variant that pads rows adds the padding."""
+        d, dv = (self.operand_bytes(traits) * padded(d) for d in (traits.head_dim, traits.head_dim_v))
+        return d, dv
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """First byte and end of Q, K and V of all stages, O and the row statistics; O reuses the operands' memory."""
-        row, row_v = (self.operand_bytes(traits) * padded(d) for d in (traits.head_dim, traits.head_dim_v))
+        row, row_v = self.row_bytes(traits)
         q, o = self.tile_m * row, 0 if traits.dtype == "fp32" else self.tile_m * row_v
         k_start = 0 if self.share_qk_smem else q
         k_end = k_start + self.tile_n * row * self.num_stages
@@ -361,12 +366,24 @@ class ForwardSm90Tile(Tile):
         """Registers of a producer thread."""
         return LOAD_REGISTERS[self.warpgroups] if self.blocks_per_sm == 1 else 24
 
-    def smem_bytes(self, traits: Traits) -> int:
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """First byte and end of the barriers, Q, K and V of all stages, O and a bias; see ``share_qo_smem``."""
         row, row_v = row_bytes(traits)
-        q, o = self.tile_m * row, self.tile_m * row_v
-        kv = self.tile_n * (row + row_v) * self.num_stages
+        q, o, start = self.tile_m * row, self.tile_m * row_v, self.BARRIER_BYTES
+        k_start = start + (max(q, o) if self.share_qo_smem else q)
+        v_start = k_start + self.tile_n * row * self.num_stages
+        v_end = v_start + self.tile_n * row_v * self.num_stages
+        o_start = start if self.share_qo_smem else v_end
+        bias_start = max(v_end, o_start + o)
         scores = 2 * self.tile_m * self.tile_n * self.bias_stages  # a bias of 16 bits
-        return kv + (max(q, o) if self.share_qo_smem else q + o) + scores + self.BARRIER_BYTES
+        return {
+            "barriers": (0, start),
+            "q": (start, start + q),
+            "k": (k_start, v_start),
+            "v": (v_start, v_end),
+            "o": (o_start, o_start + o),
+            "bias": (bias_start, bias_start + scores),
+        }
 
     BARRIER_BYTES: ClassVar[int] = 1024
     BROADCAST_START: ClassVar[int] = 480  # within the barriers: the work broadcast's items
@@ -523,8 +540,10 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         """CTAs that a multiprocessor has registers for."""
         return 2 if self.half_registers else self.blocks_per_sm
 
-    def smem_bytes(self, traits: Traits) -> int:
-        return super().smem_bytes(traits) - 2 * self.tile_m * padded(traits.head_dim_v)
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        """As the forward's, without memory for O or a bias."""
+        areas = super().smem_areas(traits)
+        return areas | dict.fromkeys(("o", "bias"), (areas["v"][1], areas["v"][1]))
 
     def shape_reason(self, traits: Traits) -> str | None:
         if self.share_qo_smem:

@@ -41,10 +41,10 @@ class KeyTiles:
     info: SeqlenInfo
 
     def queries_of(self, head: Int32) -> "KeyTiles":
-        """These, for the loads of one of several heads: computed again for each, or the addresses of the sequence's
-        first query in every tensor would stay in registers for all of them."""
-        offset = rematerialize_each(self.info.offset_q, head)
-        return replace(self, info=replace(self.info, offset_q=offset))
+        """These, for what is addressed for one of several heads: computed again for each, or the addresses of the
+        sequence's first query in every tensor would stay in registers for all of them."""
+        info = replace(self.info, offset_q=rematerialize_each(self.info.offset_q, head))
+        return replace(self, first=rematerialize_each(self.first, head), info=info)
 
 
 L2_SECTION_BYTES = 32 << 20

@@ -4,7 +4,7 @@ import pytest
 
 from cute_attn.compiler import compile
 from cute_attn.traits import SPLIT_TENSORS
-from tests.defaults import Default, cover, every
+from tests.defaults import Default, cover, every, representative
 
 # Instructions that kernels must have, in PTX and in SASS.
 PTX = {
@@ -29,7 +29,7 @@ SASS = {
 }
 
 
-COVER = cover(every())
+COVER = cover()
 
 
 def pytest_generate_tests(metafunc):
@@ -69,6 +69,27 @@ def test_the_machine_code_has_its_instructions(kind):
     default = KINDS[kind]
     instructions = build(default).instructions
     assert all(instructions[name] > 0 for name in SASS.get(default.traits.op) or SASS[default.traits.arch])
+
+
+def test_every_default_has_the_ampere_kernels_for_each_size_of_shared_memory():
+    whole = set(every())
+    assert {d for d in representative() if d.traits.arch == "sm90"} < whole
+    ampere = {(d.traits, d.lengths) for d in whole if d.traits.arch == "sm80"}
+    assert len(ampere) > 150
+    assert not [d for d in ampere for t in ("sm80", "sm86", "sm90") if Default(d[0], t, d[1]) not in whole]
+
+
+def test_the_cover_has_what_costs_registers_on_each_everyday_ampere_kernel():
+    found = {
+        (d.traits.op, d.traits.head_dim, feature)
+        for d in COVER
+        if d.target == d.traits.arch == "sm80"
+        for feature in ("dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal")
+        if getattr(d.traits, feature)
+    }
+    features = {"dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal"}
+    wanted = {(op, dim, f) for op in ("forward", "backward") for dim in (64, 128) for f in features}
+    assert wanted <= found
 
 
 def test_few_queries_have_tiles_of_their_own():

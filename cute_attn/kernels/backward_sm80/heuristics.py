@@ -4,8 +4,29 @@ import dataclasses
 from typing import Any
 
 from cute_attn.device.skewed_rows import has_room
-from cute_attn.tiles import SHARED_MEMORY_BYTES, BackwardSm80Tile, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
+
+
+def _saves(traits: Traits) -> bool:
+    """Whether epilogues save values for their derivatives."""
+    return bool(traits.softcap or traits.epilogues)
+
+
+def _has_lengths(traits: Traits) -> bool:
+    return bool(traits.varlen or traits.seqused_q or traits.seqused_k)
+
+
+def _least_pressure(traits: Traits, target: str) -> int:
+    """Of a target, beside :func:`_pressure`: sm80 adds to dQ float by float, which takes registers too."""
+    if target != "sm80":
+        return 0
+    largest = max(traits.head_dim, traits.head_dim_v)
+    if _saves(traits) and largest > 64:
+        return 4
+    if _has_lengths(traits) and largest <= 64:
+        return 3
+    return 1 if largest > 192 else 0
 
 
 def _pressure(traits: Traits) -> int:
@@ -14,8 +35,7 @@ def _pressure(traits: Traits) -> int:
     1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: a
     dropout mask or a window, with lengths or many Philox words; 5: dropout and another epilogue.
     """
-    saves = bool(traits.softcap or traits.epilogues)  # for their derivatives
-    lengths = bool(traits.varlen or traits.seqused_q or traits.seqused_k)
+    saves, lengths = _saves(traits), _has_lengths(traits)
     large = traits.head_dim + traits.head_dim_v > 128
     if traits.dropout:
         many_words = traits.dropout == "mem_efficient"
@@ -86,16 +106,14 @@ _TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
         (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
     ],
 }
-# For sm80, where a reduction adds one float and takes more registers: the rows that would spill there. With one stage of
-# Q two CTAs of head dim 64 fit a multiprocessor as well.
+# For sm80, see ``_least_pressure``. With one stage of Q nothing spills, and two CTAs fit a multiprocessor there too.
 _TILES_SM80 = _TILES | {
     64: [
         *_TILES[64][:1],
         (2, _in_regs(32, 0, 4)),
         (3, dataclasses.replace(_in_regs(32, 0, 4), stages_q=1)),
         *_TILES[64][2:],
-    ],
-    128: [*_TILES[128][:3], (3, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dkv_unroll=2)), *_TILES[128][4:]],
+    ]
 }
 
 
@@ -314,9 +332,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     tables = {"sm80": _TILES_SM80, "sm90": _TILES}.get(target, _SMALL_TILES)
     largest = max(traits.head_dim, traits.head_dim_v)
     tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
-    # Reductions of single floats take registers too.
-    lengths = traits.varlen or traits.seqused_q or traits.seqused_k
-    pressure = max(_pressure(traits), 1 if target == "sm80" and (largest > 192 or lengths) else 0)
+    pressure = max(_pressure(traits), _least_pressure(traits, target))
     own = []
     if not (traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, tiles[0][1]))):
         if largest <= 64 and pressure <= 1 and tables is not _SMALL_TILES:

@@ -122,6 +122,7 @@ _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     },
     128: {
         "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
+        "low": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=1)],
         "medium": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
         "high": [_tile(128, 32, 4, 2, qk_unroll=4)],
         "highest": [_tile(64, 64, 4, 1)],

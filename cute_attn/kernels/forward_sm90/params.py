@@ -136,29 +136,21 @@ def make_storage(kernel: Any) -> ForwardStorage:
     ):
         pipelines.append(Pipeline(barriers + start, stages, 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
-    q_bytes, o_bytes = 2 * tile.tile_m * padded(d), 2 * tile.tile_m * padded(dv)
-    k_start = tile.BARRIER_BYTES + (max(q_bytes, o_bytes) if tile.share_qo_smem else q_bytes)
-    v_start = k_start + 2 * tile.tile_n * padded(d) * tile.num_stages
-    o_start = v_start + 2 * tile.tile_n * padded(dv) * tile.num_stages
-    bias_start = o_start + (0 if tile.share_qo_smem else o_bytes)
+    area = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
     ints = INTS_OF_PARTS if kernel.traits.split else INTS
     work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, ints)
     start += Pipeline.barrier_bytes(STAGES) // 8
-    if tile.share_qo_smem:
-        o_start = tile.BARRIER_BYTES
     threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups
     return ForwardStorage(
-        QueryBuffer(
-            smem_tensor(kernel, base + tile.BARRIER_BYTES, 64, d, tile.warpgroups), pipelines[0], tile
-        ),
-        smem_tensor(kernel, base + k_start, tile.tile_n, d, tile.num_stages),
-        smem_tensor(kernel, base + v_start, tile.tile_n, dv, tile.num_stages),
-        smem_tensor(kernel, base + o_start, 64, dv, tile.warpgroups),
+        QueryBuffer(smem_tensor(kernel, area["q"], 64, d, tile.warpgroups), pipelines[0], tile),
+        smem_tensor(kernel, area["k"], tile.tile_n, d, tile.num_stages),
+        smem_tensor(kernel, area["v"], tile.tile_n, dv, tile.num_stages),
+        smem_tensor(kernel, area["o"], 64, dv, tile.warpgroups),
         pipelines[1],
         pipelines[2],
         work,
         Replay.make(base + tile.REPLAY_START, threads),
-        _tma_bias(kernel, base + bias_start, barriers + start) if kernel.loads_bias_by_tma else None,
+        _tma_bias(kernel, area["bias"], barriers + start) if kernel.loads_bias_by_tma else None,
     )
 
 
