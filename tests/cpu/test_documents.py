@@ -1,0 +1,152 @@
+"""What README, CONTRIBUTING and the pages of docs say exists and runs: commands, modules, files and names.
+
+Commands that need no GPU run, on kernels that other tests build too; those that need one are refused in a sentence.
+"""
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import typer.core
+
+from cute_attn import cli
+from tests import processes
+
+ROOT = processes.ROOT
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+
+NEED_GPU = {"bench", "ab", "tune"}
+NEED_FILES = {"run", "hub", "report", "--load"}
+"""The first words of commands on a reader's own files, which are parsed alone."""
+
+
+def quoted() -> list[str]:
+    """Indented lines, without comments, and what stands between backticks, over line ends too."""
+    fenced = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
+    lines = [line.strip() for line in re.findall(r"^ {4}(\S.*)$", fenced, re.M)]
+    return [*lines, *(" ".join(text.split()) for text in re.findall(r"`([^`]+)`", fenced))]
+
+
+def words_after(*start: str) -> dict[str, list[str]]:
+    """Quoted commands that begin with these words -> the words that follow."""
+    found = {}
+    for text in quoted():
+        try:
+            words = shlex.split(text, comments=True)
+        except ValueError:  # an apostrophe: not a command
+            continue
+        if words[: len(start)] == [*start] and len(words) > len(start):
+            found[shlex.join(words)] = words[len(start) :]
+    return found
+
+
+def in_full(words: list[str]) -> list[str]:
+    """A command that is only named, with what lets it run."""
+    return words if len(words) > 1 else [*words, "--help"]
+
+
+COMMANDS = {command: in_full(words) for command, words in words_after("cute-attn").items()}
+UsageError = typer.BadParameter.__mro__[1]  # click's, which newer typers have as a part of their own
+
+
+def parse(words: list[str]) -> None:
+    """As the command line does it, without running the command."""
+    command = typer.main.get_command(cli.app)
+    context = command.make_context("cute-attn", list(words))
+    while isinstance(command, typer.core.TyperGroup):
+        _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(command.name, rest, parent=context)
+
+
+def test_the_documents_have_their_commands():
+    assert {words[0] for words in COMMANDS.values()} >= {"list", "verdict", "check", "cache", "run", "ab"}
+    assert len(COMMANDS) > 20
+
+
+@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if "--help" not in words])
+def test_a_command_parses(command):
+    parse(COMMANDS[command])
+
+
+@pytest.mark.parametrize(
+    "words", [["list", "--stale"], ["verdic"], ["compile"], ["cache", "lst"]], ids=" ".join
+)
+def test_a_stale_command_does_not_parse(words):
+    with pytest.raises(UsageError):
+        parse(words)
+
+
+@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if words[0] not in NEED_FILES])
+def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
+    words = list(COMMANDS[command])
+    for i, word in enumerate(words[:-1]):
+        if word == "-o":
+            words[i + 1] = str(tmp_path / words[i + 1])
+    done = processes.run("-m", "cute_attn", *words)
+    if words[0] in NEED_GPU and "--static" not in words:
+        assert done.returncode == 2 and "GPU" in done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout
+
+
+# ---- modules, targets of make, files and names ----
+
+
+MODULES = words_after("python", "-m")
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_module_exists_and_has_its_options(command):
+    module, *rest = MODULES[command]
+    assert importlib.util.find_spec(module) is not None
+    options = {word.partition("=")[0] for word in rest if word.startswith("-")}
+    if options:
+        text = processes.run("-m", module, "--help").stdout
+        assert options <= set(re.findall(r"--?[\w-]+", text)), text
+
+
+def test_make_has_its_targets(pytestconfig):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = words_after("make")
+    assert {words[0] for words in named.values()} <= targets and len(named) > 5
+    options = [word for words in named.values() for word in " ".join(words[1:]).split() if "--" in word]
+    assert options
+    for option in options:
+        pytestconfig.getoption(option.rpartition("=")[2])  # raises ValueError for one that does not exist
+
+
+def test_files_exist():
+    named = {
+        Path(path) for path in re.findall(r"[(`]((?:bench|docs|examples|tests)/[\w./-]+\.\w+)[)`]", TEXT)
+    }
+    named |= {Path(link) for link in re.findall(r"\]\(([\w./-]+)\)", TEXT)}
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_python_blocks_import_what_exists():
+    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)]
+    froms = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
+    assert len(froms) > 3
+    for node in froms:
+        module = importlib.import_module(str(node.module))
+        assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bcute_attn(?:\.[a-z]\w*)+", TEXT))))
+def test_a_dotted_name_exists(name):
+    if name.endswith((".py", ".md")):
+        return
+    found = importlib.import_module("cute_attn")
+    for i, part in enumerate(name.split(".")[1:], 2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(name.split(".")[:i]))
+        found = getattr(found, part)
