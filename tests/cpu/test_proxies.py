@@ -21,7 +21,7 @@ def uses_tma(default: Default) -> bool:
 def pytest_generate_tests(metafunc):
     if "default" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--every-default", default=False)
-        chosen = every() if whole else cover(every())
+        chosen = every() if whole else cover()
         metafunc.parametrize("default", [default for default in chosen if uses_tma(default)], ids=str)
 
 
@@ -71,7 +71,10 @@ def test_stored_tiles_without_fences_are_found():
 
 def test_a_verdict_says_it():
     order = verdict(BIAS).proxies
-    assert order.unordered == () and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
+    assert (
+        order.unordered == ()
+        and str(order) == f"at each of the {order.by_threads} releases after accesses by threads"
+    )
     assert "proxy fences" in str(verdict(BIAS)) and str(order) in verdict(BIAS).json()
     assert verdict("softmax-sm80-bf16-d64").proxies is None
 
