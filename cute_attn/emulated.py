@@ -143,7 +143,7 @@ class QueryBlockContext:
         p_exponent = getattr(self.kernel, "p_exponent", 0)
         return OnlineSoftmax(
             *(stored[None, 0], stored[None, 1], self.scale_log2),
-            *(chain.may_mask_rows, threshold, chain.may_be_large, p_exponent),
+            *(chain.may_mask_rows, threshold, chain.may_be_large, p_exponent, Float16),
         )
 
 

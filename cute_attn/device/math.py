@@ -1,12 +1,14 @@
 """Arithmetic for kernels and for host ``cute.jit`` functions, so that CPU tests run the device code."""
 
 from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Constexpr, Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith
+from cutlass._mlir.dialects import math as mlir_math
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -53,6 +55,36 @@ def exp2(x: Float32) -> Float32:
 def log(x: Float32) -> Float32:
     """Natural logarithm."""
     return cute.math.log(x, fastmath=True)
+
+
+def log2(x: Float32) -> Float32:
+    """Logarithm to the base 2; lg2.approx.ftz on the device."""
+    return cute.math.log2(x, fastmath=True)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
+    return Float32(mlir_math.fma(*(Float32(x).ir_value() for x in (a, b, c))))
+
+
+def product_minus(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b - c, rounded once: on the device by the compiler, to which an explicit fma leaves less freedom of order."""
+    return a * b - c if on_device() else fma(a, b, -c)
+
+
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded: the compiler does not contract it with what is added to it."""
+    if not on_device():
+        return a * b
+    multiply = "mul.rn.f32 {$w0}, {$r0}, {$r1};"
+    return Float32(cute.arch.inline_ptx(multiply, write_only_types=[Float32], read_only_args=[a, b]))
+
+
+def rounded_to(x: Float32, dtype: Any) -> Float32:
+    """x rounded to ``dtype``, of 16 bits."""
+    if dtype is BFloat16 and not on_device():
+        return (bf16_bits(x) << Int32(16)).bitcast(Float32)
+    return Float32(dtype(x))
 
 
 TANH_UNIT = 2.0 * LOG2_E

@@ -1,12 +1,29 @@
 """Online softmax (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691)."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32
 
-from cute_attn.device.math import LARGE, LN_2, LOG2_E, add, exp2, fabs, fmax, log, quad_reduce, reciprocal
+from cute_attn.device.math import (
+    LARGE,
+    LN_2,
+    LOG2_E,
+    add,
+    exp2,
+    fabs,
+    fma,
+    fmax,
+    log,
+    log2,
+    product,
+    product_minus,
+    quad_reduce,
+    reciprocal,
+    rounded_to,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,7 @@ class OnlineSoftmax:
     threshold: Constexpr = 0  # powers of two by which scores may exceed row_max
     may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
     p_exponent: Constexpr = 0  # P, row_sum and the output are times 2^p_exponent: digits of small P in fp16
+    p_dtype: Constexpr = None  # what P is rounded to; None if to no fewer than 22 bits
 
     @staticmethod
     def make(
@@ -34,6 +52,7 @@ class OnlineSoftmax:
         threshold: int = 0,
         may_be_large: bool = False,
         p_exponent: int = 0,
+        p_dtype: Any = None,
     ) -> "OnlineSoftmax":
         """Initial statistics: row_max -inf, row_sum 0.
 
@@ -42,13 +61,15 @@ class OnlineSoftmax:
             threshold: t > 0 keeps row_max until a score exceeds it by more than t powers of two, so that the output is
                 rarely rescaled. P is then at most 2^t, without loss of precision.
             p_exponent: see the attribute; :meth:`finish` undoes it.
+            p_dtype: see the attribute and :meth:`rounding`.
         """
         if stats is None:
             stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        return OnlineSoftmax(row_max, row_sum, scale_log2, may_be_empty, threshold, may_be_large, p_exponent)
+        options = (may_be_empty, threshold, may_be_large, p_exponent, p_dtype)
+        return OnlineSoftmax(row_max, row_sum, scale_log2, *options)
 
     def load_stats(self) -> "OnlineSoftmax":
         """With the statistics in registers."""
@@ -96,7 +117,7 @@ class OnlineSoftmax:
             finite_max = Float32(0.0) if fully_masked else finite_max
             max_scaled = Float32(0.0) if fully_masked else max_scaled
         if cutlass.const_expr(self.may_be_large):
-            if fabs(max_scaled) > Float32(LARGE):
+            if fabs(max_scaled) > Float32(LARGE):  # as :meth:`is_large`
                 for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
                     acc[r, c] = acc[r, c] - finite_max
                 max_scaled = Float32(0.0)
@@ -106,7 +127,7 @@ class OnlineSoftmax:
         if cutlass.const_expr(self.p_exponent):
             max_scaled = max_scaled - Float32(self.p_exponent)
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
+            p = exp2(product_minus(acc[r, c], self.scale_log2, max_scaled))
             acc[r, c] = p
             total = total + p
         self.row_max[r] = new_max
@@ -120,7 +141,7 @@ class OnlineSoftmax:
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
             for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                p = exp2(acc[r, c] * self.scale_log2 - max_scaled)
+                p = exp2(product_minus(acc[r, c], self.scale_log2, max_scaled))
                 acc[r, c] = p
                 total = total + p
             self.row_sum[r] = total
@@ -184,9 +205,46 @@ class OnlineSoftmax:
         inverse = Float32(0.0)
         lse = -Float32.inf
         if row_sum != 0.0:
-            inverse = rescale * reciprocal(row_sum)
-            lse = self.row_max[r] * (self.scale_log2 * LN_2) + self._log(row_sum)
+            inverse = rescale * reciprocal(row_sum + self.rounding(r))
+            lse = self.natural_lse(r, row_sum)
         return inverse, lse
+
+    @cute.jit
+    def natural_lse(self, r: Constexpr, row_sum: Float32) -> Float32:
+        """The natural LSE of row r, which has seen a key.
+
+        From the very number that was subtracted from its scores: max * scale_log2, rounded.
+        """
+        lse = (self.subtracted(r) + log2(row_sum)) * LN_2
+        if cutlass.const_expr(self.may_be_large):
+            if self.is_large(r):  # differences were taken
+                lse = self.row_max[r] * (self.scale_log2 * LN_2) + self._log(row_sum)
+        return lse
+
+    @cute.jit
+    def rounding(self, r: Constexpr) -> Float32:
+        """What the largest score's P gained when it was rounded for the product with V, of a row that has seen a key.
+
+        It is 2^x with the error x of the rounded max * scale_log2, 1 only while scores are small. The row's sum has it
+        as it is, so that without this a row that sees one key would not get that key's value, but a neighbour of it,
+        and the gradient of its score would not be 0: dP - D is left of two numbers that err differently.
+        """
+        gained = Float32(0.0)
+        if cutlass.const_expr(self.p_dtype is not None):
+            p = exp2(fma(self.row_max[r], self.scale_log2, -self.subtracted(r)))
+            gained = rounded_to(p, self.p_dtype) - p
+            if cutlass.const_expr(self.may_be_large):
+                gained = Float32(0.0) if self.is_large(r) else gained
+        return gained
+
+    def subtracted(self, r: Constexpr) -> Float32:
+        """What :meth:`exponentiate` subtracts from the scaled scores of row r, unless it takes differences."""
+        max_scaled = product(self.row_max[r], self.scale_log2)
+        return max_scaled - Float32(self.p_exponent) if self.p_exponent else max_scaled
+
+    def is_large(self, r: Constexpr) -> Boolean:
+        """Whether differences are taken of row r's scores, where they may be large."""
+        return fabs(self.row_max[r] * self.scale_log2) > Float32(LARGE)
 
     def _log(self, total: Float32) -> Float32:
         """The natural logarithm of a sum of P in its own units."""
@@ -197,7 +255,7 @@ class OnlineSoftmax:
         """As :meth:`finish`, with exp(sink) in the sum: 0 and ``sink`` for a fully masked row."""
         inverse = Float32(0.0)
         lse = -Float32.inf
-        max_log2, sink_log2 = self.row_max[r] * self.scale_log2, sink * LOG2_E
+        max_log2, sink_log2 = product(self.row_max[r], self.scale_log2), sink * LOG2_E
         largest = fmax(max_log2, sink_log2)
         if largest != -Float32.inf:
             factor = exp2(max_log2 - largest)
@@ -205,7 +263,10 @@ class OnlineSoftmax:
             if cutlass.const_expr(self.p_exponent):
                 sink_log2 = sink_log2 + Float32(self.p_exponent)
             total = row_sum * factor + exp2(sink_log2)
-            inverse = rescale * factor * reciprocal(total)
+            gained = Float32(0.0)
+            if row_sum != 0.0:
+                gained = self.rounding(r)
+            inverse = rescale * factor * reciprocal(total + gained * factor)
             lse = largest * LN_2 + self._log(total)
         return inverse, lse
 

@@ -326,6 +326,30 @@ def test_rows_of_large_numbers(features):
     torch.testing.assert_close(got.out, out, atol=4e-3, rtol=0.0)
 
 
+@pytest.mark.parametrize("features", ["causal", "causal-bias_fp32-sinks_fp32"])
+@pytest.mark.parametrize("size", [1e4, -1e4, 1e6])
+def test_rows_of_one_key_among_large_scores(features, size):
+    """Out is the value of a key whose probability is 1, to fp32's precision, though the kernel's is not exactly 1.
+
+    The maximum times log2(e) is rounded, by up to 2^-11 at 10^4 and 2^-4 at 10^6, and subtracted from exact scores.
+    """
+    extra = {"bias": torch.zeros(1, 1, 70, 192)} if "bias" in features else {}
+    extra |= {"sinks": torch.full((1,), -2e6)} if "sinks" in features else {}
+    random = Scores.random(1, 1, 70, 192, **extra)
+    # One column of q and k makes all scores large, the others draw them apart.
+    shared = torch.tensor([abs(size) ** 0.5] + [0.0] * 7)
+    q, k = 6 * random.q + shared, 6 * random.k + shared * (1 if size > 0 else -1)
+    problem = replace(random, q=q, k=k)
+    tiling = TILINGS[SMALL].of(features)
+    got, (out, lse) = problem.emulate(tiling), problem.expected(tiling.traits)
+    hidden = torch.ones(70, 192, dtype=torch.bool).triu(123)
+    p = problem.expected_scores(tiling.traits).double().masked_fill(hidden, -torch.inf).softmax(-1)
+    alone = p.amax(-1) > 1 - 1e-6
+    assert alone.sum() > 35
+    torch.testing.assert_close(got.out[alone], out[alone], atol=0.0, rtol=4e-6)
+    torch.testing.assert_close(got.lse, lse, atol=0.0, rtol=1e-6)
+
+
 def test_bias_far_apart(tmp_path):
     """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
     with open(tmp_path / "sparse", "wb+") as file:

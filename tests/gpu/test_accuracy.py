@@ -38,12 +38,16 @@ OUTPUTS = ("out", "dq", "dk", "dv", "dbias")
 class Setting:
     """One comparison: the case, and how q, k and v are distributed.
 
-    ``visible``: to how many keys of each row the bias, if any, leaves a way.
+    Attributes:
+        inputs: one of INPUTS or UNKIND.
+        visible: to how many keys of each row the bias, if any, leaves a way.
+        peer: a name in PEERS.
     """
 
     case: Case
     inputs: str = "normal"
     visible: int = 0
+    peer: str = "flash"
 
     def __str__(self) -> str:
         case = self.case
@@ -51,6 +55,7 @@ class Setting:
         words += ["causal"] if case.causal else []
         words += ["dropout"] if case.dropout_p else []
         words += [f"bias with {self.visible} keys a row"] if case.bias else []
+        words += ["against mem-efficient"] if self.peer == "mem-efficient" else []
         return " ".join(words)
 
 
@@ -76,6 +81,20 @@ def draw(kind: str, shape: tuple[int, ...], dtype: str, generator: torch.Generat
 
 
 INPUTS = ("normal", "uniform", "large-mean", "heavy-tailed")
+UNKIND = ("large-scores", "equal-keys")
+"""Scores of deviation 10,000, so that nearly all rows see one key; and one key, many times."""
+
+
+def tensors_of(setting: Setting, generator: torch.Generator) -> list[Tensor]:
+    """q, k, v and perhaps the bias."""
+    case = setting.case
+    shape = (case.batch, case.seqlen_q, NHEADS, case.head_dim)
+    q, k, v = (draw(setting.inputs, shape, case.dtype, generator) for _ in range(3))
+    if setting.inputs == "large-scores":
+        q, k = 100 * q, 100 * k
+    if setting.inputs == "equal-keys":
+        k = k[:, :1].expand_as(k).contiguous()
+    return [q, k, v, hiding_bias(setting, generator)] if case.bias else [q, k, v]
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,7 @@ class Comparison:
         rng_state: what the peer drew its dropout mask from, or None.
         exact: by name, in float64.
         peer: squared errors, see :func:`squared_errors`.
+        largest: the peer's largest error.
     """
 
     tensors: list[Tensor]
@@ -95,25 +115,25 @@ class Comparison:
     rng_state: Tensor | None
     exact: dict[str, Tensor]
     peer: dict[str, Tensor]
+    largest: dict[str, float]
 
 
 # One after the other each arch asks for all settings of a dtype and a head dim.
 @functools.lru_cache(maxsize=64)
 def compared(setting: Setting, device: str = "cuda") -> Comparison:
-    """By FlashAttention-2, or where there is a bias, by the memory-efficient attention."""
+    """By the setting's peer."""
     case = setting.case
     generator = torch.Generator(device).manual_seed(0)
-    shape = (case.batch, case.seqlen_q, NHEADS, case.head_dim)
-    tensors = [draw(setting.inputs, shape, case.dtype, generator) for _ in range(3)]
-    tensors += [hiding_bias(setting, generator)] if case.bias else []
-    grad = draw("normal", shape, case.dtype, generator)
+    tensors = tensors_of(setting, generator)
+    grad = draw("normal", tuple(tensors[0].shape), case.dtype, generator)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    out, rng_state = (mem_efficient if case.bias else flash)(leaves, case)
+    out, rng_state = PEERS[setting.peer](leaves, case)
     peer = with_gradients(out, leaves, grad)
     leaves = [x.double().requires_grad_() for x in tensors]
     exact = with_gradients(by_definition(leaves, case, rng_state), leaves, grad.double())
     errors = {name: squared_errors(peer[name], exact[name]) for name in exact}
-    return Comparison(tensors, grad, rng_state, exact, errors)
+    largest = {name: largest_error(peer[name], exact[name]) for name in exact}
+    return Comparison(tensors, grad, rng_state, exact, errors, largest)
 
 
 def hiding_bias(setting: Setting, generator: torch.Generator) -> Tensor:
@@ -142,8 +162,14 @@ def flash(leaves: list[Tensor], case: Case) -> tuple[Tensor, Tensor | None]:
 
 def mem_efficient(leaves: list[Tensor], case: Case) -> tuple[Tensor, None]:
     """The memory-efficient attention's output, without dropout."""
-    out, *_ = torch.ops.aten._efficient_attention_forward(*leaves, None, None, None, None, 0.0, 0, True)
+    bias = leaves[3] if case.bias else None
+    out, *_ = torch.ops.aten._efficient_attention_forward(
+        *leaves[:3], bias, None, None, None, None, 0.0, 0, True
+    )
     return out, None
+
+
+PEERS = {"flash": flash, "mem-efficient": mem_efficient}
 
 
 def by_definition(leaves: list[Tensor], case: Case, rng_state: Tensor | None) -> Tensor:
@@ -170,6 +196,11 @@ def squared_errors(actual: Tensor, exact: Tensor) -> Tensor:
     return (actual.double() - exact).square().sum(-1).flatten()
 
 
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """Of all elements."""
+    return float((actual.double() - exact).abs().max())
+
+
 def chance(*errors: Tensor) -> float:
     """By how much a ratio of root mean squares of independent rows' errors may differ from that of their means.
 
@@ -182,7 +213,10 @@ def chance(*errors: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Our root mean square error of an output, theirs, and by what chance may change their ratio."""
+    """Our root mean square error of an output, theirs, and by what chance may change their ratio.
+
+    largest: our largest error and theirs.
+    """
 
     arch: str
     setting: Setting
@@ -190,6 +224,7 @@ class Ratio:
     ours: float
     theirs: float
     chance: float
+    largest: tuple[float, float]
     floor: float = 0.0
 
     @property
@@ -204,7 +239,8 @@ class Ratio:
     def __str__(self) -> str:
         return (
             f"{self.arch} {self.setting}: {self.output} has error {self.ours:.3e}, {self.value:.2f} of their "
-            f"{self.theirs:.3e}, where chance may make {self.chance:.2f}"
+            f"{self.theirs:.3e}, where chance may make {self.chance:.2f}; largest {self.largest[0]:.2e}, "
+            f"{self.largest[1]:.2e}"
         )
 
 
@@ -214,7 +250,8 @@ def ratios(setting: Setting, arch: str, bias_grad: bool = False, floor: float = 
     for name, result in ours(x, setting.case, arch, bias_grad).items():
         own, theirs = squared_errors(result, x.exact[name]), x.peer[name]
         rms = [float(errors.sum() / result.numel()) ** 0.5 for errors in (own, theirs)]
-        yield Ratio(arch, setting, name, *rms, chance(own, theirs), floor)
+        largest = (largest_error(result, x.exact[name]), x.largest[name])
+        yield Ratio(arch, setting, name, *rms, chance(own, theirs), largest, floor)
 
 
 def check_all(found: list[Ratio]) -> None:
@@ -241,7 +278,9 @@ def lines(found: list[Ratio]) -> Iterator[str]:
     def group(ratio: Ratio) -> tuple[str, str, str]:
         case = ratio.setting.case
         kind = f"bias, {ratio.setting.visible} keys a row" if case.bias else ratio.setting.inputs
-        return ratio.arch, case.dtype, kind + (", dropout" if case.dropout_p else "")
+        kind += ", dropout" if case.dropout_p else ""
+        by_peer = ratio.setting.peer == "mem-efficient" and not case.bias
+        return ratio.arch, case.dtype, kind + (", over mem-efficient's" if by_peer else "")
 
     for key, members in itertools.groupby(sorted(found, key=group), group):
         some = list(members)
@@ -304,22 +343,62 @@ def biased_case(dtype: str, head_dim: int, seqlen: int) -> Case:
 def test_rows_of_few_keys_are_those_of_mem_efficient(dtype, head_dim, seqlen, bias_grad, arch, table):
     """A row of one key has no gradient but for rounding, which is not to be made larger by that of P."""
     case = biased_case(dtype, head_dim, seqlen)
-    settings = [Setting(case, inputs, n) for n in (1, 2, 5) for inputs in ("normal", "large-mean")]
+    settings = [
+        Setting(case, inputs, n, "mem-efficient") for n in (1, 2, 5) for inputs in ("normal", "large-mean")
+    ]
     found = [ratio for setting in settings for ratio in ratios(setting, arch, bias_grad, FLOOR)]
     # Where there is no gradient but for rounding, a ratio says nothing.
     table += [ratio for ratio in found if ratio.setting.visible > 1 or ratio.output in ("out", "dv")]
     check_all(found)
 
 
+# ---- unkind inputs, and fp32 ----
+
+UNKIND_SEQLEN = 512
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("inputs", UNKIND)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "arch"),
+    [(dtype, d, arch) for dtype in ("fp16", "bf16") for d in (64, 128, 256) for arch in ARCHS],
+)
+def test_unkind_inputs(dtype, head_dim, arch, inputs, peer, table):
+    """Errors are no larger than both peers' where all scores of a row are large, or equal.
+
+    A key of probability 1 has no gradient; the memory-efficient kernel's is 0 there, if P of its score is exactly 1.
+    Keys that are all equal leave no gradient of q but the rounding of O, from which D is computed, and of dS.
+    """
+    setting = Setting(case_of(dtype, head_dim, UNKIND_SEQLEN), inputs, peer=peer)
+    found = list(ratios(setting, arch, floor=FLOOR))
+    print(*found, sep="\n")
+    table += found
+    check_all(found)
+
+
+@pytest.mark.parametrize("fp32_dim", [64, 96, 128])
+def test_fp32(fp32_dim, table):
+    """Three products of tf32 or of fp16 parts: no larger errors than PyTorch's three products."""
+    cases = [case_of("fp32", fp32_dim, n) for n in (128, 1024)]
+    settings = [Setting(case, inputs, peer="mem-efficient") for case in cases for inputs in INPUTS]
+    found = [ratio for setting in settings for ratio in ratios(setting, "sm80")]
+    print(*found, sep="\n")
+    table += found
+    check_all(found)
+
+
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple]:
     """(traits, tile, target) of all that a test launches, for ``conftest.py`` to build beforehand."""
-    dtype, head_dim, arch = (params[name] for name in ("dtype", "head_dim", "arch"))
+    dtype, head_dim, arch = (params.get(name) for name in ("dtype", "head_dim", "arch"))
     bias_grad = params.get("bias_grad", False)
-    cases = (
-        [biased_case(dtype, head_dim, params["seqlen"])]
-        if "seqlen" in params
-        else plain_cases(dtype, head_dim)
-    )
+    if "fp32_dim" in params:
+        arch, cases = "sm80", [case_of("fp32", params["fp32_dim"], n) for n in (128, 1024)]
+    elif "inputs" in params:
+        cases = [case_of(dtype, head_dim, UNKIND_SEQLEN)]
+    elif "seqlen" in params:
+        cases = [biased_case(dtype, head_dim, params["seqlen"])]
+    else:
+        cases = plain_cases(dtype, head_dim)
     for case in cases:
         forward = registry.lookup(case.traits(arch), None, target)
         yield forward.traits, forward.for_lengths(*case.longest, case.group, target).tile, target

@@ -32,7 +32,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, cute, memory
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
 from cute_attn.device.copy import RowCopy
@@ -164,6 +164,13 @@ class ForwardSm80:
     def scores_may_be_large(self) -> bool:
         """Whether the softmax takes differences of huge scores before it scales them: fp32 has inputs of any size."""
         return self.epilogues.may_be_large or (self.single and not self.traits.precision)
+
+    @property
+    def p_dtype(self) -> Any:
+        """What P is rounded to; see :class:`OnlineSoftmax`. tf32 has as many bits as fp16."""
+        if self.traits.dtype != "fp32":
+            return self.dtype
+        return Float16 if self.traits.precision else None
 
     @property
     def p_exponent(self) -> int:
@@ -377,9 +384,14 @@ class ForwardSm80:
         self, rows: int, scale_log2: Float32, stats: cute.Tensor | None, operands: Operands
     ) -> OnlineSoftmax:
         """The softmax of ``rows`` rows of a thread before the first step; see :meth:`OnlineSoftmax.make`."""
-        may_be_empty, large = self.epilogues.may_mask_rows, self.scores_may_be_large
         return OnlineSoftmax.make(
-            rows, scale_log2, may_be_empty, stats, may_be_large=large, p_exponent=self.p_exponent
+            rows,
+            scale_log2,
+            self.epilogues.may_mask_rows,
+            stats,
+            may_be_large=self.scores_may_be_large,
+            p_exponent=self.p_exponent,
+            p_dtype=self.p_dtype,
         )
 
     @cute.jit

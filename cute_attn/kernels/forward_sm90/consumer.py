@@ -78,6 +78,7 @@ class Consumer(ForwardRole):
             chain.may_mask_rows,
             threshold=self.kernel.tile.rescale_threshold,
             may_be_large=chain.may_be_large,
+            p_dtype=self.kernel.dtype,
         )
         first_use = pipeline_state.keys
         return MainLoop(
