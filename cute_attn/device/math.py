@@ -57,9 +57,9 @@ def log(x: Float32) -> Float32:
     return cute.math.log(x, fastmath=True)
 
 
-def log2(x: Float32) -> Float32:
-    """Logarithm to the base 2; lg2.approx.ftz on the device."""
-    return cute.math.log2(x, fastmath=True)
+def log2(x: Float32, approximate: bool = True) -> Float32:
+    """Logarithm to the base 2; lg2.approx.ftz on the device, or to 1 ulp in some 30 instructions."""
+    return cute.math.log2(x, fastmath=approximate)
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -215,7 +215,8 @@ class OnlineSoftmax:
 
         From the very number that was subtracted from its scores: max * scale_log2, rounded.
         """
-        lse = (self.subtracted(r) + log2(row_sum)) * LN_2
+        # Where P keeps fp32's digits, the error of an approximate logarithm would be a backward's largest one.
+        lse = (self.subtracted(r) + log2(row_sum, approximate=self.p_dtype is not None)) * LN_2
         if cutlass.const_expr(self.may_be_large):
             if self.is_large(r):  # differences were taken
                 lse = self.row_max[r] * (self.scale_log2 * LN_2) + self._log(row_sum)
