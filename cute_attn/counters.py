@@ -35,9 +35,7 @@ def work_counters(device: int) -> Tensor:
     if counters is None or _is_capturing():
         if _is_capturing():
             return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
-        if not _free.get(device):
-            _free[device] = _allocate(device)
-        counters = _of_streams[key] = _free[device].pop()
+        counters = _of_streams.setdefault(key, _take(device))
     return counters
 
 
@@ -54,6 +52,15 @@ def schedule(device: int) -> Any:
 
 
 _schedules: dict[tuple[int, int], Any] = {}
+
+
+def _take(device: int) -> Tensor:
+    """Counters that no stream has; other threads may take the last ones."""
+    while True:
+        try:
+            return _free[device].pop()
+        except LookupError:
+            _free[device] = _allocate(device)
 
 
 def _allocate(device: int) -> list[Tensor]:
@@ -78,7 +85,8 @@ def replayed_tiles() -> int:
 
     A tile is replayed where a row's sum exceeds 2^40 under its frozen maximum. Waits for the GPU.
     """
-    return sum(int(counters[_REPLAYS]) for counters in _of_streams.values())
+    known = list(_of_streams.values())  # other threads add to it
+    return sum(int(counters[_REPLAYS]) for counters in known)
 
 
 @functools.cache
