@@ -64,7 +64,7 @@ def write(folder: Path) -> list[Path]:
 def _module() -> str:
     from cute_attn import flash_attn
 
-    names = [name for name in flash_attn.__all__ if name != "install"]
+    names = flash_attn.FUNCTIONS
     return _MODULE.format(names=", ".join(names), quoted=", ".join(f'"{name}"' for name in names))
 
 

@@ -21,8 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn import doors
+from cute_attn.doors import served
 from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import Window, attention, attention_varlen
+
+__all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
 
 NAME = "cute_attn"
 """transformers takes a name that contains "flash" for FlashAttention, and one with a slash for a repository."""
@@ -211,6 +215,9 @@ def attention_forward(
     else:
         bias = _bias(attention_mask, position_bias, query.dtype, (rows, keys))
         found = attention(q, k, v, bias=bias, **options)
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_bias": attention_mask}
+    given |= {"is_causal": options["causal"], "dropout_p": dropout, "softcap": softcap}
+    doors.note("transformers.attention_forward", given | {"window_size_left": sliding_window})
     out = found.reshape(query.shape[0], rows, *found.shape[-2:])
     return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out, None
 

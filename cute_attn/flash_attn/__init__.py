@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
+from cute_attn.doors import served
 from cute_attn.flash_attn import bert_padding, distribution, flash_attn_interface
 from cute_attn.flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -37,8 +38,11 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "install",
+    "served",
 ]
-_FUNCTIONS = [name for name in __all__ if name != "install"]
+FUNCTIONS = [name for name in __all__ if name not in ("install", "served")]
+"""FlashAttention-2's."""
+
 _NAME = "flash_attn"
 
 
@@ -59,7 +63,7 @@ def install() -> None:
         return
     if find_spec(_NAME) is not None:
         raise ValueError(f"flash_attn {_installed_version()} is installed; accepted: install() where none is")
-    package = _module(_NAME, sys.modules[__name__], _FUNCTIONS)
+    package = _module(_NAME, sys.modules[__name__], FUNCTIONS)
     package.__path__ = []  # a file found here would be imported a second time, under another name
     package.__version__ = __version__  # type: ignore[attr-defined]
     for submodule in (flash_attn_interface, bert_padding):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_attn import doors
 from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import attention, attention_varlen, number
 from cute_attn.kvcache import attention_with_kvcache
@@ -300,6 +301,8 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
+    given = {"query": q, "key": k_cache, "value": v_cache, "is_causal": causal, "block_table": block_table}
+    doors.note("flash_attn.flash_attn_with_kvcache", given)
     return found if isinstance(found, Tensor) else (found[0], _infinite(found[1]))
 
 
@@ -364,6 +367,7 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
         result: Any = attention(*prepared, **arguments)
     else:
         result = attention_varlen(*prepared, *lengths[:2], *map(_whole_number, lengths[2:]), **arguments)
+    _note(tensors, lengths, options)
     out, *others = result if probs else (result,)
     if out.shape[-1] != v.shape[-1]:
         out = out[..., : v.shape[-1]]
@@ -410,12 +414,26 @@ def _attend_pages(
         alibi_slopes=options.alibi_slopes,
         return_lse=options.return_attn_probs,
     )
+    _note(tensors, lengths, options, block_table)
     out = found if isinstance(found, Tensor) else found[0]
     if out.shape[-1] != dim:
         out = out[..., :dim]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _WithoutBackward.apply(out, *tensors)
     return out if isinstance(found, Tensor) else (out, _infinite(found[1]), out.new_empty(0))
+
+
+def _note(
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[Any, ...] | None,
+    options: _Options,
+    block_table: Tensor | None = None,
+) -> None:
+    """Count a call. Arguments: as of :func:`_attend`."""
+    given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
+    given |= {"is_causal": options.causal, "dropout_p": options.dropout_p, "softcap": options.softcap}
+    given |= {"cum_seq_q": lengths and lengths[0], "block_table": block_table}
+    doors.note(f"flash_attn.flash_attn_{'varlen_' if lengths else ''}func", given)
 
 
 class _WithoutBackward(torch.autograd.Function):

@@ -3,31 +3,30 @@
     import cute_attn.sdpa
     cute_attn.sdpa.activate()           every fused scaled_dot_product_attention of this process, and varlen_attn
     cute_attn.sdpa.reason(q, k, v)      None, or why PyTorch's own kernel computes such a call
-    cute_attn.sdpa.served               which operators were called how often, and why some fell through
+    cute_attn.sdpa.served               how often which operators were called, and why some fell through
     cute_attn.sdpa.restore()
 
 PyTorch chooses a backend as ever. Of the backends' operators (flash, memory-efficient and cuDNN attention, forward and
 backward) those whose calls :func:`cute_attn.sdpa.calls.why_not` accepts run here, all others as before. Products of
 fp32 tensors have fp32's precision, as in PyTorch's memory-efficient kernel, whatever ``allow_tf32`` says. Importing
 this module registers it with PyTorch: ``torch.nn.attention.activate_flash_attention_impl("cute_attn")`` does what
-:func:`activate` does.
+``activate(strict=True)`` does.
 """
 
 import contextlib
 import functools
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_attn.sdpa import direct as _direct
-from cute_attn.sdpa import repeated, state
-from cute_attn.sdpa.calls import BACKENDS, Inputs, call_of, why_not
-from cute_attn.sdpa.operators import OPERATORS, Options
-from cute_attn.sdpa.state import served
+from cute_attn.doors import served
+from cute_attn.sdpa import overrides
+from cute_attn.sdpa.calls import Inputs, call_of, why_not
+from cute_attn.sdpa.overrides import Activation
+from cute_attn.sdpa_options import BACKENDS, Options
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
 
@@ -40,8 +39,11 @@ def activate(
     unsupported: str = "fall_back",
     rng: str = "ours",
     direct: bool = False,
+    strict: bool = False,
 ) -> None:
     """Serve PyTorch's fused attention from now on; a second call replaces the options of the first.
+
+    Where nothing can be served, as on a machine without a GPU, the first call warns and none does anything.
 
     Parameters
     ----------
@@ -51,23 +53,32 @@ def activate(
     unsupported : {"fall_back", "error"}
         What happens to a call that no kernel supports: PyTorch's kernel computes it, or ``Unsupported`` is raised.
     rng : {"ours", "torch"}
-        Where dropout masks come from: as :func:`cute_attn.attention` draws them, or from torch's generator as PyTorch's
-        kernel would, so that every mask stays the same bit for bit. The latter falls back within CUDA graphs.
+        Where dropout masks come from. "ours": as :func:`cute_attn.attention` draws them, under every backend. Equal
+        states of torch's generator give equal masks, which are others than without this package. "torch": as PyTorch's
+        kernel draws them, so that every mask stays the same bit for bit. That leaves calls with dropout to PyTorch
+        within CUDA graphs, and under cuDNN, which PyTorch prefers on Hopper and whose masks nothing else can draw.
     direct : bool
         Whether ``torch.nn.functional.scaled_dot_product_attention`` is replaced, by a function that launches repeated
         calls without gradients itself, past the dispatcher: see :mod:`cute_attn.sdpa.direct`. What imported that name
         before calls PyTorch's. Otherwise the dispatcher has such calls end above autograd, but under inference mode,
         which has no autograd: see :mod:`cute_attn.sdpa.repeated`.
 
+    strict : bool
+        Whether to raise where nothing can be served.
+
     Raises
     ------
     ValueError
-        An argument is not what is described here, there is no GPU that kernels are built for, or torch is older than
-        2.10. Nothing is changed then.
+        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for, or
+        torch is older than 2.10. Nothing is changed then.
     """
     options = Options(backends, unsupported, rng, direct)
-    _check_machine()
-    if _torch_names_us():
+    why = _why_not_here()
+    if why is not None:
+        if strict:
+            raise ValueError(why)
+        _warn_once(why)
+    elif _torch_names_us():
         _register(options)
         try:
             torch.nn.attention.activate_flash_attention_impl(NAME)
@@ -78,14 +89,19 @@ def activate(
 
 
 def restore() -> None:
-    """Let PyTorch's own kernels compute everything again; without :func:`activate` before it nothing happens."""
-    if _active is None:
+    """Let PyTorch's own kernels compute everything again; without :func:`activate` before it nothing happens.
+
+    Other threads may be calling. The operators stay overridden, so that calls take a hop of some microseconds through
+    Python to PyTorch's kernels; and a forward with dropout that was served has its backward served even then.
+    """
+    serving = overrides.serving()
+    if serving is None:
         return
     torch_restores = getattr(torch.nn.attention, "restore_flash_attention_impl", None)
     if torch_restores is not None and torch.nn.attention.current_flash_attention_impl() == NAME:
         torch_restores()
     else:
-        _active.remove()
+        serving.remove()
 
 
 @contextlib.contextmanager
@@ -148,143 +164,47 @@ def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
         return False
 
 
-# ---- PyTorch's dispatcher ----
+# ---- where and how ----
 
-
-class Activation:
-    """Our implementations in PyTorch's dispatcher under one key, until :meth:`remove`.
-
-    Attributes:
-        options: of :func:`activate`.
-        key: the dispatcher's.
-        library: holds the registrations.
-    """
-
-    def __init__(self, options: Options, key: str = "CUDA") -> None:
-        """Override the operators of the options' backends."""
-        self.options = options
-        self.key = key
-        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
-            for backend in options.backends:
-                for name, implementation in OPERATORS[backend].items():
-                    if not hasattr(torch.ops.aten, name):
-                        continue
-                    run = _with_fall_through(name, implementation, options, _stock_kernel(name, key))
-                    self.library.impl(name, run, key, with_keyset=True, allow_override=True)
-            if not options.direct:
-                self._override_composite()
-        repeated.start(options, key.lower())
-        if options.direct:
-            _direct.install()
-
-    def _override_composite(self) -> None:
-        """Serve repeated calls of ``aten::scaled_dot_product_attention`` itself.
-
-        Above autograd alone: with a kernel below it the operator would no longer be a composite one to exports.
-        """
-        assert self.library is not None
-        key = f"Autograd{self.key}"
-        stock = torch.library.get_kernel(f"aten::{_direct.NAME}", key)
-        run = repeated.override(stock.call_boxed)
-        self.library.impl(_direct.NAME, run, key, with_keyset=True, allow_override=True)
-        self._forget_resolved()
-
-    def _forget_resolved(self) -> None:
-        """Let the dispatcher of tracers, which is Python's, look again for that operator's kernel."""
-        key = getattr(torch._C.DispatchKey, f"Autograd{self.key}")
-        torch.ops.aten.scaled_dot_product_attention.default._uncache_dispatch(key)
-
-    def remove(self) -> None:
-        """Give the operators back to PyTorch; a second call does nothing."""
-        global _active
-        if self.library is not None:
-            self.library._destroy()
-            self._forget_resolved()
-            self.library = None
-            repeated.stop()
-            _direct.remove()
-        if _active is self:
-            _active = None
-
-
-_active: Activation | None = None
-
-
-def _with_fall_through(
-    name: str, implementation: Callable[..., tuple | Tensor | str], options: Options, stock: Any
-) -> Callable[..., tuple | Tensor]:
-    """``implementation`` as the dispatcher calls it; ``stock``, PyTorch's kernel or None, takes what it declines."""
-
-    def run(keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
-        if _inside.pytorch and stock is not None:
-            return stock.call_boxed(keyset, *args, **kwargs)
-        observer = state.observer
-        if observer is None:
-            found = implementation(options, *args, **kwargs)
-        else:
-            pytorch = None if stock is None else functools.partial(_call_pytorch, stock, keyset)
-            found = observer(name, implementation, options, pytorch, args, kwargs)
-        if not isinstance(found, str):
-            served[name, ""] += 1
-            return found
-        served[name, found] += 1
-        if stock is None or options.unsupported == "error":
-            from cute_attn.registry import Unsupported
-
-            raise Unsupported(f"aten::{name} is not served: {found}")
-        return _call_pytorch(stock, keyset, *args, **kwargs)
-
-    return run
-
-
-class _Inside(threading.local):
-    """Of a thread: whether one of PyTorch's kernels runs. Its flash operator calls another one that is overridden."""
-
-    pytorch = False
-
-
-_inside = _Inside()
-
-
-def _call_pytorch(stock: Any, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
-    """PyTorch's kernel, with PyTorch's below it."""
-    _inside.pytorch = True
-    try:
-        return stock.call_boxed(keyset, *args, **kwargs)
-    finally:
-        _inside.pytorch = False
-
-
-def _stock_kernel(name: str, key: str) -> Any:
-    """PyTorch's kernel, or None where this build has none."""
-    try:
-        return torch.library.get_kernel(f"aten::{name}", key)
-    except RuntimeError:
-        return None
+_warned = False
 
 
 def _start(options: Options) -> Activation:
     """Activate, in place of an earlier activation; PyTorch keeps the handle."""
-    global _active
-    _check_machine()
-    if _active is not None:
-        _active.remove()
-    _active = Activation(options)
-    return _active
+    why = _why_not_here()
+    if why is not None:
+        raise ValueError(why)
+    return Activation(options)
 
 
-def _check_machine() -> None:
-    if not hasattr(torch.library, "get_kernel"):
-        raise ValueError(
-            f"torch is {torch.__version__}; accepted: 2.10 or newer, whose kernels can be called"
-        )
+def too_old() -> str | None:
+    """Why nothing can be served under this version of torch, as one sentence, or None."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        return f"torch is {torch.__version__}; accepted: 2.10 or newer, whose kernels can be called"
+    return None
+
+
+def _why_not_here() -> str | None:
+    """Why nothing can be served on this machine, as one sentence, or None."""
+    old = too_old()
+    if old is not None:
+        return old
     if not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0")
+        return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
     from cute_attn.compiler import default_target
 
-    default_target("sm90")
+    try:
+        default_target("sm90")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _warn_once(why: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"cute_attn.sdpa.activate() does nothing here: {why}", stacklevel=3)
 
 
 def _torch_names_us() -> bool:

@@ -1,8 +1,8 @@
 """Which calls of PyTorch's attention operators the kernels serve: a function of metadata alone.
 
 A :class:`Call` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both are
-computed by the same side. Strides are not part of it, since a compiler may save a tensor with others: what kernels
-cannot read is copied.
+computed by the same side, but for masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it, since
+a compiler may save a tensor with others: what kernels cannot read is copied.
 """
 
 import contextlib
@@ -14,16 +14,15 @@ from torch import Tensor
 
 from cute_attn.interface import resolve_mask
 from cute_attn.params import AttentionParams, check, check_for_kernels
+from cute_attn.sdpa.slower import faster_by_pytorch
 from cute_attn.traits import Traits
-
-BACKENDS = ("flash", "efficient", "cudnn")
 
 
 class Call(NamedTuple):
     """What a forward and its backward both know of a call, without data and strides.
 
     Attributes:
-        backend: of BACKENDS.
+        backend: of ``cute_attn.sdpa_options.BACKENDS``.
         q, k, v: shapes (batch, seqlen, heads, dim), packed (total, heads, dim).
         dtypes: of q, k and v.
         devices: of all tensors, each once.
@@ -32,7 +31,6 @@ class Call(NamedTuple):
         lengths: shapes and dtypes of both cu_seqlens, None for one that is absent.
         longest: max_seqlen_q and max_seqlen_k.
         causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
-        drawable: whether a dropout mask can be drawn.
     """
 
     backend: str
@@ -49,7 +47,6 @@ class Call(NamedTuple):
     window: tuple[int, int]
     dropout_p: float
     scale: float | None
-    drawable: bool
 
     @property
     def packed(self) -> bool:
@@ -82,7 +79,10 @@ def why_not(call: Call) -> str | None:
         check_for_kernels(params)
     except (TypeError, ValueError) as error:
         return str(error)
-    return _missing_kernel(params, call.target, "forward") or _missing_kernel(params, call.target, "backward")
+    missing = _missing_kernel(params, call.target, "forward") or _missing_kernel(
+        params, call.target, "backward"
+    )
+    return missing or faster_by_pytorch(call)
 
 
 def _stated_reason(call: Call) -> str | None:
@@ -98,12 +98,23 @@ def _stated_reason(call: Call) -> str | None:
         return "one of cum_seq_q and cum_seq_k is missing; accepted: both, or neither"
     if call.backend == "flash" and call.q[-1] != call.v[-1]:
         return f"v has head_dim {call.v[-1]}; accepted by flash attention: {call.q[-1]}, q's"
-    if call.dropout_p and call.backend == "cudnn":
-        return f"dropout_p is {call.dropout_p}; accepted under cuDNN, which has a mask of its own: 0"
-    if call.dropout_p and not call.drawable:
-        return "rng='torch' cannot advance the generator within a CUDA graph; accepted: rng='ours'"
     if not call.packed and len(call.q) == 4 and call.longest != (call.q[1], call.k[1]):
         return f"max_q and max_k are {call.longest}; accepted: q's and k's seqlens"
+    return None
+
+
+def why_not_drawn(call: Call, rng: str, capturing: bool) -> str | None:
+    """Why the mask of a forward with dropout is PyTorch's to draw; None where it is drawn here.
+
+    Of its backward it decides nothing, which draws none. rng: of :func:`cute_attn.sdpa.activate`. capturing: whether a
+    CUDA graph is being captured.
+    """
+    if not call.dropout_p or rng != "torch":
+        return None
+    if call.backend == "cudnn":
+        return "rng is 'torch' with dropout; accepted under cuDNN, whose masks nothing else draws: rng='ours'"
+    if capturing:
+        return "rng='torch' cannot advance the generator within a CUDA graph; accepted: rng='ours'"
     return None
 
 
@@ -129,7 +140,7 @@ def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> A
     mask, window_left, window_right = resolve_mask(
         alignment if call.causal else False, (left, 0 if call.causal else right)
     )
-    dropout = {"flash": "flash", "efficient": "mem_efficient"}.get(call.backend, "") if call.dropout_p else ""
+    dropout = ("mem_efficient" if call.backend == "efficient" else "flash") if call.dropout_p else ""
     return AttentionParams(
         *inputs[:3],
         cu_seqlens_q=inputs.cu_seqlens_q,
@@ -194,7 +205,6 @@ def call_of(
     scale: float | None,
     window: tuple[int | None, int | None] = (None, None),
     longest: tuple[int, int] | None = None,
-    rng: str = "ours",
 ) -> Call:
     """The metadata of an operator's arguments.
 
@@ -218,7 +228,6 @@ def call_of(
         window=tuple(-1 if bound is None else max(bound, -1) for bound in window),  # type: ignore[arg-type]
         dropout_p=dropout_p,
         scale=scale,
-        drawable=rng != "torch" or not _is_capturing(q.device),
     )
 
 

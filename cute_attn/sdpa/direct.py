@@ -20,16 +20,25 @@ pytorchs: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 """The function that is replaced; it does not change."""
 
 
-def install() -> None:
-    """Replace ``torch.nn.functional.scaled_dot_product_attention``, unless something else has."""
+_installed: Callable[..., Tensor] | None = None
+
+
+def install(function: Callable[..., Tensor] | None = None) -> None:
+    """Replace ``torch.nn.functional.scaled_dot_product_attention``, unless something else has.
+
+    function: what stands there from now on, with PyTorch's arguments; by default the one of this module.
+    """
+    global _installed
     if F.scaled_dot_product_attention is pytorchs:
-        F.scaled_dot_product_attention = scaled_dot_product_attention  # type: ignore[assignment]
-        torch.jit._builtins._register_builtin(scaled_dot_product_attention, f"aten::{NAME}")
+        _installed = F.scaled_dot_product_attention = function or scaled_dot_product_attention  # type: ignore[assignment]
+        torch.jit._builtins._register_builtin(_installed, f"aten::{NAME}")
 
 
 def remove() -> None:
     """Put PyTorch's function back; what imported the other one meanwhile calls PyTorch's by it."""
-    if F.scaled_dot_product_attention is scaled_dot_product_attention:
+    global _installed
+    own, _installed = _installed, None
+    if own is not None and F.scaled_dot_product_attention is own:
         F.scaled_dot_product_attention = pytorchs
 
 
@@ -50,36 +59,37 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     options = {"scale": scale, "enable_gqa": enable_gqa}
-    asked = None
-    if type(is_causal) is bool and type(scale) in _SCALES and type(enable_gqa) is bool:
+    memory, asked = repeated.current(), None
+    if memory is not None and type(is_causal) is bool and type(scale) in _SCALES and type(enable_gqa) is bool:
         asked = repeated.key_of(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[arg-type]
-    if asked is None:
-        return _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    known = repeated.find(asked, query, key, value)
+    if memory is None or asked is None:
+        return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    known = repeated.find(memory, asked, query, key, value)
     out = None if known is None else known.run(query, key, value)
     if out is None:
         out = pytorchs(query, key, value, None, 0.0, is_causal, **options)
         if known is None:
-            repeated.learn(asked, (query, key, value))
+            repeated.learn(memory, asked, (query, key, value))
     return out
 
 
 _SCALES = (type(None), float)
 
 
-def _by_pytorch(
+def by_pytorch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """PyTorch's function, under its own name where something may look for it: overrides tell functions by identity."""
+    own = F.scaled_dot_product_attention
     seen = _function_modes() or has_torch_function((query, key, value, mask))
-    if not seen or F.scaled_dot_product_attention is not scaled_dot_product_attention:
+    if not seen or own is not _installed:
         return pytorchs(query, key, value, mask, *args, **kwargs)
     F.scaled_dot_product_attention = pytorchs
     try:
         return pytorchs(query, key, value, mask, *args, **kwargs)
     finally:
-        if repeated.is_active():
-            F.scaled_dot_product_attention = scaled_dot_product_attention
+        if own is _installed:
+            F.scaled_dot_product_attention = own
 
 
 _function_modes = torch._C._len_torch_function_stack

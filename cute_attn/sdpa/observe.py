@@ -1,11 +1,13 @@
 """What a program's attention calls are, which of them kernels serve, and how they compare with PyTorch's.
 
-:class:`Observer` stands between PyTorch's dispatcher and :mod:`cute_attn.sdpa` while it is watching. Where there is no
-GPU it watches ``scaled_dot_product_attention`` itself.
+:class:`Observer` stands between PyTorch's dispatcher and :mod:`cute_attn.sdpa` while it is watching, and is told of the
+calls that come by other doors, :mod:`cute_attn.transformers` and :mod:`cute_attn.flash_attn`. Where there is no GPU it
+watches ``scaled_dot_product_attention`` itself.
 """
 
 import contextlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from cute_attn import sdpa
-from cute_attn.sdpa import state
+from cute_attn import doors, sdpa
+from cute_attn.sdpa import direct
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -28,7 +29,8 @@ class Row:
     Attributes:
         operator: PyTorch's.
         signature: shapes and options as text.
-        reason: why PyTorch computes it, or None.
+        reason: why no kernel computes it, or None.
+        uncompared: why nothing was compared with PyTorch's.
         calls: how many.
         ours_us, pytorch_us: microseconds of each shadowed call.
         difference: the largest between both results, in float32, as a share of PyTorch's largest value; None where
@@ -38,6 +40,7 @@ class Row:
     operator: str
     signature: str
     reason: str | None
+    uncompared: str = ""
     calls: int = 0
     ours_us: list[float] = field(default_factory=list)
     pytorch_us: list[float] = field(default_factory=list)
@@ -51,9 +54,23 @@ class Row:
         means = (sum(times) / len(times) for times in (self.pytorch_us, self.ours_us))
         return self.calls * (next(means) - next(means))
 
+    @property
+    def gain(self) -> str:
+        """What a call gains, or why that is nothing or unknown."""
+        if self.reason is not None:
+            return f"nothing: {self.reason}"
+        if self.gain_us is None:
+            return f"unknown: {self.uncompared}"
+        theirs = sum(self.pytorch_us) / len(self.pytorch_us)
+        us = self.gain_us / self.calls
+        return f"{us:.1f} us of {theirs:.1f}" if us > 0 else f"nothing: PyTorch's is {-us:.1f} us faster"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = ("operator", "signature", "reason", "calls", "ours_us", "pytorch_us", "difference", "gain_us")
+        names = (
+            *("operator", "signature", "reason", "calls", "ours_us", "pytorch_us"),
+            *("difference", "gain_us", "gain"),
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -62,7 +79,7 @@ class Observer:
 
     A shadowed call is computed by both, after a call of each that is not timed; what it draws from a generator does not
     count. Within CUDA graph capture, with dropout, whose masks differ, and of operators that write into an argument
-    nothing is compared.
+    nothing is compared, nor are calls of ours by name. What is watched never fails by it.
 
     Attributes:
         shadow: how many calls of each signature to compare.
@@ -73,15 +90,34 @@ class Observer:
         """shadow: as above."""
         self.shadow = shadow
         self.rows: dict[tuple, Row] = {}
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active."""
-        state.observer = self
+        """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active, and the other doors."""
+        doors.observer, doors.watcher = self, self.note
         try:
             yield
         finally:
-            state.observer = None
+            doors.observer = doors.watcher = None
+
+    @contextlib.contextmanager
+    def watching_functions(self) -> Iterator[None]:
+        """Watch ``scaled_dot_product_attention`` and the other doors, where no operator can be served.
+
+        The function is replaced, as no mode would see it below a function that modes see, such as
+        ``F.multi_head_attention_forward``; and modules call it, instead of what computes a whole layer on a CPU.
+        """
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        doors.watcher = self.note
+        direct.install(self._function)
+        try:
+            yield
+        finally:
+            direct.remove()
+            doors.watcher = None
+            torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def __call__(
         self,
@@ -95,28 +131,65 @@ class Observer:
         """A call's outputs, or the reason why they are PyTorch's to compute; stock: PyTorch's kernel."""
         given = inspect.signature(implementation).bind(options, *args, **kwargs).arguments
         given.pop("options")
-        row = self.row(name, given)
-        row.calls += 1
+        row, count = self._counted(name, given)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         own = lambda: implementation(options, *args, **kwargs)  # noqa: E731
-        unlike = given.get("dropout_p") or name.endswith("inplace") or _capturing(tensors[0])
-        if row.calls > self.shadow or stock is None or unlike:
+        unlike = _incomparable(name, given, tensors[0], stock)
+        if unlike or count > self.shadow:
             found = own()
+            row.uncompared = unlike or "no call was shadowed (--shadow N)"
         else:
-            found = self._both(row, own, lambda: stock(*args, **kwargs), tensors[0].device)
+            found = self._both(row, own, lambda: stock(*args, **kwargs), tensors[0].device)  # type: ignore[misc]
         row.reason = found if isinstance(found, str) else None
         return found
 
-    def row(self, name: str, given: dict[str, Any]) -> Row:
-        """The row of a call with these arguments by name."""
-        text = describe(given)
-        return self.rows.setdefault((name, text), Row(name, text, None))
+    def note(self, door: str, given: dict[str, Any], reason: str | None) -> None:
+        """Count a call that is not PyTorch's operator's. reason: why no kernel computes it, or empty."""
+        row, _ = self._counted(door, given)
+        row.reason = reason or None
+        row.uncompared = "it is made here by name, and PyTorch has no such call"
+
+    def _counted(self, name: str, given: dict[str, Any]) -> tuple[Row, int]:
+        """The row of a call with these arguments by name, and how many calls it has with this one."""
+        try:
+            text = describe(given)
+        except Exception as error:  # a tensor that is no ordinary one
+            text = f"not described: {type(error).__name__}"
+        with self._lock:
+            row = self.rows.setdefault((name, text), Row(name, text, None))
+            row.calls += 1
+            return row, row.calls
+
+    def _function(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """scaled_dot_product_attention, and a note of the call."""
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        if torch.compiler.is_compiling():
+            return direct.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        given = {"query": query, "key": key, "value": value, "attn_bias": attn_mask}
+        try:
+            reason = sdpa.reason(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[arg-type]
+        except Exception as error:  # as in _counted; wrong arguments are PyTorch's to name
+            reason = f"its tensors cannot be read: {type(error).__name__}"
+        self.note(direct.NAME, given | {"dropout_p": dropout_p, "is_causal": is_causal}, reason)
+        return direct.by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     def _both(self, row: Row, own: Callable[[], Any], stock: Callable[[], Any], device: torch.device) -> Any:
         found = own()
         if isinstance(found, str):
             return found
-        with _generator_kept(device), contextlib.suppress(RuntimeError):  # PyTorch may have no such kernel
+        row.uncompared = "PyTorch has no kernel for it"
+        with _generator_kept(device), contextlib.suppress(RuntimeError):
             theirs = stock()
             row.difference = max(row.difference or 0.0, difference(found, theirs))
             row.ours_us.append(_microseconds(own, device))
@@ -124,26 +197,46 @@ class Observer:
         return found
 
 
+def _incomparable(name: str, given: dict[str, Any], first: Tensor, stock: Any) -> str:
+    """Why a call is not compared with PyTorch's, or empty."""
+    if given.get("dropout_p"):
+        return "dropout masks differ"
+    if name.endswith("inplace"):
+        return "it writes into an argument"
+    if _capturing(first):
+        return "it was captured in a CUDA graph"
+    return "PyTorch has no kernel for it" if stock is None else ""
+
+
 def describe(given: dict[str, Any]) -> str:
     """Shapes and options of an operator's arguments by name, as text."""
     q = given["query"]
-    words = [_SHORT.get(q.dtype, str(q.dtype)), "x".join(map(str, q.shape))]
-    words += [f"{name[0]} {'x'.join(map(str, given[name].shape))}" for name in ("key", "value")]
+    words = [_SHORT.get(q.dtype, str(q.dtype)), _sizes(q)]
+    words += [f"{name[0]} {_sizes(given[name])}" for name in ("key", "value")]
     if given.get("attn_bias") is not None:
-        bias = given["attn_bias"]
-        sizes = (1 if step == 0 else size for size, step in zip(bias.shape, bias.stride(), strict=True))
-        words.append(f"bias {_SHORT.get(bias.dtype, bias.dtype)} {'x'.join(map(str, sizes))}")
+        words.append(f"bias {_SHORT.get(given['attn_bias'].dtype, given['attn_bias'].dtype)} ")
+        words[-1] += _sizes(given["attn_bias"], narrow=True)
     if given.get("cum_seq_q") is not None:
         words.append(f"{given['cum_seq_q'].shape[0] - 1} sequences")
     if given.get("is_causal"):
         words.append("causal")
-    for name in ("dropout_p", "window_size_left", "window_size_right"):
+    for name in ("dropout_p", "window_size_left", "window_size_right", "softcap"):
         if given.get(name) not in (None, -1, 0.0):
             words.append(f"{name} {given[name]}")
     for name in ("seqused_k", "alibi_slopes", "block_table"):
         if given.get(name) is not None:
             words.append(name)
     return ", ".join(words)
+
+
+def _sizes(x: Tensor, narrow: bool = False) -> str:
+    """A tensor's, as text. narrow: dimensions of stride 0 count as 1."""
+    if x.is_nested:
+        return f"{x.size(0)} nested"
+    steps = x.stride() if narrow else x.shape
+    return "x".join(
+        str(1 if step == 0 and narrow else size) for size, step in zip(x.shape, steps, strict=True)
+    )
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -190,43 +283,3 @@ def _microseconds(run: Callable[[], Any], device: torch.device) -> float:
     end_event.record()
     end_event.synchronize()
     return start_event.elapsed_time(end_event) * 1e3
-
-
-class FunctionObserver(TorchFunctionMode):
-    """Counts calls of scaled_dot_product_attention where no operator can be served.
-
-    Attributes:
-        observer: keeps the rows.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        """observer: as above."""
-        super().__init__()
-        self.observer = observer
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """Note a call, then make it."""
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self._note(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _note(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        given = {"query": query, "key": key, "value": value, "attn_bias": attn_mask}
-        row = self.observer.row(
-            "scaled_dot_product_attention", given | {"dropout_p": dropout_p, "is_causal": is_causal}
-        )
-        row.calls += 1
-        row.reason = sdpa.reason(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )

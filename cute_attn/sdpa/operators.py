@@ -1,12 +1,11 @@
 """PyTorch's attention operators on the kernels: arguments, layouts of outputs, conventions of lse and dropout states.
 
 Outputs have the shapes, strides and dtypes of PyTorch's meta functions (``torch/_meta_registrations.py``), which
-compilers rely on. They run below autograd: each calls kernels, never :func:`cute_attn.attention`, which would record a
-second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
+compilers rely on; the one exception is a dtype in :func:`_numbers`. They run below autograd: each calls kernels, never
+:func:`cute_attn.attention`, which would record a second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from cute_attn import launcher
 from cute_attn.bias import four_dims
-from cute_attn.sdpa.calls import BACKENDS, Call, Inputs, _is_capturing, call_of, why_not
+from cute_attn.sdpa.calls import Call, Inputs, _is_capturing, call_of, why_not, why_not_drawn
 from cute_attn.sdpa.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -24,30 +23,7 @@ from cute_attn.sdpa.plans import (
     recall,
     remember,
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of :func:`activate`."""
-
-    backends: Sequence[str] = BACKENDS
-    unsupported: str = "fall_back"
-    rng: str = "ours"
-    direct: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for what is not accepted."""
-        if isinstance(self.backends, str) or not set(self.backends) <= set(BACKENDS):
-            raise ValueError(
-                f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
-            )
-        choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch"), "direct": (False, True)}
-        for name, accepted in choices.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
-                )
-
+from cute_attn.sdpa_options import Options
 
 # ---- plans of calls ----
 
@@ -56,7 +32,7 @@ class Question(NamedTuple):
     """An operator's arguments beside its tensors, as far as they decide.
 
     Attributes:
-        backend: of BACKENDS.
+        backend: of ``cute_attn.sdpa_options.BACKENDS``.
         causal, dropout_p, scale: the operator's.
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
@@ -94,7 +70,7 @@ def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tu
 _DROPOUT_P = Question._fields.index("dropout_p")
 
 
-def _call(question: Question, options: Options, inputs: tuple) -> Call:
+def _call(question: Question, inputs: tuple) -> Call:
     return call_of(
         question.backend,
         _dense(*inputs[:4]) if question.heads_first else Inputs(*inputs),
@@ -103,7 +79,6 @@ def _call(question: Question, options: Options, inputs: tuple) -> Call:
         scale=question.scale,
         window=question.window,
         longest=question.longest,
-        rng=options.rng,
     )
 
 
@@ -120,8 +95,12 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
     if plan is not None:
         return plan
     asked = Question(*question)
-    call = _call(asked, options, inputs)
-    reason = why_not(call) or _debug_mask_reason(asked.debug, asked.dropout_p)
+    call = _call(asked, inputs)
+    reason = (
+        why_not(call)
+        or why_not_drawn(call, options.rng, _is_capturing(inputs[0].device))
+        or _debug_mask_reason(asked.debug, asked.dropout_p)
+    )
     if reason is not None:
         return remember(key, present, reason)
     rows = call.longest[0]
@@ -147,7 +126,7 @@ def _backward(
     if plan is not None:
         return plan
     asked = Question(*question)
-    call = _call(asked, options, inputs)
+    call = _call(asked, inputs)
     reason = why_not(call)
     if reason is not None:
         return remember(key, present, reason)
@@ -179,10 +158,31 @@ _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,
 
 
 def _numbers(found: Results) -> Sequence[Tensor]:
-    """Seed and offset as two int64 tensors, each aligned to 16 bytes, which compiled code asserts."""
+    """Seed and offset as two tensors, each aligned to 16 bytes, which compiled code asserts.
+
+    PyTorch's are int64. Those of a mask drawn here are uint64, by which its backward knows them, see
+    :func:`drawn_here`: autograd, hooks of saved tensors and compiled code keep a dtype.
+    """
     if found.state is None:
         return _fresh(found.out, _NUMBER, _NUMBER)
-    return found.state[0], found.state[1].clone()
+    return found.state[0].view(torch.uint64), found.state[1].clone().view(torch.uint64)
+
+
+def drawn_here(seed: Tensor) -> bool:
+    """Whether a dropout mask with this seed is of a forward of memory-efficient or cuDNN attention that was served.
+
+    Its backward is ours, whatever serves by then. PyTorch's kernel of memory-efficient attention would read the seed,
+    which lies on the GPU, on the host; cuDNN's would draw another mask. Flash attention's masks and states are
+    PyTorch's, so that either can compute its backward.
+    """
+    return seed.dtype == torch.uint64
+
+
+def _drawn_by_pytorch(dropout_p: float, seed: Tensor) -> str | None:
+    """Why a backward is PyTorch's to compute."""
+    if dropout_p and not drawn_here(seed):
+        return "the forward drew its dropout mask by PyTorch's kernel; accepted: a forward that was served"
+    return None
 
 
 def _flash_state(found: Results) -> Sequence[Tensor]:
@@ -296,7 +296,7 @@ def efficient_backward(
     inputs, grads = (query, key, value, attn_bias, None, None, None, None), (grad_out, out, logsumexp)
     bias_gradient = attn_bias is not None and bool(grad_input_mask[3])
     question = ("efficient", is_causal, dropout_p, scale, True, True, False, bias_gradient)
-    plan = _backward(question, options, inputs, grads)
+    plan = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, options, inputs, grads)
     if isinstance(plan, str):
         return plan
     dq, dk, dv, *dbias = plan.run(inputs, grads, (philox_seed, philox_offset))
@@ -359,7 +359,8 @@ def cudnn_backward(
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    plan = _backward(("cudnn", is_causal, dropout_p, scale), options, inputs, grads)
+    question = ("cudnn", is_causal, dropout_p, scale)
+    plan = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, options, inputs, grads)
     if isinstance(plan, str):
         return plan
     return plan.run(inputs, grads, (philox_seed, philox_offset))
@@ -517,3 +518,9 @@ OPERATORS: dict[str, dict[str, Callable[..., tuple | Tensor | str]]] = {
     },
 }
 """The operators of each backend; not every version of torch has all."""
+
+STATES = {
+    "_scaled_dot_product_efficient_attention_backward": 7,
+    "_scaled_dot_product_cudnn_attention_backward": 6,
+}
+"""Where backwards whose dropout states :func:`drawn_here` tells apart have philox_seed among their arguments."""

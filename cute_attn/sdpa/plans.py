@@ -443,7 +443,7 @@ def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> 
     """Seed and offset as one int64 tensor."""
     if isinstance(rng_state, Tensor):
         return rng_state.view(torch.int64).to(device)
-    return torch.stack([x.to(device) for x in rng_state])
+    return torch.stack([x.view(torch.int64).to(device) for x in rng_state])
 
 
 # ---- the backward ----

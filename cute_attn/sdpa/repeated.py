@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from cute_attn import ops
+from cute_attn import doors, ops
 from cute_attn.params import is_aligned
-from cute_attn.sdpa import plans, state
-from cute_attn.sdpa.operators import Options, forward_plan
+from cute_attn.sdpa import plans
+from cute_attn.sdpa.operators import forward_plan
 from cute_attn.sdpa.plans import ForwardPlan
+from cute_attn.sdpa_options import Options
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -37,12 +38,12 @@ class Known:
 
     Attributes:
         check: whether q, k and v have its metadata, under the same state of the dispatcher.
-        counted: the entry of ``state.served`` for the operator that PyTorch chose.
+        operator: the one that PyTorch chose.
         plan: the operator's; None where PyTorch's function is called.
     """
 
     check: Callable[..., bool]
-    counted: tuple[str, str]
+    operator: str
     plan: ForwardPlan | None
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
@@ -50,7 +51,7 @@ class Known:
         plan = self.plan
         if plan is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
-        state.served[self.counted] += 1
+        doors.served.add(self.operator)
         if plan.prepared is not None:
             return plan.prepared.run((query, key, value))[0]
         return plan.run((query, key, value, None, None, None, None, None)).out
@@ -58,42 +59,52 @@ class Known:
 
 _MAX_KEYS = 4096
 _MAX_ALIKE = 8
-_known: dict[tuple, list[Known]] = {}
-_seen: set[tuple] = set()
-_options: Options | None = None
-_device = "cuda"
+
+
+class Memory:
+    """The calls of one activation.
+
+    Attributes:
+        options: the activation's.
+        device: type of the tensors whose operators are overridden.
+        known: by key.
+        seen: keys of calls that came once.
+    """
+
+    __slots__ = ("device", "known", "options", "seen")
+
+    def __init__(self, options: Options, device: str) -> None:
+        """Arguments: as above."""
+        self.options, self.device = options, device
+        self.known: dict[tuple, list[Known]] = {}
+        self.seen: set[tuple] = set()
+
+
+_current: Memory | None = None  # of other threads a call keeps the one that it began with
 
 
 def start(options: Options, device: str = "cuda") -> None:
-    """Learn calls from now on. device: type of the tensors whose operators are overridden."""
-    global _options, _device
-    forget()
-    _options, _device = options, device
+    """Learn calls from now on, in place of what was known. Arguments: of :class:`Memory`."""
+    global _current
+    _current = Memory(options, device)
 
 
 def stop() -> None:
     """Forget all calls, and learn none."""
-    global _options
-    _options = None
-    forget()
+    global _current
+    _current = None
 
 
-def forget() -> None:
-    """Forget all calls."""
-    _known.clear()
-    _seen.clear()
-
-
-def is_active() -> bool:
-    """Whether calls are learnt."""
-    return _options is not None
+def current() -> Memory | None:
+    """Where calls are learnt, or None."""
+    return _current
 
 
 def key_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -102,13 +113,12 @@ def key_of(
 ) -> tuple | None:
     """What finds a call of PyTorch's function with these arguments; None for one that is PyTorch's in any case."""
     if (  # what overrides functions is looked for first, since it sees attributes being read
-        mask is not None
+        attn_mask is not None
         or dropout_p != 0.0
         or not _PLAIN.issuperset(map(type, (query, key, value)))
         or _function_modes()
         or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
-        or _options is None
-        or state.observer is not None
+        or doors.observer is not None
         or not ops.no_dispatch_mode()
         or forward_ad._current_level >= 0
         or query.is_nested  # without a shape
@@ -122,9 +132,9 @@ _function_modes = torch._C._len_torch_function_stack
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def find(asked: tuple, query: Tensor, key: Tensor, value: Tensor) -> Known | None:
+def find(memory: Memory, asked: tuple, query: Tensor, key: Tensor, value: Tensor) -> Known | None:
     """The earlier call that this one repeats. asked: as of :func:`key_of`."""
-    for known in _known.get(asked, ()):
+    for known in memory.known.get(asked, ()):
         if known.check(query, key, value):
             return known
     return None
@@ -153,17 +163,17 @@ _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_determ
 )
 
 
-def learn(asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+def learn(memory: Memory, asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     """Remember a call that PyTorch's function has accepted and that :func:`find` does not know.
 
     Only once it came twice: where keys grow from call to call, each call would be learnt in vain.
     """
-    if asked not in _seen:
-        if len(_seen) >= _MAX_KEYS:
-            _seen.clear()
-        _seen.add(asked)
+    if asked not in memory.seen:
+        if len(memory.seen) >= _MAX_KEYS:
+            memory.seen.clear()
+        memory.seen.add(asked)
         return
-    alike = _known.get(asked, [])
+    alike = memory.known.get(asked, [])
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if gradients or len(alike) >= _MAX_ALIKE or not all(map(is_aligned, inputs)):
         return
@@ -173,30 +183,33 @@ def learn(asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     causal, scale, gqa, *_ = asked
     choice = torch._fused_sdp_choice(*inputs, None, 0.0, causal, scale=scale, enable_gqa=gqa)
     backend = _BACKENDS.get(choice, "")
-    if len(_known) >= _MAX_KEYS:
-        _known.clear()
-    plan = _plan(backend, inputs, causal, scale)
-    known = Known(check, (f"_scaled_dot_product_{backend}_attention", ""), plan)
-    _known.setdefault(asked, alike).append(known)
+    if len(memory.known) >= _MAX_KEYS:
+        memory.known.clear()
+    plan = _plan(memory, backend, inputs, causal, scale)
+    known = Known(check, f"_scaled_dot_product_{backend}_attention", plan)
+    memory.known.setdefault(asked, alike).append(known)
 
 
 def _plan(
-    backend: str, inputs: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float | None
+    memory: Memory,
+    backend: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    causal: bool,
+    scale: float | None,
 ) -> ForwardPlan | None:
     """The plan of the operator that PyTorch's function calls with these, where it hands them on as they are."""
     query, _, value = inputs
     if (
-        _options is None
-        or backend not in _options.backends
-        or query.device.type != _device
+        backend not in memory.options.backends
+        or query.device.type != memory.device
         or query.dtype not in (torch.float16, torch.bfloat16)  # the precision of fp32 products may change
-        or torch.is_autocast_enabled(_device)  # it casts, before the dispatcher has an override called
+        or torch.is_autocast_enabled(memory.device)  # it casts, before the dispatcher has an override called
         or query.shape[-1] % 8  # PyTorch pads
         or value.shape[-1] % 8
         or not all(map(_is_ordinary, inputs))
     ):
         return None
-    found = forward_plan(_QUESTIONS[backend](causal, scale), _options, (*inputs, *[None] * 5))
+    found = forward_plan(_QUESTIONS[backend](causal, scale), memory.options, (*inputs, *[None] * 5))
     return None if isinstance(found, str) else found
 
 
@@ -218,24 +231,28 @@ def _is_ordinary(x: Tensor) -> bool:
     return not torch._C._dispatch_keys(x).raw_repr() & ~torch._C._dispatch_keys(new).raw_repr()
 
 
-def override(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def override(stock: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
     """``aten::scaled_dot_product_attention`` above autograd for the dispatcher; ``stock``: PyTorch's, boxed.
 
-    Repeated calls without gradients end here, past the operators of the backends.
+    Repeated calls without gradients end here, past the operators of the backends, while calls of that type of device
+    are learnt, and not directly.
     """
 
     def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:
+        memory = _current
+        if memory is None or memory.options.direct or memory.device != device:
+            return stock(keyset, *args, **kwargs)
         asked = key_of(*args, **kwargs)
         if asked is None:
             return stock(keyset, *args, **kwargs)
         query, key, value = args[:3]
-        known = find(asked, query, key, value)
+        known = find(memory, asked, query, key, value)
         found = None if known is None else known.run(query, key, value)
         if found is not None:
             return found
         out = stock(keyset, *args, **kwargs)
         if known is None:
-            learn(asked, (query, key, value))
+            learn(memory, asked, (query, key, value))
         return out
 
     return run

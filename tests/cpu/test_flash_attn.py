@@ -624,3 +624,17 @@ def test_install_leaves_an_installed_flash_attn(no_flash_attn, monkeypatch):
     with pytest.raises(ValueError, match="flash_attn of unknown version is installed; accepted: install"):
         package.install()
     assert sys.modules["flash_attn"] is other
+
+
+def test_calls_are_counted_by_function():
+    q, starts = torch.randn(2, 4, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    package.served.clear()
+    package.flash_attn_func(q, q, q)
+    package.flash_attn_qkvpacked_func(torch.randn(2, 4, 3, 2, 16))
+    package.flash_attn_varlen_func(*[q.flatten(0, 1)] * 3, starts, starts, 5, 5)
+    package.flash_attn_with_kvcache(q, q, q)
+    with pytest.raises(TypeError):
+        package.flash_attn_func(None, q, q)
+    why = "query is on cpu, where the reference computes it"
+    names = {"func": 2, "varlen_func": 1, "with_kvcache": 1}
+    assert package.served == {(f"flash_attn.flash_attn_{name}", why): n for name, n in names.items()}

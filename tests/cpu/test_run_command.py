@@ -1,18 +1,22 @@
 """``cute-attn run``: a program sees what it would without, and its attention calls are listed and compared."""
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from cute_attn import sdpa
+from cute_attn import doors, run_command, sdpa
 from cute_attn.cli import app
-from cute_attn.sdpa import operators
-from cute_attn.sdpa.observe import Observer, describe, difference
-from cute_attn.sdpa.operators import Options
+from cute_attn.sdpa import operators, overrides
+from cute_attn.sdpa.observe import Observer, Row, describe, difference
+from cute_attn.sdpa_options import Options
 from tests import processes
 
 PROGRAM = """if True:
@@ -61,10 +65,141 @@ def test_a_module_and_its_failures(program):
     assert "4 attention calls" in done.stderr
 
 
+EARLY = """if True:
+    import os, sys, threading
+    assert "torch" not in sys.modules
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    print(torch.get_num_threads())
+    q = torch.randn(2, 4, 16, 32)
+
+    def late():
+        threading.main_thread().join()
+        scaled_dot_product_attention(q, q, q)
+
+    threading.Thread(target=late).start()
+    scaled_dot_product_attention(q, q, q)
+"""
+
+
+def test_a_program_comes_before_torch_and_its_threads_before_the_table(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(EARLY)
+    command = [sys.executable, "-m", "cute_attn", "run", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "2 attention calls" in done.stderr
+
+
+def test_a_program_without_torch():
+    command = [sys.executable, "-m", "cute_attn", "run", "-m", "this"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "Namespaces" in done.stdout
+    assert done.stderr == "the program did not load torch\n"
+
+
+def test_nothing_starts_cuda(monkeypatch):
+    """A program may still choose its GPUs, or fork."""
+    asked = []
+    for name in ("current_device", "get_device_capability", "device_count", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: pytest.fail("CUDA was started"))
+    check = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ.get(check)) or True)
+    monkeypatch.delenv(check, raising=False)
+    options = Options(("flash",))
+    execution = run_command.Execution("program", options, 0, None, False)
+    execution.begin()
+    assert overrides.serving().options is options and doors.observer is not None
+    execution.end()
+    assert overrides.serving() is None and doors.observer is None
+    assert set(asked) == {"1"} and check not in os.environ
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_a_folder_or_zip_file_with_a_main(program, kind, tmp_path):
+    folder = tmp_path / "app"
+    folder.mkdir()
+    program.rename(folder / "__main__.py")
+    (tmp_path / "beside.py").rename(folder / "beside.py")
+    path = folder if kind == "folder" else shutil.make_archive(str(folder), "zip", folder)
+    done = processes.run("-m", "cute_attn", "run", str(path), "a")
+    assert (done.returncode, done.stdout) == (0, "__main__ ['a'] 5\n")
+    assert "4 attention calls" in done.stderr
+
+
+def test_an_interrupted_program_ends_by_the_signal(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import atexit, torch\natexit.register(print, 'bye')\n"
+        "q = torch.zeros(1, 1, 2, 8)\ntorch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "raise KeyboardInterrupt\n"
+    )
+    done = processes.run("-m", "cute_attn", "run", str(path))
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "bye\n")
+    assert "KeyboardInterrupt" in done.stderr and "1 attention calls" in done.stderr
+    assert "runpy" not in done.stderr
+
+
+def test_a_table_that_cannot_be_written(program, tmp_path):
+    missing = str(tmp_path / "no" / "out.json")
+    done = processes.run("-m", "cute_attn", "run", "--json", missing, str(program))
+    assert done.returncode == 2 and not done.stdout and "No such file or directory" in done.stderr
+    done = processes.run("-m", "cute_attn", "run", "--json", "/dev/full", str(program), "exit")
+    assert done.returncode == 3
+    assert done.stderr.index("4 attention calls") < done.stderr.index("the table was not written")
+
+
+MODULES = """if True:
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention
+    x = torch.randn(2, 5, 16)
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    encoder, attention = nn.TransformerEncoder(layer, 3).eval(), nn.MultiheadAttention(16, 2, batch_first=True)
+    with torch.no_grad():
+        encoder(x), attention.eval()(x, x, x)                              # where a CPU has faster ways
+    attention.train()(x, x, x, need_weights=False)[0].sum().backward()
+    q = torch.randn(2, 4, 16, 32)
+    with torch.inference_mode():
+        scaled_dot_product_attention(q, q, q)
+    nested = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 4)])
+    scaled_dot_product_attention(nested, nested, nested)
+    import cute_attn.flash_attn, cute_attn.transformers
+    cute_attn.flash_attn.install()
+    import flash_attn
+    flash_attn.flash_attn_func(q, q, q, softcap=2.0)
+    cute_attn.transformers.attention_forward(nn.Module(), q, q, q, None, is_causal=False)
+    assert cute_attn.flash_attn.served is cute_attn.transformers.served is cute_attn.sdpa.served
+    assert cute_attn.sdpa.served.total() == 2
+"""
+
+
+def test_calls_of_modules_and_by_other_doors_are_listed(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(MODULES)
+    done = processes.run("-m", "cute_attn", "run", "--json", str(tmp_path / "out.json"), str(path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    found = {(row["operator"], row["signature"]): row["calls"] for row in rows}
+    name, size = "scaled_dot_product_attention", "2x4x16x32, k 2x4x16x32, v 2x4x16x32"
+    assert found == {
+        (name, "fp32, 2x2x5x8, k 2x2x5x8, v 2x2x5x8"): 4,
+        (name, f"fp32, {size}"): 1,
+        (name, "fp32, 2 nested, k 2 nested, v 2 nested"): 1,
+        ("flash_attn.flash_attn_func", f"fp32, {size}, softcap 2.0"): 1,
+        ("transformers.attention_forward", f"fp32, {size}"): 1,
+    }
+    by_us = [row for row in rows if "." in row["operator"]]
+    assert {row["reason"] for row in by_us} == {"query is on cpu, where the reference computes it"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing.py"], "the program is 'nothing.py'; accepted: a Python file, or -m and a module"),
+        (["nothing.py"], "the program is 'nothing.py'; accepted: a Python file, a folder or zip file"),
+        ([str(Path(__file__).parent)], "cpu'; accepted: a Python file, a folder or zip file with a __main__"),
         (["--backends", "math", __file__], r"backends is \('math',\); accepted: a tuple"),
     ],
 )
@@ -133,14 +268,15 @@ def test_what_cannot_be_compared_is_only_counted():
 
 def test_a_declined_call_has_its_reason():
     observer = Observer(1)
-    q = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+    q = torch.zeros(1, 2, 8, 20, dtype=torch.bfloat16)
     given = (q, q, q, None, True, 0.5)
     found = observer(
         "_scaled_dot_product_cudnn_attention", operators.cudnn_forward, Options(), None, given, {}
     )
     (row,) = observer.rows.values()
-    assert row.reason == found and found.startswith("dropout_p is 0.5; accepted under cuDNN")
-    assert row.signature == "bf16, 1x2x8x16, k 1x2x8x16, v 1x2x8x16, dropout_p 0.5"
+    assert row.reason == found and found.startswith("q has head_dim 20; accepted")
+    assert row.signature == "bf16, 1x2x8x20, k 1x2x8x20, v 1x2x8x20, dropout_p 0.5"
+    assert row.gain == f"nothing: {found}"
 
 
 def test_the_dispatcher_asks_the_observer():
@@ -170,3 +306,35 @@ def test_differences_are_relative_and_of_floating_tensors():
     a, b = torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0])
     assert difference((a, torch.tensor([3])), (b, torch.tensor([9]))) == pytest.approx(0.2)
     assert difference((a, None), (a, None)) == 0
+
+
+def test_what_a_call_gains():
+    row = Row("operator", "signature", None, uncompared="dropout masks differ", calls=3)
+    assert row.gain == "unknown: dropout masks differ"
+    row.ours_us, row.pytorch_us = [2.0, 4.0], [10.0]
+    assert row.gain == "7.0 us of 10.0" and row.as_dict()["gain_us"] == 21
+    row.pytorch_us = [1.0]
+    assert row.gain == "nothing: PyTorch's is 2.0 us faster"
+    observer = Observer()
+    observed(observer, 1, worse(0.5))
+    assert next(iter(observer.rows.values())).gain == "unknown: no call was shadowed (--shadow N)"
+
+
+def test_calls_of_ours_by_name_are_watched(monkeypatch):
+    observer, q = Observer(), tensors()[0]
+    with observer.watching():
+        doors.note("door", {"query": q, "key": q, "value": q})
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        doors.note("door", {"query": q, "key": q, "value": q})
+    assert doors.watcher is None
+    (row,) = observer.rows.values()
+    assert (row.calls, row.reason) == (1, "query is on cpu, where the reference computes it")
+
+
+def test_watching_never_fails():
+    observer, q = Observer(), tensors()[0]
+    observer.note("door", {"query": q, "key": None, "value": q}, "")
+    (row,) = observer.rows.values()
+    assert row.signature == "not described: AttributeError" and row.gain.startswith(
+        "unknown: it is made here"
+    )

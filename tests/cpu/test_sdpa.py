@@ -3,9 +3,11 @@
 import inspect
 import itertools
 import math
+import os
 import random
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -14,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from cute_attn import reference, registry, sdpa
-from cute_attn.sdpa import calls, operators, plans
-from cute_attn.sdpa.calls import Inputs, call_of, why_not
-from cute_attn.sdpa.operators import OPERATORS, Options
+from cute_attn import doors, reference, registry, sdpa
+from cute_attn.sdpa import calls, operators, overrides, plans, slower
+from cute_attn.sdpa.calls import Inputs, call_of, why_not, why_not_drawn
+from cute_attn.sdpa.operators import OPERATORS, STATES
+from cute_attn.sdpa_options import Options
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -28,13 +31,14 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def dispatch_tables():
-    return [torch._C._dispatch_dump(f"aten::{name}") for name in NAMES]
+def serving(key="CUDA"):
+    """The operators that are served under a key, with the options."""
+    return {name: one.options for name, one in overrides.overrides(key).items() if one.options is not None}
 
 
 @pytest.fixture
 def on_cpu():
-    """The operators overridden for CPU tensors, which the reference computes."""
+    """The operators are served for CPU tensors, which the reference computes."""
     sdpa.served.clear()
     activation = sdpa.Activation(Options(), "CPU")
     yield activation
@@ -95,7 +99,6 @@ def both_calls(backend, meta, monkeypatch):
     plans.forget()
     monkeypatch.setattr(operators, "why_not", lambda call: seen.append(call) or "recorded")
     monkeypatch.setattr(calls, "_target", lambda device: meta["target"])
-    monkeypatch.setattr(calls, "_is_capturing", lambda device: True)
     monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
     options = Options(rng=meta["rng"])
     forward, backward = (function for name, function in OPERATORS[backend].items() if "scaled" in name)
@@ -105,7 +108,8 @@ def both_calls(backend, meta, monkeypatch):
     saved = tensors_of(meta, (0, 1, 2, 3))
     lse = torch.empty(query.shape[:3], device="meta")
     own |= {"grad_out": saved[0], "out": saved[0], "logsumexp": lse, "grad_input_mask": [True] * 4}
-    own |= {"philox_seed": lse, "philox_offset": lse, "cum_seq_q": None, "cum_seq_k": None}
+    seed = torch.empty((), dtype=torch.uint64, device="meta")
+    own |= {"philox_seed": seed, "philox_offset": seed, "cum_seq_q": None, "cum_seq_k": None}
     own |= {"max_q": query.shape[2], "max_k": key.shape[2]}
     for function, (q, k, v) in ((forward, (query, key, value)), (backward, saved[:3])):
         names = inspect.signature(function).parameters
@@ -171,7 +175,16 @@ DECLINED = {
         "tensors are on cpu, meta; accepted: one",
     ),
     "dropout": ("flash", {"dropout_p": 1.0}, "dropout_p is 1.0"),
-    "cudnn_dropout": ("cudnn", {"dropout_p": 0.5}, "dropout_p is 0.5; accepted under cuDNN"),
+    "one_query": (
+        "efficient",
+        {"q": empty(2, 1, 4, 64), "bias": empty(2, 4, 1, 128)},
+        r"PyTorch's kernel is faster for one query with a mask: 12.0 ms, here 19.9 ms \(gpt-fast",
+    ),
+    "cudnn_72": (
+        "cudnn",
+        {name: empty(2, 128, 4, 72) for name in "qkv"},
+        "PyTorch's kernel is faster for head dim 72 under cuDNN: 19.3 ms, here 21.1 ms",
+    ),
     "scale": ("flash", {"scale": math.nan}, "softmax_scale is nan"),
     "bias_shape": ("efficient", {"bias": empty(2, 4, 128, 1)}, "bias has shape"),
     "bias_dtype": ("efficient", {"bias": empty(1, 1, 128, 128, dtype=torch.float64)}, "bias has dtype"),
@@ -199,13 +212,52 @@ def test_declined(name):
         raise ValueError(why_not(call_of(backend, Inputs(**inputs), **arguments)))
 
 
-def test_other_gpus_and_graph_captures_are_declined():
-    inputs, arguments = good(dropout_p=0.5)
+def test_other_gpus_are_declined():
+    inputs, arguments = good()
     call = call_of("flash", Inputs(**inputs), **arguments)
-    assert why_not(call) is None
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
-    assert "rng='torch' cannot advance" in why_not(call._replace(drawable=False))
-    assert why_not(call._replace(drawable=False, dropout_p=0.0)) is None
+
+
+def test_calls_beside_those_that_pytorch_computes_faster_are_served():
+    inputs, arguments = good()
+    masked = {"q": empty(2, slower.MASKED_QUERIES + 1, 4, 64), "bias": empty(2, 4, 2, 128)}
+    of_72 = {name: empty(2, 128, 4, 72) for name in "qkv"}
+    for backend, changes in (
+        ("efficient", masked),
+        ("cudnn", masked),
+        ("flash", of_72),
+        ("efficient", of_72),
+    ):
+        assert why_not(call_of(backend, Inputs(**inputs | changes), **arguments)) is None
+    on_ampere = call_of("cudnn", Inputs(**inputs | of_72), **arguments)._replace(target="sm80")
+    assert why_not(on_ampere) is None
+
+
+@pytest.mark.parametrize("backend", OPERATORS)
+def test_whose_masks_are_drawn_here(backend):
+    inputs, arguments = good(dropout_p=0.5)
+    call = call_of(backend, Inputs(**inputs), **arguments)
+    assert why_not(call) is None
+    assert why_not_drawn(call, "ours", capturing=True) is None
+    assert "rng='torch' cannot advance" in why_not_drawn(call, "torch", capturing=True) or backend == "cudnn"
+    outside = why_not_drawn(call, "torch", capturing=False)
+    if backend == "cudnn":
+        assert outside.startswith("rng is 'torch' with dropout; accepted under cuDNN")
+    else:
+        assert outside is None
+    assert why_not_drawn(call._replace(dropout_p=0.0), "torch", capturing=True) is None
+
+
+def test_a_capture_decides_no_backward(monkeypatch):
+    """A forward before a CUDA graph, under rng="torch", and its backward inside."""
+    monkeypatch.setattr(plans, "_generator", lambda device: Generator(5, 0))
+    q = randn(1, 2, 8, 16, dtype=BF16)
+    options = Options(rng="torch", unsupported="error")
+    out, lse, *_, seed, offset, _ = operators.flash_forward(options, q, q, q, 0.5)
+    monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
+    assert "cannot advance" in operators.flash_forward(options, q, q, q, 0.5)
+    saved = (out, q, q, q, out, lse, None, None, 8, 8, 0.5, False, seed, offset)
+    assert not isinstance(operators.flash_backward(options, *saved), str)
 
 
 def test_reason_takes_the_arguments_of_scaled_dot_product_attention():
@@ -240,7 +292,10 @@ def laid_out(*shape, order, seed=0, gap=0):
 
 
 def signature_of(x):
-    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+    """Of a dropout state drawn here the dtype is uint64, which only backwards read."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return tuple(x.shape), x.stride(), torch.int64 if x.dtype == torch.uint64 and not x.shape else x.dtype
 
 
 def on_meta(arguments):
@@ -395,7 +450,8 @@ def test_dropout_draws_pytorchs_mask_of_the_returned_state(backend, on_cpu):
         assert seed.dtype == torch.uint64 and debug.shape == (2, 4, 128, 128)
     else:
         out, _, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.4)
-        state, mask = torch.stack([seed, offset]), "mem_efficient"
+        state, mask = torch.stack([seed.view(torch.int64), offset.view(torch.int64)]), "mem_efficient"
+        assert seed.dtype == offset.dtype == torch.uint64
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     wanted, _, softmax = reference.attention(
         *(x.transpose(1, 2) for x in exact),
@@ -504,6 +560,25 @@ def test_compiles(on_cpu):
     assert set(sdpa.served.values()) == {2}
 
 
+@pytest.mark.parametrize("how", ["compiled", "hooks"])
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_what_saves_tensors_keeps_whose_a_mask_is(backend, how, on_cpu):
+    tensors = leaves((2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 16))
+
+    def f(q, k, v):
+        return getattr(aten, f"_scaled_dot_product_{backend}_attention")(q * 2, k, v, None, True, 0.5)[0]
+
+    sdpa.served.clear()
+    if how == "compiled":
+        torch.compiler.reset()
+        out = torch.compile(f, fullgraph=True, backend="aot_eager")(*tensors)
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            out = f(*tensors)
+    torch.autograd.grad(out.sum(), tensors)
+    assert len(sdpa.served) == 2 and not any(reason for _, reason in sdpa.served)
+
+
 # ---- dropout from torch's generator ----
 
 
@@ -532,7 +607,7 @@ def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
     *_, state, _, _ = operators.flash_forward(options, q, k, k, 0.5)
     assert state.view(torch.int64).tolist() == [-5, 12] and generator.offset == 12 + 2 * 3 * 32
     _, _, seed, offset = operators.efficient_forward(options, q, k, k, None, True, 0.5)
-    assert (seed.item(), offset.item()) == (-5, 204)
+    assert (seed.item(), offset.item()) == (2**64 - 5, 204)
     assert generator.offset == 204 + 212  # 2 * 3 * 5 * 7 in fours
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, k)]
     cu = [torch.tensor([0, n, 2 * n, 2 * n], dtype=torch.int32) for n in (5, 7)]
@@ -545,37 +620,146 @@ def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
 # ---- the dispatcher ----
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
+REASON = "head_dim 20; accepted: multiples of 8"
+
+
+class Kernel:
+    """A stand-in for PyTorch's kernel of an operator: its calls, and outputs of ones."""
+
+    def __init__(self, *others):
+        self.calls, self.others = [], others
+
+    def call_boxed(self, keyset, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        one, number = args[0].new_ones(()), torch.zeros((), dtype=torch.int64)
+        return one.expand(args[0].shape), one, None, None, 1, 1, number, number, None
 
 
 @pytest.fixture
-def stock():
-    """A stand-in for PyTorch's cuDNN kernel, under the CPU key, and its calls."""
-    calls = []
-
-    def kernel(query, key, value, attn_bias, compute_log_sumexp, *args, **kwargs):
-        calls.append((args, kwargs))
-        one, number = query.new_ones(()), torch.zeros((), dtype=torch.int64)
-        return one.expand(query.shape), one, None, None, 1, 1, number, number, None
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(CUDNN, kernel, "CPU")
-    yield calls
-    library._destroy()
+def stock(monkeypatch):
+    """PyTorch has a cuDNN kernel for CPU tensors."""
+    kernel = Kernel()
+    monkeypatch.setattr(overrides.overrides("CPU")[CUDNN], "stock", kernel)
+    return kernel.calls
 
 
 def test_what_is_declined_falls_through(stock):
-    q = randn(1, 2, 8, 16, dtype=BF16)
+    q, odd = randn(1, 2, 8, 16, dtype=BF16), randn(1, 2, 8, 20, dtype=BF16)
     sdpa.served.clear()
     activation = sdpa.Activation(Options(), "CPU")
     served = aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0]
     assert not stock and not torch.equal(served, torch.ones_like(q))
-    out = aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5, scale=2.0)[0]
-    assert torch.equal(out, torch.ones_like(q)) and stock == [((0.5,), {"scale": 2.0})]
-    reason = "dropout_p is 0.5; accepted under cuDNN, which has a mask of its own: 0"
-    assert dict(sdpa.served) == {(CUDNN, ""): 1, (CUDNN, reason): 1}
+    out = aten._scaled_dot_product_cudnn_attention(odd, odd, odd, None, True, 0.5, scale=2.0)[0]
+    assert torch.equal(out, torch.ones_like(odd))
+    assert [(args[5:], kwargs) for args, kwargs in stock] == [((0.5,), {"scale": 2.0})]
+    (_, reason) = sdpa.served
+    assert reason[0] == CUDNN and REASON in reason[1] and set(sdpa.served.values()) == {1}
     activation.remove()
     activation.remove()
     assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
+
+
+def test_afterwards_pytorchs_kernels_run_or_are_missed(stock):
+    sdpa.Activation(Options(), "CPU").remove()
+    sdpa.served.clear()
+    q = randn(1, 2, 8, 16, dtype=BF16)
+    assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
+    with pytest.raises(NotImplementedError, match="_flash_attention has no kernel of PyTorch's"):
+        aten._scaled_dot_product_flash_attention(q, q, q)
+    assert not sdpa.served
+
+
+def test_threads_call_while_another_turns_it_on_and_off():
+    """A registration that is taken back leaves them in memory that is free."""
+    script = """if True:
+        import sys, threading, torch
+        from torch.nn.functional import scaled_dot_product_attention
+        from cute_attn import sdpa
+        from cute_attn.sdpa.operators import Options
+        torch.set_num_threads(1)
+        q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+        leaf = q.clone().requires_grad_()
+        first = sdpa.Activation(Options(), "CPU")
+        torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+        first.remove()
+        sys.setswitchinterval(1e-4)
+        stop, failed = threading.Event(), []
+
+        def call(step):
+            while not stop.is_set():
+                try:
+                    step()
+                except NotImplementedError as error:
+                    assert "has no kernel of PyTorch's" in str(error)
+                except Exception as error:
+                    failed.append(error)
+
+        steps = (
+            lambda: scaled_dot_product_attention(q, q, q),
+            lambda: scaled_dot_product_attention(leaf, leaf, leaf).sum().backward(),
+            lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, q, q),
+        )
+        threads = [threading.Thread(target=call, args=(step,)) for step in steps]
+        [thread.start() for thread in threads]
+        for i in range(500):
+            activation = sdpa.Activation(Options(direct=i % 8 == 7), "CPU")
+            steps[0]()
+            activation.remove()
+        stop.set()
+        [thread.join() for thread in threads]
+        assert not failed, failed[0]
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def with_dropout(backend, q):
+    """A forward with dropout by an operator, and the arguments of its backward."""
+    name = f"_scaled_dot_product_{backend}_attention"
+    if backend == "efficient":
+        out, lse, *state = getattr(aten, name)(q, q, q, None, True, 0.5)
+        saved = (torch.ones_like(out), q, q, q, None, out, lse, *state, 0.5, [True, True, True, False])
+    else:
+        out, lse, *_, seed, offset, _ = getattr(aten, name)(q, q, q, None, True, 0.5)
+        rest = (None, None, None, q.shape[2], q.shape[2], 0.5, False)
+        saved = (torch.ones_like(out), q, q, q, out, lse, seed, offset, *rest)
+    return out, getattr(aten, name + "_backward"), saved
+
+
+@pytest.mark.parametrize("end", ["removed", "others", "rng"])
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_backward_of_our_dropout_is_ours_whatever_serves_by_then(backend, end, on_cpu):
+    _, backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
+    wanted = backward(*saved)[:3]
+    if end == "removed":
+        on_cpu.remove()
+    else:
+        sdpa.Activation(Options(("flash",)) if end == "others" else Options(rng="torch"), "CPU")
+    assert all(torch.equal(a, b) for a, b in zip(backward(*saved)[:3], wanted, strict=True))
+    name = f"_scaled_dot_product_{backend}_attention_backward"
+    assert sdpa.served[name, ""] == 2
+    overrides.serving("CPU") and overrides.serving("CPU").remove()
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_backward_of_pytorchs_dropout_is_pytorchs(backend, on_cpu, monkeypatch):
+    _, backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
+    name = f"_scaled_dot_product_{backend}_attention_backward"
+    theirs = list(saved)
+    place = STATES[name]
+    theirs[place] = theirs[place].view(torch.int64)
+    asked = []
+
+    class Stock:
+        def call_boxed(self, keyset, grad, *args):
+            asked.append(args)
+            return (grad,) * (4 if backend == "efficient" else 3)
+
+    monkeypatch.setattr(overrides.overrides("CPU")[name], "stock", Stock())
+    assert torch.equal(backward(*theirs)[0], saved[0]) and len(asked) == 1
+    ((_, reason),) = (key for key in sdpa.served if key[1])
+    assert reason.startswith("the forward drew its dropout mask by PyTorch's kernel")
+    assert list(inspect.signature(OPERATORS[backend][name]).parameters)[place + 1] == "philox_seed"
 
 
 def test_an_activation_is_quiet():
@@ -604,67 +788,94 @@ def test_drop_ins_are_imported_on_first_use():
 
 
 def test_what_is_declined_may_raise(stock):
-    q = randn(1, 2, 8, 16, dtype=BF16)
+    q = randn(1, 2, 8, 20, dtype=BF16)
     activation = sdpa.Activation(Options(unsupported="error"), "CPU")
-    with pytest.raises(registry.Unsupported, match=f"aten::{CUDNN} is not served: dropout_p is 0.5"):
+    with pytest.raises(registry.Unsupported, match=f"aten::{CUDNN} is not served: q has head_dim 20"):
         aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5)
     assert not stock
     activation.remove()
 
 
-def test_only_the_named_backends_are_overridden(on_cpu):
-    on_cpu.remove()
+def test_only_the_named_backends_are_served(on_cpu):
     q = randn(1, 2, 8, 16, dtype=BF16)
     activation = sdpa.Activation(Options(backends=("flash",)), "CPU")
     assert aten._scaled_dot_product_flash_attention(q, q, q)[0].shape == q.shape
     with pytest.raises(NotImplementedError):
         aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
+    on_cpu.remove()  # of what another has replaced it changes nothing
+    assert aten._scaled_dot_product_flash_attention(q, q, q)[0].shape == q.shape
     activation.remove()
 
 
 @pytest.fixture
 def with_a_gpu(monkeypatch):
-    """Lets :func:`sdpa.activate` register for CUDA on a machine without it, and restores everything."""
-    monkeypatch.setattr(sdpa, "_check_machine", lambda: None)
+    """Lets :func:`sdpa.activate` serve CUDA on a machine without it, until the end."""
+    monkeypatch.setattr(sdpa, "_why_not_here", lambda: None)
     yield
     sdpa.restore()
 
 
-def test_activate_and_restore_leave_dispatch_as_it_was(with_a_gpu):
-    before = dispatch_tables()
+def test_activate_and_restore(with_a_gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sdpa.activate()
         sdpa.activate(rng="torch")
     assert torch.nn.attention.current_flash_attention_impl() == sdpa.NAME
-    assert sdpa._active.options.rng == "torch"
-    assert all(now != table for now, table in zip(dispatch_tables(), before, strict=True))
+    assert serving() == dict.fromkeys(NAMES, Options(rng="torch"))
     sdpa.restore()
     sdpa.restore()
-    assert dispatch_tables() == before and torch.nn.attention.current_flash_attention_impl() is None
+    assert not serving() and torch.nn.attention.current_flash_attention_impl() is None
     with sdpa.active(backends=["efficient"]):
-        changed = [name for name, a, b in zip(NAMES, dispatch_tables(), before, strict=True) if a != b]
-        assert changed == list(OPERATORS["efficient"])
-    assert dispatch_tables() == before
+        assert serving().keys() == OPERATORS["efficient"].keys()
+    assert not serving()
+
+
+def test_operators_are_registered_once(with_a_gpu):
+    sdpa.activate()
+    tables = [torch._C._dispatch_dump(f"aten::{name}") for name in NAMES]
+    for _ in range(2):
+        sdpa.restore()
+        sdpa.activate()
+    assert [torch._C._dispatch_dump(f"aten::{name}") for name in NAMES] == tables
 
 
 def test_pytorchs_own_functions_activate_and_restore(with_a_gpu):
-    before = dispatch_tables()
     assert sdpa.NAME in torch.nn.attention.list_flash_attention_impls()
     sdpa.activate(rng="torch", unsupported="error")
     torch.nn.attention.activate_flash_attention_impl(sdpa.NAME)
-    assert sdpa._active.options == Options()
+    assert set(serving().values()) == {Options()}
     torch.nn.attention.restore_flash_attention_impl()
-    assert sdpa._active is None and dispatch_tables() == before
+    assert not serving()
 
 
-def test_activation_without_a_gpu_is_refused():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    before = dispatch_tables()
-    with pytest.raises(ValueError, match="there is no CUDA device; accepted: a GPU of compute capability"):
+def test_activation_without_a_gpu_warns_once_and_does_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sdpa, "_warned", False)
+    with pytest.warns(UserWarning, match="activate.. does nothing here: there is no CUDA device") as warned:
         sdpa.activate()
-    assert dispatch_tables() == before and sdpa._active is None
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa.activate()
+        with sdpa.active(), pytest.raises(ValueError, match="rng is 'cuda'"):
+            sdpa.activate(rng="cuda")
+    message = "there is no CUDA device; accepted: a GPU of compute capability"
+    with pytest.raises(ValueError, match=message):
+        sdpa.activate(strict=True)
+    with pytest.raises(ValueError, match=message):
+        torch.nn.attention.activate_flash_attention_impl(sdpa.NAME)
+    assert not serving()
+
+
+def test_what_else_cannot_be_served(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 11)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(ValueError, match=r"the GPU's compute capability is 7\.0; accepted: 8.0 to 9.0"):
+        sdpa.activate(strict=True)
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
+    with pytest.raises(ValueError, match=r"torch is 2\.9\.1.cu130; accepted: 2\.10 or newer"):
+        sdpa.activate(strict=True)
 
 
 @pytest.mark.parametrize(
@@ -679,7 +890,7 @@ def test_activation_without_a_gpu_is_refused():
 def test_wrong_options(options, message, with_a_gpu):
     with pytest.raises(ValueError, match=message):
         sdpa.activate(**options)
-    assert sdpa._active is None
+    assert not serving()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -712,11 +923,14 @@ def test_an_operator_below_pytorchs_own_is_pytorchs():
         calls.append("ours")
         return ()
 
+    def overriding(name, implementation, below):
+        made = overrides.Override(name, implementation, Kernel(name, below))
+        made.options = Options()
+        return made
+
     sdpa.served.clear()
-    inner = sdpa._with_fall_through("inner", ours, Options(), Kernel("inner", lambda: None))
-    outer = sdpa._with_fall_through(
-        "outer", lambda options: "no", Options(), Kernel("outer", lambda: inner(None))
-    )
+    inner = overriding("inner", ours, lambda: None)
+    outer = overriding("outer", lambda options: "no", lambda: inner(None))
     outer(None)
     assert calls == ["PyTorch's inner", "PyTorch's outer"] and sdpa.served == {("outer", "no"): 1}
     calls.clear()
@@ -727,6 +941,44 @@ def test_an_operator_below_pytorchs_own_is_pytorchs():
         raise RuntimeError("an error of PyTorch's")
 
     with pytest.raises(RuntimeError):
-        sdpa._with_fall_through("outer", lambda options: "no", Options(), Kernel("outer", fail))(None)
+        overriding("outer", lambda options: "no", fail)(None)
     inner(None)
     assert calls == ["ours", "ours"]
+
+
+# ---- the counter ----
+
+
+class Slow(str):
+    """Threads may take turns between a count's two looks at the dict."""
+
+    __slots__ = ()
+
+    def __hash__(self):
+        return str.__hash__(self)
+
+
+def test_threads_lose_no_counts():
+    counts, interval = doors.Served(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=add, args=(counts, 5000)) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert counts == {("door", ""): 20000}
+
+
+def add(counts, times):
+    for _ in range(times):
+        counts.add(Slow("door"))
+
+
+def test_a_fork_counts_while_another_thread_does():
+    with doors._lock:
+        child = os.fork()
+        if child == 0:
+            doors.served.add("door")
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

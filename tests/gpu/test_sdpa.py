@@ -1,6 +1,10 @@
 """PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
 
 import contextlib
+import json
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -178,16 +182,181 @@ def test_flash_debug_masks_are_equal_bit_for_bit():
     assert torch.equal(*(mask[:, :, :130, :200].signbit() for mask in masks))
 
 
-def test_what_no_kernel_supports_is_pytorchs():
+def test_what_is_declined_is_pytorchs():
     inputs = [x.detach() for x in tensors()]
     found = []
     for active in (False, True):
         torch.manual_seed(5)
-        with sdpa.active() if active else contextlib.nullcontext(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        serving = sdpa.active(rng="torch") if active else contextlib.nullcontext()
+        with serving, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             found.append(scaled_dot_product_attention(*inputs, dropout_p=0.5))
     assert torch.equal(*found)
     ((_, reason),) = sdpa.served
-    assert reason.startswith("dropout_p is 0.5; accepted under cuDNN")
+    assert reason.startswith("rng is 'torch' with dropout; accepted under cuDNN")
+
+
+def test_one_query_with_a_mask_is_pytorchs():
+    inputs = [x.detach() for x in tensors(1, 333)]
+    mask = torch.arange(333, device="cuda") < 200
+    wanted = scaled_dot_product_attention(*inputs, attn_mask=mask.expand(1, 1, 1, 333))
+    with sdpa.active():
+        found = scaled_dot_product_attention(*inputs, attn_mask=mask.expand(1, 1, 1, 333))
+    assert torch.equal(found, wanted)
+    ((_, reason),) = sdpa.served
+    assert reason.startswith("PyTorch's kernel is faster for one query with a mask")
+
+
+# ---- dropout whose mask is drawn here ----
+
+
+def with_dropout(backend, inputs, **options):
+    """Output and state by PyTorch's operator, whose seed and offset scaled_dot_product_attention does not return."""
+    name = f"_scaled_dot_product_{backend}_attention"
+    found = getattr(torch.ops.aten, name)(*inputs, None, True, 0.3, **options)
+    state = found[-2:] if backend == "efficient" else found[-3:-1]
+    return found[0], torch.stack([x.view(torch.int64) for x in state])
+
+
+@pytest.mark.parametrize("order", ["bshd", "bhsd"])
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_dropout_and_its_gradients(backend, order):
+    inputs = tensors(order=order)
+    with sdpa.active(unsupported="error"):
+        both = [with_dropout(backend, inputs) for _ in range(2)]  # the second by prepared launches
+        actual = [with_gradients(out, inputs, None) for out, _ in both]
+    both_served(backend)
+    assert not torch.equal(both[0][1], both[1][1])
+    mask = "mem_efficient" if backend == "efficient" else "flash"
+    for found, (_, state) in zip(actual, both, strict=True):
+        exact, plain = (
+            with_gradients(
+                reference.attention(
+                    *(x.transpose(1, 2) for x in leaves),
+                    64**-0.5,
+                    reference.Features(dropout=mask),
+                    reference.ScoreInputs(dropout_p=0.3, rng_state=state),
+                    compute_dtype=dtype,
+                )[0].transpose(1, 2),
+                leaves,
+                None,
+            )
+            for dtype in (torch.float64, BF16)
+            for leaves in [[x.detach().to(dtype).requires_grad_() for x in inputs]]
+        )
+        for name, value in found.items():
+            factor = 2.0 if name == "out" else GRADIENT
+            check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+
+
+@pytest.mark.parametrize("end", ["removed", "others", "rng"])
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_a_backward_after_the_end(backend, end):
+    """PyTorch's memory-efficient kernel would read the seed, which lies on the GPU, on the host."""
+    inputs = tensors(128, 128, order="bhsd")
+    mask = torch.zeros(2, 4, 128, 128, device="cuda", dtype=BF16) if backend == "efficient" else None
+    torch.manual_seed(5)
+    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
+        wanted = results(inputs, mask, dropout_p=0.25)
+    torch.manual_seed(5)
+    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
+        out = scaled_dot_product_attention(*inputs, attn_mask=mask, dropout_p=0.25)
+    if end == "others":
+        sdpa.activate(backends=[name for name in BACKENDS if name != backend])
+    elif end == "rng":
+        sdpa.activate(rng="torch")
+    found = with_gradients(out, inputs, mask)
+    torch.cuda.synchronize()
+    assert torch.equal(found["out"], wanted["out"])
+    for name in ("dq", "dk", "dv"):  # dq is added up in any order; flash attention's may be PyTorch's
+        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_backward_of_pytorchs_forward_with_dropout(backend):
+    """The forward comes before the activation."""
+    inputs = tensors(128, 128, order="bhsd")
+    found = []
+    for active in (False, True):
+        torch.manual_seed(5)
+        with sdpa_kernel(BACKENDS[backend]):
+            out = scaled_dot_product_attention(*inputs, dropout_p=0.25)
+        with sdpa.active() if active else contextlib.nullcontext():
+            found.append(with_gradients(out, inputs, None))
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0.05, atol=0.02)
+
+
+def test_dropout_by_default_is_served():
+    """As a training calls it, whichever backend PyTorch chooses."""
+    inputs = tensors(333, order="bhsd")
+    with sdpa.active():
+        for _ in range(3):
+            results(inputs, dropout_p=0.1, is_causal=True)
+    assert sdpa.served.total() == 6 and not [reason for _, reason in sdpa.served if reason]
+
+
+def test_saved_tensors_on_the_cpu_keep_whose_a_mask_is():
+    inputs = tensors(128, 128, order="bhsd")
+    with sdpa.active(unsupported="error"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        torch.manual_seed(5)
+        wanted = results(inputs, dropout_p=0.25)
+        torch.manual_seed(5)
+        with torch.autograd.graph.save_on_cpu():
+            found = results(inputs, dropout_p=0.25)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=0.02)
+
+
+def test_threads_call_while_another_turns_it_on_and_off():
+    inputs, stop = tensors(128, 128, order="bhsd"), threading.Event()
+    wanted = results(inputs)
+
+    def call():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                for name, value in results(inputs).items():
+                    torch.testing.assert_close(value, wanted[name], rtol=0.05, atol=0.02)
+
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(call) for _ in range(3)]
+        for i in range(300):
+            with sdpa.active(direct=i % 8 == 7):
+                results(inputs)
+        stop.set()
+        for each in calls:
+            each.result()
+
+
+RUN = """if True:
+    import os
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("ONLY", "0")
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    assert not torch.cuda.is_initialized()
+    child = os.fork()
+    q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    encoder = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, device="cuda", dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        scaled_dot_product_attention(q, q, q)
+        encoder(q[0])
+    torch.cuda.synchronize()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        os._exit(0)
+"""
+
+
+def test_a_program_that_is_run(tmp_path):
+    """It starts CUDA itself, after it has chosen a GPU and forked."""
+    path, results = tmp_path / "program.py", tmp_path / "out.json"
+    path.write_text(RUN)
+    command = [sys.executable, "-m", "cute_attn", "run", "--shadow", "1", "--json", str(results), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(results.read_text())["rows"]
+    assert sum(row["calls"] for row in rows) == 2 and {row["reason"] for row in rows} == {None}
+    assert all(row["gain"].startswith(("nothing: PyTorch's is", *"0123456789")) for row in rows)
 
 
 REPEATED = {"flash": {"is_causal": True}, "efficient": {"scale": 0.2}, "cudnn": {}}
@@ -317,7 +486,7 @@ def test_a_compiled_function_in_cuda_graphs(backend):
             torch.testing.assert_close(compiled(q, k, v), wanted)
 
 
-@pytest.mark.parametrize("backend", ["flash", "efficient"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_dropout(backend):
     torch.compiler.reset()
     inputs = tensors(order="bhsd")

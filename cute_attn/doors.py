@@ -1,0 +1,55 @@
+"""What all drop-ins share: how many calls came in by each, and who watches them."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Served(Counter[tuple[str, str]]):
+    """Counts that threads add to at the same time.
+
+    Keys are (door, "" or why no kernel of this package ran). A door is an operator of PyTorch's by its name, or a
+    function of ours, ``transformers.attention_forward`` or ``flash_attn.flash_attn_func`` and its siblings, whose calls
+    in compiled code are not counted.
+    """
+
+    def add(self, door: str, reason: str = "") -> None:
+        """One more call."""
+        with _lock:
+            self[door, reason] += 1
+
+
+_lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+
+
+served = Served()
+"""The calls of this process."""
+
+observer: Callable[..., Any] | None = None
+"""Of :mod:`cute_attn.sdpa.observe`, while it watches: how PyTorch's operators are called."""
+
+watcher: Callable[[str, dict[str, Any], str], None] | None = None
+"""The same of all other doors: takes the door, its arguments by name and why no kernel ran, or ""."""
+
+
+def note(door: str, given: dict[str, Any]) -> None:
+    """Count a call of one of our functions, but in compiled code. given: its arguments, query among them."""
+    if torch.compiler.is_compiling():
+        return
+    query = given["query"]
+    reason = "" if query.is_cuda else f"query is on {query.device}, where the reference computes it"
+    served.add(door, reason)
+    if watcher is not None:
+        watcher(door, given, reason)

@@ -1,0 +1,190 @@
+"""PyTorch's operators overridden in its dispatcher, once and for the life of the process.
+
+A registration is never taken back: another thread may be inside, and the dispatcher would free what that thread runs.
+So each override asks at every call by which options it serves. By none it calls PyTorch's kernel, which costs a hop
+through Python, unless it is the backward of a forward that drew its dropout mask here.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import doors
+from cute_attn.sdpa import direct, repeated
+from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
+from cute_attn.sdpa_options import Options
+
+
+class Override:
+    """One of PyTorch's operators under one key of the dispatcher.
+
+    Attributes:
+        name: PyTorch's.
+        implementation: of ``OPERATORS``.
+        stock: PyTorch's kernel, or None where this build has none.
+        state: of a backward the place of its dropout state's seed among the arguments, or None.
+        options: by which calls are served, or None.
+    """
+
+    __slots__ = ("implementation", "name", "options", "state", "stock")
+
+    def __init__(self, name: str, implementation: Callable[..., tuple | Tensor | str], stock: Any) -> None:
+        """Arguments: as above."""
+        self.name, self.implementation, self.stock = name, implementation, stock
+        self.state = STATES.get(name)
+        self.options: Options | None = None
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
+        """As the dispatcher calls it."""
+        options, stock = self.options, self.stock
+        if options is None or _inside.pytorch:
+            if self.state is not None and drawn_here(args[self.state]):
+                options = options or _DEFAULT
+            elif stock is not None:
+                return stock.call_boxed(keyset, *args, **kwargs)
+            elif options is None:
+                raise NotImplementedError(f"aten::{self.name} has no kernel of PyTorch's for these tensors")
+        observer = doors.observer
+        if observer is None:
+            found = self.implementation(options, *args, **kwargs)
+        else:
+            pytorch = None if stock is None else functools.partial(_call_pytorch, stock, keyset)
+            found = observer(self.name, self.implementation, options, pytorch, args, kwargs)
+        if not isinstance(found, str):
+            doors.served.add(self.name)
+            return found
+        doors.served.add(self.name, found)
+        if stock is None or options.unsupported == "error":
+            from cute_attn.registry import Unsupported
+
+            raise Unsupported(f"aten::{self.name} is not served: {found}")
+        return _call_pytorch(stock, keyset, *args, **kwargs)
+
+
+_DEFAULT = Options()
+
+
+class _Inside(threading.local):
+    """Of a thread: whether one of PyTorch's kernels runs. Its flash operator calls another one that is overridden."""
+
+    pytorch = False
+
+
+_inside = _Inside()
+
+
+def _call_pytorch(stock: Any, keyset: Any, *args: Any, **kwargs: Any) -> tuple | Tensor:
+    """PyTorch's kernel, with PyTorch's below it."""
+    _inside.pytorch = True
+    try:
+        return stock.call_boxed(keyset, *args, **kwargs)
+    finally:
+        _inside.pytorch = False
+
+
+# ---- registered once ----
+
+_libraries: dict[str, torch.library.Library] = {}
+_overrides: dict[str, dict[str, Override]] = {}
+_composites: set[str] = set()
+_registering = threading.RLock()
+
+
+def overrides(key: str) -> dict[str, Override]:
+    """By name, for a key of the dispatcher; the first call registers them."""
+    with _registering:
+        if key not in _overrides:
+            library = _libraries[key] = torch.library.Library("aten", "IMPL")
+            made = {}
+            for operators in OPERATORS.values():
+                for name, implementation in operators.items():
+                    if hasattr(torch.ops.aten, name):
+                        made[name] = Override(name, implementation, _stock_kernel(name, key))
+                        _register(library, name, made[name], key)
+            _overrides[key] = made
+        return _overrides[key]
+
+
+def _override_composite(key: str) -> None:
+    """Let ``aten::scaled_dot_product_attention`` itself serve repeated calls under ``key``.
+
+    Above autograd alone: with a kernel below it the operator would no longer be a composite one to exports.
+    """
+    with _registering:
+        if key in _composites:
+            return
+        _composites.add(key)
+        above = f"Autograd{key}"
+        stock = torch.library.get_kernel(f"aten::{direct.NAME}", above)
+        run = repeated.override(stock.call_boxed, key.lower())
+        _register(_libraries[key], direct.NAME, run, above)
+        # Let the dispatcher of tracers, which is Python's, look again for that operator's kernel.
+        operator = torch.ops.aten.scaled_dot_product_attention.default
+        operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
+
+
+def _register(library: torch.library.Library, name: str, run: Callable[..., Any], key: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"[\s\S]*Overriding a previously registered kernel")
+        library.impl(name, run, key, with_keyset=True, allow_override=True)
+
+
+def _stock_kernel(name: str, key: str) -> Any:
+    """PyTorch's kernel, or None where this build has none."""
+    try:
+        return torch.library.get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+        return None
+
+
+# ---- on and off ----
+
+_serving: dict[str, "Activation"] = {}
+
+
+def serving(key: str = "CUDA") -> "Activation | None":
+    """The activation under a key of the dispatcher."""
+    return _serving.get(key)
+
+
+class Activation:
+    """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation.
+
+    Attributes:
+        options: of :func:`cute_attn.sdpa.activate`.
+        key: the dispatcher's.
+    """
+
+    def __init__(self, options: Options, key: str = "CUDA") -> None:
+        """Serve the operators of the options' backends."""
+        self.options = options
+        self.key = key
+        own = overrides(key)
+        with _registering:
+            for backend, operators in OPERATORS.items():
+                for name in operators.keys() & own.keys():
+                    own[name].options = options if backend in options.backends else None
+            _serving[key] = self
+            if not options.direct:
+                _override_composite(key)
+            repeated.start(options, key.lower())
+            if options.direct:
+                direct.install()
+            else:
+                direct.remove()
+
+    def remove(self) -> None:
+        """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
+        with _registering:
+            if _serving.get(self.key) is not self:
+                return
+            del _serving[self.key]
+            for one in overrides(self.key).values():
+                one.options = None
+            repeated.stop()
+            direct.remove()

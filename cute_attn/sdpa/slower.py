@@ -1,0 +1,64 @@
+"""Calls that PyTorch's kernels compute faster than those here, each beside what was measured.
+
+Kernels support them; a drop-in leaves them to PyTorch until they gain. ``python -m bench.drop_ins`` measures every row
+again, with and without it: a row whose calls have become faster goes, another range is a number in its condition.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cute_attn.sdpa.calls import Call
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls of one kind.
+
+    Attributes:
+        kind: what they are, as a program's author would say.
+        applies: whether a call is one, by its metadata.
+        pytorch_ms, ours_ms: of all attention of the program that was measured.
+        measured: which program, and on what.
+    """
+
+    kind: str
+    applies: "Callable[[Call], bool]"
+    pytorch_ms: float
+    ours_ms: float
+    measured: str
+
+    @property
+    def reason(self) -> str:
+        """Why such a call is PyTorch's, as one sentence."""
+        return (
+            f"PyTorch's kernel is faster for {self.kind}: {self.pytorch_ms:.1f} ms, here {self.ours_ms:.1f} ms "
+            f"({self.measured}); accepted: other calls"
+        )
+
+
+MASKED_QUERIES = 1
+"""Up to so many queries with a mask are PyTorch's."""
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "one query with a mask",
+        lambda call: call.bias is not None and call.longest[0] <= MASKED_QUERIES,
+        pytorch_ms=12.0,
+        ours_ms=19.9,
+        measured="gpt-fast's static cache, H200",
+    ),
+    Row(
+        "head dim 72 under cuDNN",
+        lambda call: call.backend == "cudnn" and call.q[-1] == call.v[-1] == 72 and call.target == "sm90",
+        pytorch_ms=19.3,
+        ours_ms=21.1,
+        measured="DiT, inference, H200",
+    ),
+)
+
+
+def faster_by_pytorch(call: "Call") -> str | None:
+    """Why PyTorch computes a call that kernels support; None where they gain."""
+    return next((row.reason for row in ROWS if row.applies(call)), None)

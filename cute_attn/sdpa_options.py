@@ -1,0 +1,29 @@
+"""Arguments of :func:`cute_attn.sdpa.activate`, which commands check before anything loads torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BACKENDS = ("flash", "efficient", "cudnn")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of :func:`cute_attn.sdpa.activate`."""
+
+    backends: Sequence[str] = BACKENDS
+    unsupported: str = "fall_back"
+    rng: str = "ours"
+    direct: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is not accepted."""
+        if isinstance(self.backends, str) or not set(self.backends) <= set(BACKENDS):
+            raise ValueError(
+                f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
+            )
+        choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch"), "direct": (False, True)}
+        for name, accepted in choices.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
+                )
