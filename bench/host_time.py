@@ -4,9 +4,10 @@
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
 Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
-many short runs: of the forward alone, and of a forward and a backward of q, k and v. Each row of PyTorch's
-scaled_dot_product_attention comes three times, by PyTorch's kernels and with cute_attn.sdpa active, without and with
-``direct``, whose runs alternate: a busy host slows all. Where it is busy the least is the figure to read.
+many short runs: of the forward alone, and of a forward and a backward of q, k and v. PyTorch's
+scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes three times:
+with cute_attn.sdpa active, without and with ``direct``, and after ``restore()``. Their runs alternate, since a busy
+host slows all; where it is busy the least is the figure to read.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def rows() -> dict[str, Callable[[bool], Any]]:
 
 
 def sdpa_rows() -> list[list[Row]]:
-    """Calls of scaled_dot_product_attention: for each backend PyTorch's, ours, and ours directly."""
+    """Calls of scaled_dot_product_attention: PyTorch's of each backend, then of each ours, directly, and afterwards."""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -114,22 +115,26 @@ def sdpa_rows() -> list[list[Row]]:
         with sdpa.active(unsupported="error", direct=direct), sdpa_kernel(backend):
             yield
 
+    stock: list[Row] = []
+
     def group(name: str, backend: SDPBackend, **options: Any) -> list[Row]:
         def call(gradients: bool) -> Any:
             return F.scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
 
+        stock.append(Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)))
         return [
-            Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)),
             Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend, False)),
             Row(f"{name}, direct", call, functools.partial(ours, backend, True)),
+            Row(f"{name}, restored", call, functools.partial(sdpa_kernel, backend)),
         ]
 
-    return [
+    groups = [
         group("SDPA flash", SDPBackend.FLASH_ATTENTION, is_causal=True),
         group("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION, is_causal=True),
         group("SDPA efficient, bias", SDPBackend.EFFICIENT_ATTENTION, attn_mask=bias),
         group("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION, is_causal=True),
     ]
+    return [stock, *groups]
 
 
 def _step(call: Callable[[bool], Any]) -> None:
