@@ -373,9 +373,9 @@ def test_unkind_inputs(dtype, head_dim, arch, inputs, peer, table):
     A key of probability 1 has no gradient; the memory-efficient kernel's is 0 there, if P of its score is exactly 1.
     Keys that are all equal leave no gradient of q but the rounding of O, from which D is computed, and of dS.
 
-    dV of large scores is compared with the memory-efficient kernel's alone: FlashAttention-2's backward rounds scaled
-    scores by themselves, as its LSE was, so that P of a single key is 1 where the scale is a power of two. That takes an
-    instruction more for each score; without it P errs by LSE's last digit, 4.3 times as much in dV.
+    dV of large scores is compared with the memory-efficient kernel's alone. FlashAttention-2's backward rounds scaled
+    scores by themselves, as its LSE was, so that P of a single key is 1 where the scale is a power of two: another
+    instruction for each score. Without it P errs by the last digit of LSE, and dV 4.3 times as much.
     """
     setting = Setting(case_of(dtype, head_dim, UNKIND_SEQLEN), inputs, peer=peer)
     found = list(ratios(setting, arch, floor=FLOOR))
