@@ -282,6 +282,20 @@ def test_kernels_are_not_stored_where_others_may_write(fresh_cache):
     assert [path.name for path in fresh_cache.iterdir()] == ["other"]
 
 
+def without_room(put):
+    """``put`` while this process may write nothing to files; its log may be one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def failing(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            put(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return failing
+
+
 @pytest.fixture(params=["it cannot be made", "no home", "the disk is full", "read-only without this kernel"])
 def unwritable(request, fresh_cache, monkeypatch):
     """A cache that nothing can be stored in; what a warning says of it."""
@@ -302,10 +316,8 @@ def unwritable(request, fresh_cache, monkeypatch):
         monkeypatch.setattr(pwd, "getpwuid", nobody)
         yield "HOME is not set and user .* has no home.*; accepted: a folder as CUTE_ATTN_CACHE_DIR"
     elif request.param == "the disk is full":
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        monkeypatch.setattr(DiskCache, "put", without_room(DiskCache.put))
         yield "cannot be written .File too large."
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     else:
         DiskCache(fresh_cache).put(entry("another"))
         (fresh_cache / "locks").write_text("so that no lock can be made")
