@@ -88,7 +88,18 @@ def _register_need(traits: Traits) -> str:
         return "high"
     if traits.bias or traits.epilogues or (traits.dropout and modified):
         return "medium"
-    return "low" if traits.dropout or modified else "none"
+    if traits.dropout:
+        return "dropout"
+    return "low" if modified else "none"
+
+
+def _row(
+    table: dict[str, list[ForwardSm80Tile]], need: str, others: list[ForwardSm80Tile] | None = None
+) -> list[ForwardSm80Tile]:
+    """A table's tiles for a need; ``others``: in place of "none", for needs that are not listed."""
+    if need == "dropout" and need not in table:
+        need = "low"
+    return table.get(need, table["none"] if others is None else others)
 
 
 def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
@@ -96,8 +107,9 @@ def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: 
 
 
 # Largest head_dim_v -> ``_register_need`` -> tiles, best first; the first that fits the traits and the target is the
-# default. A need that is not listed takes "none". Fastest on an H200 of those that spill on no target: 32 queries a
-# warp read K and V from shared memory half as often as 16, and two stages save a barrier. bench/notes.md has others.
+# default. A need that is not listed takes "none", and dropout "low" before it. Fastest on an H200 of those that do not
+# spill on any target: 32 queries a warp read K and V from shared memory half as often as 16, and two stages save a
+# barrier. bench/notes.md has others.
 _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     32: {
         "none": [_tile(128, 128, 4, 2)],
@@ -122,7 +134,7 @@ _TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
     },
     128: {
         "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
-        "low": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=1)],
+        "dropout": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 32, 4, 2, qk_unroll=4)],
         "medium": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
         "high": [_tile(128, 32, 4, 2, qk_unroll=4)],
         "highest": [_tile(64, 64, 4, 1)],
@@ -278,7 +290,7 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     if single:
         preferred = table["none"] if need == "none" else table.get("high", table["none"])
         return [*preferred, *_FIT_ALWAYS_FP32]
-    return [*table.get(need, table["none"]), *table["highest"], *_FIT_ALWAYS]
+    return [*_row(table, need), *table["highest"], *_FIT_ALWAYS]
 
 
 def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
@@ -288,5 +300,5 @@ def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
         return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
     dim = next(dim for dim in _UNALIGNED if traits.head_dim_v <= dim)
     table = _TILES[dim]
-    own = [_UNALIGNED[dim]] if need == "none" else table.get(need, [_UNALIGNED[dim]])
+    own = [_UNALIGNED[dim]] if need == "none" else _row(table, need, [_UNALIGNED[dim]])
     return [*own, *table["highest"], *_FIT_ALWAYS]
