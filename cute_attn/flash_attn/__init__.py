@@ -1,21 +1,41 @@
-"""FlashAttention-2's functions, with its signatures and conventions, on the kernels of this package.
+"""FlashAttention's functions, with its signatures and conventions, on the kernels of this package.
 
-    from cute_attn.flash_attn import flash_attn_func       instead of  from flash_attn import flash_attn_func
-    cute_attn.flash_attn.install()                         where code that imports flash_attn cannot be edited
+    from cute_attn.flash_attn import flash_attn_func                   FlashAttention-2's, instead of  from flash_attn
+    from cute_attn.flash_attn.flash_attn_3 import flash_attn_func      FlashAttention-3's, of flash_attn_interface
+    cute_attn.flash_attn.install()                                     where code that imports those cannot be edited
 
-Submodules have the names of FlashAttention-2's. Source of names, arguments and conventions: Dao-AILab/flash-attention
-2.8, whose kernels take fp16 and bf16 on CUDA; here CPU tensors of any float dtype are computed too, by
-:mod:`cute_attn.reference`.
+Source of names, arguments and conventions: Dao-AILab/flash-attention, 2.8 and hopper/ of 2026-08, whose kernels take
+fp16 and bf16 on CUDA; here fp32 on CUDA, and CPU tensors of any float dtype, by :mod:`cute_attn.reference`, as well.
+
+:func:`install` gives the names that other libraries import and that mean attention; :data:`MODULES` has them. Not among
+them, so that importing one raises ModuleNotFoundError, which libraries take for an older FlashAttention:
+
+    flash_attn.modules, .models            layers and models with projections, norms and weights of their own
+    flash_attn.ops.fused_dense, .layer_norm, .rms_norm, .activations, .losses    no attention
+    flash_attn.utils.*                     for generation and tests of those models
+    flash_attn.cute                        FlashAttention-4's; its functions take mask and score programs of its own
+    flash_attn.flash_attn_triton, .flash_blocksparse_*    superseded; FlashAttention itself keeps them for old code
+    flash_attn_2_cuda.fwd_kvcache          flash_attn_with_kvcache is the only function that calls it
+    hopper, flashattn_hopper, vllm.vllm_flash_attn        copies of FlashAttention under names of their owners
 """
 
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 from cute_attn.doors import served
-from cute_attn.flash_attn import bert_padding, distribution, flash_attn_interface
+from cute_attn.flash_attn import (
+    bert_padding,
+    distribution,
+    extension,
+    flash_attn_3,
+    flash_attn_interface,
+    rotary,
+)
 from cute_attn.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -40,50 +60,104 @@ __all__ = [
     "install",
     "served",
 ]
-FUNCTIONS = [name for name in __all__ if name not in ("install", "served")]
-"""FlashAttention-2's."""
-
-_NAME = "flash_attn"
 
 
-def install() -> None:
-    """Let ``import flash_attn`` in this process give this package, where no ``flash_attn`` is installed.
+class _Module(NamedTuple):
+    """What a module of :func:`install` has: names of ``source``; a package has submodules."""
 
-    ``flash_attn.flash_attn_interface`` and ``flash_attn.bert_padding`` come with it; other submodules do not exist.
-    ``importlib.metadata`` finds flash-attn of version ``__version__``. Libraries such as transformers ask once whether
-    there is a flash_attn: call this before they are imported. A second call changes nothing.
+    source: ModuleType | None = None
+    names: Sequence[str] = ()
+    is_package: bool = False
+
+
+_ROTARY = [name for name in rotary.__all__ if name != "apply_rotary"]
+
+MODULES: dict[int, dict[str, _Module]] = {
+    2: {
+        "flash_attn": _Module(
+            flash_attn_interface, [n for n in __all__ if n not in ("install", "served")], is_package=True
+        ),
+        "flash_attn.flash_attn_interface": _Module(flash_attn_interface, flash_attn_interface.__all__),
+        "flash_attn.bert_padding": _Module(bert_padding, bert_padding.__all__),
+        "flash_attn.layers": _Module(is_package=True),
+        "flash_attn.layers.rotary": _Module(rotary, _ROTARY),
+        "flash_attn.ops": _Module(is_package=True),
+        "flash_attn.ops.triton": _Module(is_package=True),
+        "flash_attn.ops.triton.rotary": _Module(rotary, ["apply_rotary"]),
+        "flash_attn_2_cuda": _Module(extension, extension.__all__),
+    },
+    3: {
+        "flash_attn_interface": _Module(flash_attn_3, flash_attn_3.__all__),
+        "flash_attn_3": _Module(is_package=True),
+        "flash_attn_3.flash_attn_interface": _Module(flash_attn_3, flash_attn_3.__all__),
+    },
+}
+"""The modules of FlashAttention-2 and -3 that :func:`install` makes."""
+
+VERSIONS = {2: __version__, 3: "3.0.0"}
+_DISTRIBUTIONS = {2: "flash-attn", 3: "flash-attn-3"}
+
+
+def install(versions: Sequence[int] = (2, 3)) -> None:
+    """Let ``import flash_attn`` and ``import flash_attn_interface`` in this process give this package.
+
+    :data:`MODULES` has the modules and their names; other submodules do not exist. ``importlib.metadata`` finds
+    flash-attn, and flash-attn-3, of :data:`VERSIONS`. Libraries such as transformers ask once whether there is a
+    flash_attn: call this before they are imported. A second call changes nothing.
+
+    Parameters
+    ----------
+    versions : sequence of {2, 3}
+        FlashAttention-2 is ``flash_attn``, FlashAttention-3 ``flash_attn_interface`` and ``flash_attn_3``. Libraries
+        that find both mostly take the latter.
 
     Raises
     ------
     ValueError
-        A ``flash_attn`` is installed.
+        One of these modules is installed.
     """
-    present = sys.modules.get(_NAME)
-    if present is not None and getattr(present, "flash_attn_func", None) is flash_attn_func:
-        return
-    if find_spec(_NAME) is not None:
-        raise ValueError(f"flash_attn {_installed_version()} is installed; accepted: install() where none is")
-    package = _module(_NAME, sys.modules[__name__], FUNCTIONS)
-    package.__path__ = []  # a file found here would be imported a second time, under another name
-    package.__version__ = __version__  # type: ignore[attr-defined]
-    for submodule in (flash_attn_interface, bert_padding):
-        name = submodule.__name__.rpartition(".")[2]
-        setattr(package, name, _module(f"{_NAME}.{name}", submodule, submodule.__all__))
-        sys.modules[f"{_NAME}.{name}"] = getattr(package, name)
-    sys.modules[_NAME] = package
-    distribution.announce(__version__)
+    if not versions or not set(versions) <= set(MODULES):
+        raise ValueError(f"versions is {versions!r}; accepted: some of {', '.join(map(str, MODULES))}")
+    wanted = [number for number in MODULES if number in versions and not _is_ours(number)]
+    for number in wanted:
+        for name in _top_level(number):
+            if name in sys.modules or find_spec(name) is not None:
+                raise ValueError(
+                    f"{name} {_installed_version(number)} is installed; accepted: install() where none is, or other "
+                    "versions alone"
+                )
+    for number in wanted:
+        for name, module in MODULES[number].items():
+            sys.modules[name] = _made(name, module, VERSIONS[number])
+        distribution.announce(_DISTRIBUTIONS[number], VERSIONS[number], _top_level(number))
 
 
-def _module(name: str, source: ModuleType, public: list[str]) -> ModuleType:
-    """A module of that name with the public names of ``source``; ``find_spec`` finds its spec."""
-    module = ModuleType(name, source.__doc__)
-    module.__spec__ = ModuleSpec(name, None, is_package=name == _NAME)
-    vars(module).update({each: getattr(source, each) for each in public})
-    return module
+def _top_level(number: int) -> list[str]:
+    return [name for name in MODULES[number] if "." not in name]
 
 
-def _installed_version() -> str:
+def _is_ours(number: int) -> bool:
+    """Whether the modules of that FlashAttention are those of an earlier call."""
+    return all(getattr(sys.modules.get(name), "__made_by__", None) == __name__ for name in MODULES[number])
+
+
+def _made(name: str, module: _Module, of_version: str) -> ModuleType:
+    """The module, as an attribute of its package; ``find_spec`` finds its spec."""
+    made = ModuleType(name, None if module.source is None else module.source.__doc__)
+    made.__spec__ = ModuleSpec(name, None, is_package=module.is_package)
+    vars(made).update({each: getattr(module.source, each) for each in module.names}, __made_by__=__name__)
+    if module.is_package:
+        made.__path__ = []  # a file found here would be imported a second time, under another name
+    package, _, own = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], own, made)
+    else:
+        vars(made)["__version__"] = of_version
+    return made
+
+
+def _installed_version(number: int) -> str:
     try:
-        return version(_NAME)
+        return version(_DISTRIBUTIONS[number])
     except PackageNotFoundError:  # imported from a folder, or only a part such as flash_attn.cute
         return "of unknown version"

@@ -10,16 +10,14 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
 
-_NAME = "flash-attn"
-
 
 class _FlashAttention(Distribution):
-    """The distribution of that name."""
+    """A distribution of that name."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
         self._files = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {version}\nSummary: cute_attn's functions\n",
-            "top_level.txt": "flash_attn\n",
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: cute_attn's functions\n",
+            "top_level.txt": "".join(f"{module}\n" for module in modules),
         }
 
     def read_text(self, filename: Any) -> str | None:
@@ -32,19 +30,23 @@ class _FlashAttention(Distribution):
 class _Finder:
     """Finds that distribution, and no module."""
 
-    def __init__(self, version: str) -> None:
-        self._distribution = _FlashAttention(version)
+    def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
+        self.name = name
+        self._distribution = _FlashAttention(name, version, modules)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """No module."""
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
         """The distribution, where ``context`` asks for its name or for all."""
-        asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == _NAME
+        asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == self.name
         return [self._distribution] if asked else []
 
 
-def announce(version: str) -> None:
-    """Let ``importlib.metadata`` find flash-attn of that version; a second call changes nothing."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder(version))
+def announce(name: str, version: str, modules: Iterable[str]) -> None:
+    """Let ``importlib.metadata`` find a distribution with these top-level modules; a second call changes nothing.
+
+    name: with hyphens, as ``flash-attn``.
+    """
+    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.append(_Finder(name, version, modules))

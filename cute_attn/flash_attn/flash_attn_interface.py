@@ -20,24 +20,46 @@ negative where dropout drops an element, and without dropout a tensor of size 0.
 Beyond FlashAttention-2: softcap and dropout together, gradients through softmax_lse, v with another head_dim. Its
 kernels leave a constant of each row out of softmax_lse under ALiBi with causal; here it is in, as its documentation
 defines scores.
+
+Private names, which libraries for long sequences import, are those of :mod:`~cute_attn.flash_attn.operators`.
 """
 
-import math
-import operator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from cute_attn import doors
-from cute_attn.head_dims import whole_head_dim
-from cute_attn.interface import attention, attention_varlen, number
-from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.packed import unbind
-from cute_attn.params import check_dense, check_starts
+from cute_attn.flash_attn import extension as flash_attn_gpu
+from cute_attn.flash_attn.conventions import (
+    Scores,
+    attend_cache,
+    attend_pages,
+    check_tensors,
+    note,
+    plus_infinity,
+    probability,
+    unpack,
+    whole_number,
+)
+from cute_attn.flash_attn.operators import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from cute_attn.head_dims import cut_head_dim, whole_head_dim
+from cute_attn.interface import attention, attention_varlen
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
     "flash_attn_func",
+    "flash_attn_gpu",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
@@ -47,6 +69,12 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, ...]
+
+# The operators by which FlashAttention-2's autograd functions call its extension, and what wraps them for compilers.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def flash_attn_func(
@@ -69,9 +97,8 @@ def flash_attn_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     return _attend((q, k, v), None, options)
 
 
@@ -94,10 +121,9 @@ def flash_attn_kvpacked_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _attend((q, *_unpack("kv", kv, 5, 2)), None, options)
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
+    return _attend((q, *unpack("kv", kv, 5, 2)), None, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -118,10 +144,9 @@ def flash_attn_qkvpacked_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _attend(_unpack("qkv", qkv, 5, 3), None, options)
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
+    return _attend(unpack("qkv", qkv, 5, 3), None, options)
 
 
 def flash_attn_varlen_func(
@@ -160,9 +185,8 @@ def flash_attn_varlen_func(
         As :func:`cute_attn.attention_varlen`, or with a block_table as
         :func:`cute_attn.kvcache.attention_with_kvcache`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
         return _attend_pages((q, k, v), lengths, block_table, options)
@@ -192,11 +216,10 @@ def flash_attn_varlen_kvpacked_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention_varlen`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend((q, *_unpack("kv", kv, 4, 2)), lengths, options)
+    return _attend((q, *unpack("kv", kv, 4, 2)), lengths, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -219,10 +242,9 @@ def flash_attn_varlen_qkvpacked_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention_varlen`.
     """
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _attend(_unpack("qkv", qkv, 4, 3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
+    return _attend(unpack("qkv", qkv, 4, 3), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
 
 
 def flash_attn_with_kvcache(
@@ -247,6 +269,9 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Result:
     """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
+
+    With a head_dim that is no multiple of 8 each call copies the whole cache, padded, and back where k and v are
+    given, as FlashAttention-2 does: a cache of the next multiple, with zeros, spares that.
 
     Parameters
     ----------
@@ -280,147 +305,70 @@ def flash_attn_with_kvcache(
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`cute_attn.kvcache.attention_with_kvcache`.
     """
-    found = attention_with_kvcache(
-        _contiguous(q),
+    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, lse = attend_cache(
+        q,
         k_cache,
         v_cache,
+        scores,
+        k=k,
+        v=v,
         cache_seqlens=cache_seqlens,
-        k=_contiguous(k),
-        v=_contiguous(v),
         page_table=block_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        softmax_scale=softmax_scale,
-        causal=bool(causal),
-        window=_window(window_size, causal),
-        softcap=max(number("softcap", softcap), 0.0),
-        alibi_slopes=alibi_slopes,
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
-    given = {"query": q, "key": k_cache, "value": v_cache, "is_causal": causal, "block_table": block_table}
-    doors.note("flash_attn.flash_attn_with_kvcache", given)
-    return found if isinstance(found, Tensor) else (found[0], _infinite(found[1]))
-
-
-def _contiguous(x: Any) -> Any:
-    """``x``, copied where its last dimension is not contiguous."""
-    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
-
-
-def _infinite(lse: Tensor) -> Tensor:
-    """lse with +inf where a query sees no key."""
-    return lse.nan_to_num(math.nan, math.inf, math.inf)
+    note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
+    return out if lse is None else (out, plus_infinity(lse))
 
 
 class _Options(NamedTuple):
-    """The arguments that all functions share."""
+    """The arguments that all functions but the last share."""
 
+    scores: Scores
     dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
     deterministic: bool
     return_attn_probs: bool
 
 
-def _unpack(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """The parts of qkv or kv."""
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name} is a {type(packed).__name__}; accepted: a torch.Tensor")
-    if packed.dim() != dims or packed.shape[-3] != parts:
-        rows = "batch, seqlen" if dims == 5 else "total"
-        raise ValueError(
-            f"{name} has shape {tuple(packed.shape)}; accepted: ({rows}, {parts}, nheads, head_dim)"
-        )
-    return unbind(packed)
-
-
 def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:
     """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
-    for name, x in zip("qkv", tensors, strict=True):
-        if not isinstance(x, Tensor) or x.is_nested:
-            check_dense(name, x)
-    q, _, v = tensors
-    scale, slopes, probs = options.softmax_scale, options.alibi_slopes, options.return_attn_probs
-    if scale is None and q.dim() and q.shape[-1]:
-        scale = q.shape[-1] ** -0.5
-    dropout = number("dropout_p", options.dropout_p) > 0
-    arguments: dict[str, Any] = {
-        "softmax_scale": scale,
-        "causal": bool(options.causal),
-        "window": _window(options.window_size, options.causal),
-        "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
-        "softcap": max(number("softcap", options.softcap), 0.0),
-        "dropout_p": options.dropout_p,
+    q, k, v = tensors
+    check_tensors(q=q, k=k, v=v)
+    dropout_p, probs = probability(options.dropout_p), options.return_attn_probs
+    arguments = options.scores.arguments(q) | {
+        "dropout_p": dropout_p,
         "deterministic": bool(options.deterministic),
         "return_lse": probs,
-        "return_softmax": probs and dropout,
+        "return_softmax": bool(probs and dropout_p),
     }
     prepared: Any = tuple(map(whole_head_dim, tensors))
     if lengths is None:
         result: Any = attention(*prepared, **arguments)
     else:
-        result = attention_varlen(*prepared, *lengths[:2], *map(_whole_number, lengths[2:]), **arguments)
+        result = attention_varlen(*prepared, *lengths[:2], *map(whole_number, lengths[2:]), **arguments)
     _note(tensors, lengths, options)
     out, *others = result if probs else (result,)
-    if out.shape[-1] != v.shape[-1]:
-        out = out[..., : v.shape[-1]]
+    out = cut_head_dim(out, v.shape[-1])
     if not probs:
         return out
-    return out, _infinite(others[0]), others[1] if dropout else out.new_empty(0)
+    return out, plus_infinity(others[0]), others[1] if dropout_p else out.new_empty(0)
 
 
 def _attend_pages(
     tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], block_table: Tensor, options: _Options
 ) -> Result:
     """Packed queries, and keys in pages."""
-    if options.dropout_p:
-        raise ValueError(f"dropout_p is {options.dropout_p} with a block_table; accepted: 0")
-    starts_q, starts_k, longest_q, longest_k = lengths
-    for name, x in zip(("q", "k", "v", "block_table"), (*tensors, block_table), strict=True):
-        check_dense(name, x)
-    if block_table.dim() != 2:
-        raise ValueError(
-            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
-        )
-    check_starts("cu_seqlens_k", starts_k)
-    capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
-    if _whole_number(longest_k) > capacity:
-        raise ValueError(
-            f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
-        )
-    scale, dim = options.softmax_scale, tensors[2].shape[-1]
-    if scale is None and tensors[0].dim() and tensors[0].shape[-1]:
-        scale = tensors[0].shape[-1] ** -0.5
-    q, k, v = (whole_head_dim(x.detach()) for x in tensors)
-    found = attention_with_kvcache(
-        q,
-        k,
-        v,
-        cache_seqlens=starts_k.diff(),
-        page_table=block_table,
-        cu_seqlens_q=starts_q,
-        max_seqlen_q=_whole_number(longest_q),
-        softmax_scale=scale,
-        causal=bool(options.causal),
-        window=_window(options.window_size, options.causal),
-        softcap=max(number("softcap", options.softcap), 0.0),
-        alibi_slopes=options.alibi_slopes,
-        return_lse=options.return_attn_probs,
+    out, lse = attend_pages(
+        tensors, lengths, block_table, options.scores, options.dropout_p, options.return_attn_probs
     )
     _note(tensors, lengths, options, block_table)
-    out = found if isinstance(found, Tensor) else found[0]
-    if out.shape[-1] != dim:
-        out = out[..., :dim]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        out = _WithoutBackward.apply(out, *tensors)
-    return out if isinstance(found, Tensor) else (out, _infinite(found[1]), out.new_empty(0))
+    return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
 
 
 def _note(
@@ -430,37 +378,11 @@ def _note(
     block_table: Tensor | None = None,
 ) -> None:
     """Count a call. Arguments: as of :func:`_attend`."""
-    given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
-    given |= {"is_causal": options.causal, "dropout_p": options.dropout_p, "softcap": options.softcap}
-    given |= {"cum_seq_q": lengths and lengths[0], "block_table": block_table}
-    doors.note(f"flash_attn.flash_attn_{'varlen_' if lengths else ''}func", given)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Raises where a gradient is asked for that no kernel computes."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
-        """The same."""
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Raise."""
-        raise NotImplementedError("a gradient of attention with a block_table is asked for; accepted: none")
-
-
-def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """As :func:`cute_attn.attention` takes it; bounds may be numbers of numpy's or a tensor's."""
-    try:
-        left, right = (None if x < 0 else x for x in map(_whole_number, window_size))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"window_size is {window_size!r}; accepted: (left, right), two ints, -1 for no bound"
-        ) from None
-    return left, 0 if causal else right
-
-
-def _whole_number(length: Any) -> Any:
-    """A length that may be a number of numpy's, or a tensor, which waits for the device."""
-    return length if isinstance(length, int | torch.SymInt) else operator.index(length)
+    note(
+        f"flash_attn.flash_attn_{'varlen_' if lengths else ''}func",
+        tensors,
+        options.scores,
+        dropout_p=options.dropout_p,
+        cum_seq_q=lengths and lengths[0],
+        block_table=block_table,
+    )

@@ -579,12 +579,13 @@ def test_rows_and_their_residual():
 
 @pytest.fixture
 def no_flash_attn(monkeypatch):
-    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that it is put back
-        monkeypatch.delitem(sys.modules, name)
+    for modules in package.MODULES.values():
+        for name in modules:
+            monkeypatch.setitem(sys.modules, name, None)  # so that it is put back
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    if find_spec("flash_attn") is not None:
-        pytest.skip("flash_attn is installed")
+    if any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface")):
+        pytest.skip("FlashAttention is installed")
 
 
 def test_install(no_flash_attn):
@@ -601,8 +602,8 @@ def test_install(no_flash_attn):
     assert __version__.startswith("2.")
     for name in ("flash_attn", "flash_attn.bert_padding"):
         assert find_spec(name).name == name
-    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
-        importlib.import_module("flash_attn.layers")
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.modules"):
+        importlib.import_module("flash_attn.modules")
 
 
 def test_install_tells_importlib_metadata(no_flash_attn):
@@ -613,7 +614,7 @@ def test_install_tells_importlib_metadata(no_flash_attn):
     package.install()
     assert metadata.version("flash_attn") == metadata.version("flash-attn") == package.__version__
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
-    assert {x.metadata["Name"] for x in metadata.distributions()} == before | {"flash-attn"}
+    assert {x.metadata["Name"] for x in metadata.distributions()} == before | {"flash-attn", "flash-attn-3"}
     assert metadata.version("torch") == torchs
 
 

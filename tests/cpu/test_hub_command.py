@@ -9,28 +9,48 @@ from typer.testing import CliRunner
 import cute_attn.flash_attn
 from cute_attn import hub_command
 from cute_attn.cli import app
+from cute_attn.flash_attn import flash_attn_3
+
+VARIANTS = [
+    f"{kernel}/build/torch-{backend}"
+    for kernel in ("flash-attn2", "flash-attn3")
+    for backend in ("cpu", "cuda")
+]
+FUNCTIONS = {"flash-attn2": cute_attn.flash_attn, "flash-attn3": flash_attn_3}
 
 
-def test_the_folder_has_flash_attentions_functions(tmp_path):
+def test_the_folders_have_flash_attentions_functions(tmp_path):
     done = CliRunner().invoke(app, ["hub", str(tmp_path / "kernel")])
     assert done.exit_code == 0, done.output
-    assert f"export LOCAL_KERNELS=kernels-community/flash-attn2={tmp_path / 'kernel'}\n" in done.output
-    found = sorted(str(p.relative_to(tmp_path / "kernel")) for p in tmp_path.rglob("*") if p.is_file())
-    variants = [
-        f"build/torch-{backend}/{name}"
-        for backend in ("cpu", "cuda")
-        for name in ("__init__.py", "metadata.json")
-    ]
-    assert found == variants
-    for backend in ("cpu", "cuda"):
-        folder = tmp_path / "kernel" / "build" / f"torch-{backend}"
+    where = tmp_path / "kernel"
+    repositories = {
+        "kernels-community/flash-attn2": where / "flash-attn2",
+        "kernels-community/flash-attn3": where / "flash-attn3",
+        "varunneal/flash-attention-3": where / "flash-attn3",
+    }
+    entries = ":".join(f"{name}={path}" for name, path in repositories.items())
+    assert f"export LOCAL_KERNELS={entries}\n" in done.output
+    found = sorted(str(p.relative_to(where)) for p in tmp_path.rglob("*") if p.is_file())
+    assert found == [f"{variant}/{name}" for variant in VARIANTS for name in ("__init__.py", "metadata.json")]
+    ids = set()
+    for variant in VARIANTS:
+        folder = where / variant
         said = json.loads((folder / "metadata.json").read_text())
-        assert said["backend"]["type"] == backend and said["id"] not in ("cute_attn", "flash_attn")
+        assert said["backend"]["type"] == variant.rpartition("-")[2]
+        assert said["id"] not in ("cute_attn", "flash_attn") and said["id"] not in ids
+        ids.add(said["id"])
         spec = importlib.util.spec_from_file_location(said["id"], folder / "__init__.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        assert module.flash_attn_varlen_func is cute_attn.flash_attn.flash_attn_varlen_func
-        assert module.flash_attn_with_kvcache is cute_attn.flash_attn.flash_attn_with_kvcache
+        wanted = FUNCTIONS[variant.partition("/")[0]]
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+            assert getattr(module, name) is getattr(wanted, name)
+            assert getattr(module.flash_attn_interface, name) is getattr(wanted, name)  # nanochat asks so
+        diffusers = ["_flash_attn_forward", "_flash_attn_backward"]
+        if "flash-attn2" in variant:
+            diffusers = [f"_wrapped{name}" for name in diffusers]
+        assert all(hasattr(module.flash_attn_interface, name) for name in diffusers)
+        assert set(module.__all__) <= set(vars(module))
 
 
 def test_writing_twice_changes_nothing(tmp_path):
@@ -47,8 +67,71 @@ def test_a_wrong_folder_is_refused(tmp_path):
         hub_command.write(tmp_path / "a=b")
 
 
-def test_hugging_faces_library_loads_it(tmp_path):
+IN_THE_WAY = {
+    "module": ("flash-attn2/build/torch-cuda/__init__.py", '"""Somebody\'s own."""\n'),
+    "metadata": ("flash-attn3/build/torch-cpu/metadata.json", '{"id": "theirs"}'),
+    "no_json": ("flash-attn3/build/torch-cpu/metadata.json", "[1,"),
+    "folder": ("flash-attn2/build", "a file"),
+}
+
+
+@pytest.mark.parametrize("name", IN_THE_WAY)
+def test_files_of_others_stay(tmp_path, name):
+    where, text = IN_THE_WAY[name]
+    (tmp_path / where).parent.mkdir(parents=True)
+    (tmp_path / where).write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(app, ["hub", str(tmp_path)])
+    assert isinstance(done.exception, ValueError) and where in str(done.exception)
+    assert "accepted: a fo" in str(done.exception).lower()
+    assert (tmp_path / where).read_text() == text and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "link", ["flash-attn3", "flash-attn2/build/torch-cpu", "flash-attn2/build/torch-cpu/__init__.py"]
+)
+def test_links_are_not_followed(tmp_path, link):
+    folder, elsewhere = tmp_path / "kernel", tmp_path / "elsewhere"
+    hub_command.write(folder)
+    (folder / link).rename(elsewhere)  # what is there is this command's own
+    (folder / link).symlink_to(elsewhere)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="accepted: a "):
+        hub_command.write(folder)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+def test_a_link_that_comes_late_is_replaced(tmp_path, monkeypatch):
+    """Between the check and the write."""
+    own = tmp_path / "own"
+    own.write_text("mine")
+    folder = tmp_path / "kernel"
+    where = folder / "flash-attn2" / "build" / "torch-cuda" / "__init__.py"
+
+    def check(folder, parts):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        if not where.is_symlink():
+            where.symlink_to(own)
+
+    monkeypatch.setattr(hub_command, "_check_own", check)
+    hub_command.write(folder)
+    assert own.read_text() == "mine" and not where.is_symlink()
+
+
+def test_what_an_older_version_wrote_is_replaced(tmp_path):
+    for path in hub_command.write(tmp_path):
+        if path.name == "__init__.py":
+            path.write_text(path.read_text().partition("\n")[0] + "\n\nOLD = True\n")
+    assert not any("OLD" in path.read_text() for path in hub_command.write(tmp_path))
+
+
+def test_hugging_faces_library_loads_it(tmp_path, monkeypatch):
     kernels = pytest.importorskip("kernels")
     hub_command.write(tmp_path)
-    loaded = kernels.get_local_kernel(tmp_path)
-    assert loaded.flash_attn_func is cute_attn.flash_attn.flash_attn_func
+    monkeypatch.setenv("LOCAL_KERNELS", hub_command.local_kernels(tmp_path))
+    for repository, wanted in (
+        ("kernels-community/flash-attn2", cute_attn.flash_attn),
+        ("varunneal/flash-attention-3", flash_attn_3),
+    ):
+        loaded = kernels.get_kernel(repository, version=1)
+        assert loaded.flash_attn_func is loaded.flash_attn_interface.flash_attn_func is wanted.flash_attn_func

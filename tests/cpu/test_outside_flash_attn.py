@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 
-from cute_attn import attention, kvcache_reference, reference
-from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn import attention, kvcache_reference
 from tests.outside import flash_attn_kvcache as adapters
 
 
@@ -50,56 +49,6 @@ def test_helpers_are_the_suites(installed):
     for name in ("flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata", "_flash_attn_fwd"):
         assert callable(getattr(interface, name))
     assert load("flash_attn.cute.cache_utils").JITCache() == {}
-    load = installed(adapters.fa2)
-    assert load("flash_attn.layers.rotary").ROTARY == "of the suite"
-    assert load("flash_attn.flash_attn_interface").USE_TRITON_ROCM is False
-    assert callable(load("flash_attn.bert_padding").unpad_input)
-
-
-@pytest.mark.parametrize("head_dim", [16, 19])
-def test_fa2_appends_to_caches_of_any_head_dim(installed, head_dim):
-    function = installed(adapters.fa2)("flash_attn").flash_attn_with_kvcache
-    q, k, v = (randn(2, rows, heads, head_dim, seed=rows) for rows, heads in ((3, 4), (2, 2), (2, 2)))
-    k_cache, v_cache = randn(2, 30, 2, head_dim, seed=4), randn(2, 30, 2, head_dim, seed=5)
-    lengths = int32(7, 20)
-    cache = kvcache_reference.Cache(k_cache.clone(), v_cache.clone())
-    kvcache_reference.append(cache, k, v, lengths)
-    found, lse = function(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        cache_seqlens=lengths,
-        causal=True,
-        window_size=torch.tensor([5, 2]),
-        return_softmax_lse=True,
-    )
-    wanted, wanted_lse = kvcache_reference.attention(
-        q,
-        cache,
-        head_dim**-0.5,
-        kvcache_reference.Lengths(lengths + 2),
-        reference.Features("window"),
-        ScoreInputs(5, 0),
-    )
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(lse, wanted_lse)
-    assert k_cache.equal(cache.k) and v_cache.equal(cache.v)
-
-
-def test_fa2_has_plus_infinity_where_nothing_is_seen(installed):
-    function = installed(adapters.fa2)("flash_attn").flash_attn_with_kvcache
-    q, cache = randn(2, 1, 2, 8), randn(2, 9, 2, 8)
-    out, lse = function(q, cache, cache, cache_seqlens=int32(0, 3), return_softmax_lse=True)
-    assert lse[0].isinf().all() and (lse[0] > 0).all() and lse[1].isfinite().all() and not out[0].any()
-
-
-def test_fa2_takes_a_window_as_a_tensor(installed):
-    function = installed(adapters.fa2)("flash_attn").flash_attn_func
-    q = randn(1, 9, 2, 16)
-    found = function(q, q, q, 0.0, causal=False, window_size=torch.tensor([3, 1]))
-    torch.testing.assert_close(found, attention(q, q, q, window=(3, 1)))
 
 
 def test_fa4_mixes_batches_and_packed_sequences(installed):
@@ -192,8 +141,8 @@ def test_what_no_kernel_computes_skips_the_test(installed, what):
 def test_fa3s_names(installed):
     interface = installed(adapters.fa3)("flash_attn_interface")
     q, cache = randn(2, 1, 2, 16), randn(2, 9, 2, 16)
-    assert interface.get_scheduler_metadata(2, 1, 9) is None
-    out, _ = interface.flash_attn_with_kvcache(
+    assert interface.get_scheduler_metadata(2, 1, 9, 2, 2, 16, int32(9, 9)).numel() == 0
+    out, _, *rest = interface.flash_attn_with_kvcache(
         q,
         cache,
         cache,
@@ -203,7 +152,10 @@ def test_fa3s_names(installed):
         scheduler_metadata=None,
         rotary_seqlens=int32(1, 1),
     )
+    assert not any(x.numel() for x in rest)
     torch.testing.assert_close(out, attention(q, cache, cache))
     torch.testing.assert_close(interface.flash_attn_func(q, cache, cache, causal=True), out)
     with pytest.raises(pytest.skip.Exception, match="attention_chunk"):
         interface.flash_attn_with_kvcache(q, cache, cache, attention_chunk=4)
+    with pytest.raises(pytest.skip.Exception, match="head dims above 256 are not merged"):
+        interface.flash_attn_combine(randn(2, 1, 3, 2, 512), randn(2, 1, 3, 2))

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+OURS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+"""Modules that :func:`cute_attn.flash_attn.install` makes."""
+
 
 def sdpa(folder: Path) -> None:
     """PyTorch's attention operators on the kernels, with PyTorch's dropout masks, which its tests compute."""
@@ -18,6 +21,8 @@ def sdpa(folder: Path) -> None:
 def flash_attn(folder: Path) -> None:
     """``flash_attn`` is :mod:`cute_attn.flash_attn`; its rotary embedding, which tests compare with, is the suite's."""
     installed(folder)
+    for name in [n for n in sys.modules if n.startswith(("flash_attn.layers", "flash_attn.ops"))]:
+        del sys.modules[name]
     package = sys.modules["flash_attn"]
     package.__path__ = [str(folder / "flash_attn")]
     interface = sys.modules["flash_attn.flash_attn_interface"]
@@ -29,30 +34,23 @@ def installed(folder: Path) -> None:
     """``flash_attn`` is :mod:`cute_attn.flash_attn`, also for those who ask whether it is installed."""
     import cute_attn.flash_attn as ours
 
-    for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
         del sys.modules[name]
     ours.find_spec = lambda name: None  # a part of FlashAttention, such as flash_attn.cute, may be installed
     ours.install()
 
 
 def hub(folder: Path) -> None:
-    """transformers' flash_attention_2 is a local kernel that :mod:`cute_attn.hub_command` writes."""
+    """transformers' flash_attention_2 and _3 are local kernels that :mod:`cute_attn.hub_command` writes."""
     from cute_attn import hub_command
 
     kernel = Path(tempfile.mkdtemp())
     hub_command.write(kernel)
-    os.environ["LOCAL_KERNELS"] = f"{hub_command.REPOSITORY}={kernel}"
-
-
-def flash_attn_2(folder: Path) -> None:
-    """As :func:`flash_attn`, with caches of any head dim."""
-    from . import flash_attn_kvcache
-
-    flash_attn_kvcache.fa2(folder)
+    os.environ["LOCAL_KERNELS"] = hub_command.local_kernels(kernel)
 
 
 def flash_attn_3(folder: Path) -> None:
-    """FlashAttention-3's ``flash_attn_interface``."""
+    """FlashAttention-3's ``flash_attn_interface`` is :mod:`cute_attn.flash_attn.flash_attn_3`."""
     from . import flash_attn_kvcache
 
     flash_attn_kvcache.fa3(folder)
@@ -85,7 +83,6 @@ def mend(module: ModuleType) -> None:
 ADAPTERS = {
     "sdpa": sdpa,
     "flash_attn": flash_attn,
-    "flash_attn_2": flash_attn_2,
     "flash_attn_3": flash_attn_3,
     "flash_attn_4": flash_attn_4,
     "hub": hub,

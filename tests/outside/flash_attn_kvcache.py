@@ -1,9 +1,8 @@
 """FlashAttention's functions, by the names that its tests import, on the functions of this package.
 
-For tests of attention with a cache, of merging and of sinks. :func:`fa2`, :func:`fa3` and :func:`fa4` put modules into
+For tests of attention with a cache, of merging and of sinks. :func:`fa3` and :func:`fa4` put modules into
 ``sys.modules`` before such tests are imported, and the tests run unmodified:
 
-    fa2   tests/test_flash_attn.py of FlashAttention-2: test_flash_attn_kvcache, test_flash_attn_splitkv
     fa3   hopper/test_flash_attn.py of FlashAttention-3: test_flash_attn_kvcache, test_flash_attn_combine
     fa4   tests/cute/test_flash_attn.py and test_flash_attn_combine.py of FlashAttention-4: test_flash_attn_kvcache,
           _combine, _paged, _output and _varlen_output with and without sinks, _learnable_sink, _lse_grad,
@@ -14,6 +13,7 @@ folder: a copy of the repository's ``flash_attn``, ``hopper`` and ``tests`` that
 kernel here computes (fp8, qv, chunks, block sparsity, negative windows) skips the test that asks for it.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_attn.flash_attn import flash_attn_3
 from cute_attn.head_dims import whole_head_dim
 from cute_attn.interface import attention, attention_varlen
 from cute_attn.kvcache import attention_with_kvcache
@@ -36,37 +37,14 @@ _MAX_MERGED_DIM = 256
 # ---- modules ----
 
 
-def fa2(folder: Path) -> None:
-    """``flash_attn`` as :mod:`cute_attn.flash_attn`, with caches of any head dim."""
-    import cute_attn.flash_attn as ours
-
-    _forget("flash_attn")
-    package = _module("flash_attn", folder / "flash_attn")
-    interface = _module("flash_attn.flash_attn_interface")
-    names = [name for name in ours.__all__ if name.startswith("flash_attn")]
-    for module in (package, interface):
-        vars(module).update({name: getattr(ours, name) for name in names})
-        vars(module).update(
-            flash_attn_with_kvcache=_fa2_with_kvcache, flash_attn_func=_with_window(ours.flash_attn_func)
-        )
-    vars(interface).update(_get_block_size_n=lambda *args: 64, USE_TRITON_ROCM=False)
-    padding = _module("flash_attn.bert_padding")
-    vars(padding).update({name: getattr(ours.bert_padding, name) for name in ours.bert_padding.__all__})
-    vars(package).update(flash_attn_interface=interface, bert_padding=padding, __version__=ours.__version__)
-
-
 def fa3(folder: Path) -> None:
     """``flash_attn_interface``; FlashAttention-3's tests import helpers beside them, in ``hopper``."""
     _forget("flash_attn_interface", "flash_attn")
     _module("flash_attn", folder / "flash_attn")  # for its rotary embedding
     interface = _module("flash_attn_interface")
-    vars(interface).update(
-        flash_attn_func=_fa3_func,
-        flash_attn_varlen_func=_fa3_varlen,
-        flash_attn_with_kvcache=_fa3_with_kvcache,
-        flash_attn_combine=_fa3_combine,
-        get_scheduler_metadata=_no_metadata,
-    )
+    names = flash_attn_3.__all__
+    vars(interface).update({name: _skipping(getattr(flash_attn_3, name)) for name in names})
+    vars(interface).update(flash_attn_combine=_fa3_combine)
     sys.path.insert(0, str(folder / "hopper"))
 
 
@@ -132,6 +110,11 @@ def _refuse_dtype(x: Tensor) -> None:
         pytest.skip(f"no kernel here takes {x.dtype}")
 
 
+def _refuse_merging(out_partial: Tensor) -> None:
+    if out_partial.shape[-1] > _MAX_MERGED_DIM:
+        pytest.skip(f"head dims above {_MAX_MERGED_DIM} are not merged")
+
+
 # ---- conventions ----
 
 
@@ -150,26 +133,12 @@ def _fa4_window(window_size: Any, causal: bool) -> tuple[int | None, int | None]
     return left, right
 
 
-def _unbounded(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """With -1 for no bound."""
-    left, right = _window(window_size, causal)
-    return None if left == -1 else left, None if right == -1 else right
-
-
 def _cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
     """``attention_with_kvcache``, on copies of caches whose rows are no multiple of 16 bytes."""
     head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
     if options.get("softmax_scale") is None:
         options["softmax_scale"] = head_dim**-0.5
-    caches = [whole_head_dim(x) for x in (k_cache, v_cache)]
-    for name in ("k", "v"):
-        if options.get(name) is not None:
-            options[name] = whole_head_dim(options[name])
-    found = attention_with_kvcache(whole_head_dim(q), *caches, **options)
-    for given, used in zip((k_cache, v_cache), caches, strict=True):
-        if used is not given and options.get("k") is not None:
-            given.copy_(used[..., : given.shape[-1]])
-    out, *others = found if isinstance(found, tuple) else (found,)
+    out, *others = attention_with_kvcache(*map(whole_head_dim, (q, k_cache, v_cache)), **options)
     return (out[..., :head_dim_v], *others)
 
 
@@ -211,143 +180,25 @@ def _packed(
     return out, lse
 
 
-# ---- FlashAttention-2 ----
+# ---- FlashAttention-3 ----
 
 
-def _fa2_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: Tensor | int | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Any:
-    out, lse = _cached(
-        q,
-        k_cache,
-        v_cache,
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        page_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=_unbounded(window_size, causal),
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
-        return_lse=True,
-    )
-    return (out, lse.masked_fill(lse == -torch.inf, torch.inf)) if return_softmax_lse else out
+def _skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which skips the test where it raises that no kernel here computes this."""
 
-
-def _with_window(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Its tests give a window as a tensor of two numbers."""
-
-    def call(*args: Any, window_size: Any = (-1, -1), **kwargs: Any) -> Any:
-        return function(*args, window_size=tuple(int(x) for x in window_size), **kwargs)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
 
     return call
 
 
-# ---- FlashAttention-3 ----
-
-
-def _fa3_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    *,
-    attention_chunk: int = 0,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    scheduler_metadata: Any = None,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    **options: Any,
-) -> Any:
-    _refuse(qv=qv, attention_chunk=attention_chunk)
-    for name in ("q_descale", "k_descale", "v_descale"):
-        options.pop(name, None)
-    if options.get("rotary_cos") is None:  # given all the same
-        options.pop("rotary_seqlens", None)
-    _refuse_dtype(q)
-    window = _unbounded(window_size, causal)
-    own = {"k": k, "v": v, "causal": causal, "window": window, "num_splits": num_splits, "return_lse": True}
-    out, lse = _cached(q, k_cache, v_cache, **own, **options)
-    return (out, lse) if return_softmax_lse else out
-
-
-def _fa3_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-    return _fa3_varlen(q, k, v, **options)
-
-
-def _fa3_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    window_size: Any = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **hints: Any,
-) -> Any:
-    _refuse(qv=qv, attention_chunk=attention_chunk)
-    _refuse_dtype(q)
-    options = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window": _unbounded(window_size, causal),
-        "softcap": softcap,
-        "deterministic": deterministic,
-    }
-    out, lse = _packed(
-        (q, k, v),
-        (cu_seqlens_q, cu_seqlens_k),
-        (max_seqlen_q, max_seqlen_k),
-        (seqused_q, seqused_k),
-        options,
-    )
-    return (out, lse) if return_attn_probs else out
-
-
-def _fa3_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    return _fa4_combine(out_partial, lse_partial, out=out, out_dtype=out_dtype)  # type: ignore[return-value]
+def _fa3_combine(out_partial: Tensor, lse_partial: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _refuse_merging(out_partial)
+    return flash_attn_3.flash_attn_combine(out_partial, lse_partial, **options)
 
 
 # ---- FlashAttention-4 ----
@@ -446,8 +297,7 @@ def _fa4_combine(
 
     lse_partial and the result's LSE have heads last.
     """
-    if out_partial.shape[-1] > _MAX_MERGED_DIM:
-        pytest.skip(f"head dims above {_MAX_MERGED_DIM} are not merged")
+    _refuse_merging(out_partial)
     dtype = out_partial.dtype if out_dtype is None else out_dtype
     merged, lse = merge_attention(out_partial, lse_partial.transpose(-1, -2), dtype=dtype)
     merged = merged if out is None else out.copy_(merged)

@@ -1,0 +1,201 @@
+"""FlashAttention's conventions in the terms of this package, for all of its functions."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn import doors
+from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
+from cute_attn.interface import number
+from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.packed import unbind
+from cute_attn.params import check_dense, check_starts
+
+
+class Scores(NamedTuple):
+    """The arguments that say what becomes of scores."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None = None
+
+    def arguments(self, q: Tensor) -> dict[str, Any]:
+        """As :func:`cute_attn.attention` takes them. q: as the caller gave it, before its head dim is padded."""
+        scale, slopes = self.softmax_scale, self.alibi_slopes
+        if scale is None and q.dim() and q.shape[-1]:
+            scale = q.shape[-1] ** -0.5
+        return {
+            "softmax_scale": scale,
+            "causal": bool(self.causal),
+            "window": _window(self.window_size, self.causal),
+            "softcap": max(number("softcap", self.softcap), 0.0),
+            "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
+        }
+
+
+def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
+    """As :func:`cute_attn.attention` takes it; bounds may be numbers of numpy's or a tensor's."""
+    try:
+        left, right = (None if x < 0 else x for x in map(whole_number, window_size))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size is {window_size!r}; accepted: (left, right), two ints, -1 for no bound"
+        ) from None
+    return left, 0 if causal else right
+
+
+def whole_number(length: Any) -> Any:
+    """A length that may be a number of numpy's, or a tensor, which waits for the device."""
+    return length if isinstance(length, int | torch.SymInt) else operator.index(length)
+
+
+def probability(dropout_p: Any) -> float:
+    """dropout_p, 0 where it is so small that it drops nothing.
+
+    Callers that want the LSE of an older FlashAttention pass such a one, for example diffusers.
+    """
+    dropout_p = number("dropout_p", dropout_p)
+    return 0.0 if 1.0 - dropout_p == 1.0 else dropout_p
+
+
+def check_tensors(**tensors: Any) -> None:
+    """:func:`cute_attn.params.check_dense` of each."""
+    for name, x in tensors.items():
+        check_dense(name, x)
+
+
+def refuse(**arguments: Any) -> None:
+    """Raise for the first that is given, as no kernel of this package reads it."""
+    for name, value in arguments.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            what = "given" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
+
+
+def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
+    """The parts of qkv or kv."""
+    check_tensors(**{name: packed})
+    if packed.dim() != dims or packed.shape[-3] != parts:
+        rows = "batch, seqlen" if dims == 5 else "total"
+        raise ValueError(
+            f"{name} has shape {tuple(packed.shape)}; accepted: ({rows}, {parts}, nheads, head_dim)"
+        )
+    return unbind(packed)
+
+
+def contiguous(x: Any) -> Any:
+    """``x``, copied where its last dimension is not contiguous."""
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() and x.stride(-1) != 1 else x
+
+
+def plus_infinity(lse: Tensor) -> Tensor:
+    """lse with +inf where a query sees no key, as FlashAttention-2 has it."""
+    return lse.nan_to_num(math.nan, math.inf, math.inf)
+
+
+def note(door: str, tensors: tuple[Tensor, ...], scores: Scores, **others: Any) -> None:
+    """Count a call of a function. tensors: q, k and v. others: by the names of PyTorch's operators."""
+    given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
+    doors.note(door, given | {"is_causal": scores.causal, "softcap": scores.softcap} | others)
+
+
+def attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scores: Scores,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`cute_attn.kvcache.attention_with_kvcache` with caches of any head dim; out, and with return_lse lse.
+
+    Where a head dim is no multiple of 8 the caches are copied, padded, and copied back where k and v were appended.
+    """
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_tensors(**{name: x for name, x in (("k", k), ("v", v)) if x is not None})
+    options |= {"return_lse": True, **scores.arguments(q)} if return_lse else scores.arguments(q)
+    q, k, v = contiguous(q), contiguous(k), contiguous(v)
+    if has_whole_head_dim(k_cache) and has_whole_head_dim(v_cache):
+        found = attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, out=out, **options)
+        return found if isinstance(found, tuple) else (found, None)
+    caches = (pad_head_dim(k_cache), pad_head_dim(v_cache))
+    q, k, v = (pad_head_dim(x) if isinstance(x, Tensor) else x for x in (q, k, v))
+    found = attention_with_kvcache(q, *caches, k=k, v=v, **options)
+    for own, used in zip((k_cache, v_cache), caches, strict=True):
+        if k is not None and used is not own:
+            own.copy_(used[..., : own.shape[-1]])
+    padded, lse = found if isinstance(found, tuple) else (found, None)
+    result = cut_head_dim(padded, v_cache.shape[-1])
+    return result if out is None else out.copy_(result), lse
+
+
+def attend_pages(
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[Any, ...],
+    block_table: Tensor,
+    scores: Scores,
+    dropout_p: float,
+    return_lse: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of packed queries and of keys in pages; lengths: as of packed sequences."""
+    if probability(dropout_p):
+        raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
+    starts_q, starts_k, longest_q, longest_k = lengths
+    check_tensors(q=tensors[0], k=tensors[1], v=tensors[2], block_table=block_table)
+    if block_table.dim() != 2:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}; accepted: (batch, pages of a sequence)"
+        )
+    check_starts("cu_seqlens_k", starts_k)
+    capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
+    if whole_number(longest_k) > capacity:
+        raise ValueError(
+            f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
+        )
+    options.setdefault("cache_seqlens", starts_k.diff())
+    q, k, v = (x.detach() for x in tensors)
+    out, lse = attend_cache(
+        q,
+        k,
+        v,
+        scores,
+        page_table=block_table,
+        cu_seqlens_q=starts_q,
+        max_seqlen_q=whole_number(longest_q),
+        return_lse=return_lse,
+        **options,
+    )
+    return without_backward(out, tensors, "attention with a block_table"), lse
+
+
+def without_backward(out: Tensor, tensors: Sequence[Tensor], what: str) -> Tensor:
+    """``out``, of which a gradient raises where autograd would record its computation."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _WithoutBackward.apply(out, what, *tensors)
+    return out
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Raises where a gradient is asked for that no kernel computes."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:
+        """The same."""
+        ctx.what = what
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raise."""
+        raise NotImplementedError(f"a gradient of {ctx.what} is asked for; accepted: none")

@@ -1,0 +1,510 @@
+"""FlashAttention-3's functions, as of its module ``flash_attn_interface``. What they share is said here.
+
+q, k and v are (batch, seqlen, nheads, head_dim), packed (total, nheads, head_dim); k and v may have fewer heads, v
+another head_dim. Beside what :mod:`~cute_attn.flash_attn.flash_attn_interface` describes,
+
+    num_splits, pack_gqa, sm_margin, scheduler_metadata    settle FlashAttention-3's speed and no result; kernels here
+                       settle it themselves, but num_splits divides a cache's keys in as many parts
+    qv, q_descale, k_descale, v_descale, attention_chunk    raise where they are given: no kernel here has a second
+                       product for scores, fp8 or chunks
+    return_attn_probs  return (out, softmax_lse) instead of out
+    softmax_lse        is -inf where a query sees no key
+
+There is no dropout and no ALiBi in these. Source of names, arguments and conventions: Dao-AILab/flash-attention,
+hopper/flash_attn_interface.py of 2026-08. Beyond it: gradients through softmax_lse, GPUs from 8.0 on, fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.flash_attn.conventions import Scores, attend_cache, check_tensors, refuse, unpack, whole_number
+from cute_attn.flash_attn.operators import backward
+from cute_attn.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
+from cute_attn.interface import attention, attention_varlen
+from cute_attn.merge import merge_attention
+
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+Result = Tensor | tuple[Tensor, ...]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention on batches: out (batch, seqlen_q, nheads, head_dim).
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.attention`.
+    NotImplementedError
+        qv, attention_chunk or one of q_descale, k_descale and v_descale is given.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+    )
+    options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+    return _attend((q, k, v), None, Scores(softmax_scale, causal, window_size, softcap), options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` with q, k and v in one tensor.
+
+    Parameters
+    ----------
+    qkv : Tensor (batch, seqlen, 3, nheads, head_dim), or with num_heads_q (batch, seqlen, heads, head_dim)
+        In the latter, heads of q come first, then k's, then as many of v.
+    num_heads_q : int, optional
+        How many heads of the latter are q's.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As :func:`flash_attn_func`.
+    """
+    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    check_tensors(qkv=qkv)
+    tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
+    options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
+    return _attend(tensors, None, Scores(softmax_scale, causal, window_size, softcap), options)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention on packed sequences: out (total_q, nheads, head_dim).
+
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k : Tensor (batch + 1,), int32
+        Where sequences start.
+    max_seqlen_q, max_seqlen_k : int
+        The longest sequence, or more.
+    seqused_q, seqused_k : Tensor (batch,), int32, optional
+        How many rows of each sequence exist.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As :func:`cute_attn.attention_varlen` and :func:`flash_attn_func`.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+    )
+    scores = Scores(softmax_scale, causal, window_size, softcap)
+    options: dict[str, Any] = {
+        "deterministic": bool(deterministic),
+        "return_lse": bool(return_attn_probs),
+    }
+    options |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    return _attend((q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), scores, options)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention with a cache of keys and values, to which k and v are appended first, in place; no gradients.
+
+    As :func:`cute_attn.flash_attn.flash_attn_with_kvcache`, where block_table is page_table here, and beside it
+
+    Parameters
+    ----------
+    cu_seqlens_q : Tensor (batch + 1,), int32, optional
+        Where sequences start in a packed q (total_q, nheads, head_dim).
+    max_seqlen_q : int, optional
+        The longest of them, or more.
+    cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
+        Where sequences start in packed k and v (total, nheads_k, head_dim).
+    rotary_seqlens : Tensor (batch,), int32, optional
+        The position of each sequence's first new row; counts with rotary_cos alone. Default: cache_seqlens.
+    return_softmax_lse : bool
+        Return (out, softmax_lse, out_accum, softmax_lse_accum) instead of out, as FlashAttention-3 does; the last two
+        have size 0.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.kvcache.attention_with_kvcache`.
+    NotImplementedError
+        As there, and as :func:`flash_attn_func`.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+    )
+    out, lse = attend_cache(
+        q,
+        k_cache,
+        v_cache,
+        Scores(softmax_scale, causal, window_size, softcap),
+        k=k,
+        v=v,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=None if max_seqlen_q is None else whole_number(max_seqlen_q),
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        return_lse=bool(return_softmax_lse),
+    )
+    return out if lse is None else (out, lse, *_accumulators(out))
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One result from partial ones over disjoint sets of keys: out, and softmax_lse (batch, seqlen, nheads).
+
+    Parameters
+    ----------
+    out_partial : Tensor (num_splits, batch, seqlen, nheads, head_dim)
+    lse_partial : Tensor (num_splits, batch, seqlen, nheads), float32
+    out : Tensor (batch, seqlen, nheads, head_dim), optional
+        Where to write the result.
+    out_dtype : torch.dtype, optional
+        Of the result. Default: out_partial's.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As :func:`cute_attn.merge_attention`, for outs and lses.
+    """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if lse_partial.shape != out_partial.shape[:-1]:
+        accepted = tuple(out_partial.shape[:-1])
+        raise ValueError(f"lse_partial has shape {tuple(lse_partial.shape)}; accepted: {accepted}")
+    if out is not None:
+        check_tensors(out=out)
+        wanted = (out_partial.shape[1:], out_partial.dtype if out_dtype is None else out_dtype)
+        if (out.shape, out.dtype) != wanted:
+            raise ValueError(
+                f"out is {tuple(out.shape)} and {out.dtype}; accepted: {tuple(wanted[0])} and {wanted[1]}"
+            )
+    merged, lse = merge_attention(pad_head_dim(out_partial), lse_partial.transpose(-1, -2), dtype=out_dtype)
+    merged = cut_head_dim(merged, out_partial.shape[-1])
+    return merged if out is None else out.copy_(merged), lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An int32 tensor of size 0 on cache_seqlens' device, to pass as scheduler_metadata, which nothing here reads.
+
+    Kernels make their schedule themselves, from lengths on the GPU.
+
+    Raises
+    ------
+    TypeError
+        cache_seqlens is no tensor.
+    """
+    check_tensors(cache_seqlens=cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
+
+
+# ---- what FlashAttention-3's autograd functions call ----
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    qv: Tensor | None = None,
+    out_: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    seqlens_rotary: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All forwards under one name: out, softmax_lse, and two tensors of size 0 in place of partial results.
+
+    Batches, or packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, differentiable;
+    with what only a cache has (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries with keys that
+    are not), as :func:`flash_attn_with_kvcache`, where seqused_k is cache_seqlens. out_: where to write out.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As those functions.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
+    )
+    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, cu_seqlens_k_new)
+    if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
+        _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
+        out, lse = attend_cache(
+            q,
+            k,
+            v,
+            scores,
+            k=k_new,
+            v=v_new,
+            out=out_,
+            cache_seqlens=seqused_k,
+            page_table=page_table,
+            cache_batch_idx=kv_batch_idx,
+            cache_leftpad=leftpad_k,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=None if max_seqlen_q is None else whole_number(max_seqlen_q),
+            cu_seqlens_k_new=cu_seqlens_k_new,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_seqlens=None if rotary_cos is None else seqlens_rotary,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            return_lse=True,
+        )
+        assert lse is not None
+        return out, lse, *_accumulators(out)
+    options: dict[str, Any] = {"return_lse": True, "seqused_k": seqused_k}
+    if cu_seqlens_q is None:
+        _alone("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
+        lengths = None
+    else:
+        lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_q
+    out, lse = _attend((q, k, v), lengths, scores, options, out_)
+    return out, lse, *_accumulators(out)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sequed_q: Tensor | None = None,
+    sequed_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """The backward of batches or packed sequences, into dq, dk and dv; one that is None is not computed.
+
+    Returns a tensor of size 0, in place of the row sums of dout * out.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.attention_backward`.
+    """
+    scores = Scores(softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
+    options: dict[str, Any] = {"deterministic": deterministic, "seqused_k": sequed_k}
+    if cu_seqlens_q is None:
+        _alone("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, sequed_q=sequed_q)
+        lengths = None
+    else:
+        check_tensors(cu_seqlens_k=cu_seqlens_k)
+        lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), sequed_q
+    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), lengths, scores, options)
+
+
+def _attend(
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[Any, ...] | None,
+    scores: Scores,
+    options: dict[str, Any],
+    out: Tensor | None = None,
+) -> Any:
+    """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    q, k, v = tensors
+    check_tensors(q=q, k=k, v=v)
+    prepared: Any = tuple(map(whole_head_dim, tensors))
+    whole = prepared[2].shape == v.shape
+    options = options | scores.arguments(q) | {"out": out if whole else None}
+    if lengths is None:
+        found: Any = attention(*prepared, **options)
+    else:
+        found = attention_varlen(*prepared, *lengths[:2], *map(_longest, lengths[2:]), **options)
+    if whole:
+        return found
+    result, *others = found if isinstance(found, tuple) else (found,)
+    result = cut_head_dim(result, v.shape[-1])
+    result = result if out is None else out.copy_(result)
+    return (result, *others) if others else result
+
+
+def _longest(length: Any) -> Any:
+    """A longest length; of None the check of :func:`cute_attn.attention_varlen` speaks."""
+    return None if length is None else whole_number(length)
+
+
+def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
+    """q, k and v of one tensor in which heads follow each other."""
+    heads = qkv.shape[2]
+    if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q!r} with a qkv of {heads} heads; accepted: an int that leaves as many heads "
+            "to k as to v"
+        )
+    keys = (heads - num_heads_q) // 2
+    return qkv.split([num_heads_q, keys, keys], dim=2)
+
+
+def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashAttention-3's partial results, which stay here in the kernels' workspace."""
+    return out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
+
+
+def _alone(where: str, **arguments: Any) -> None:
+    """Raise for an argument that is given where it has no meaning here."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is given {where}; accepted: None")

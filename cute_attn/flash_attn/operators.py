@@ -1,0 +1,257 @@
+"""What FlashAttention-2's autograd functions call: a forward, and a backward from its outputs.
+
+Libraries that divide a sequence among GPUs import these private functions from ``flash_attn.flash_attn_interface``,
+with these signatures since FlashAttention 2.7, and those of its extension ``flash_attn_2_cuda``, in which arguments
+have another order. A forward returns
+
+    out          as q
+    softmax_lse  fp32 (batch, nheads, seqlen_q), packed (nheads, total_q); +inf where a query sees no key
+    S_dmask      with return_softmax and dropout the softmax, as of the public functions; else of size 0
+    rng_state    int64 (2,), seed and offset of the dropout mask, for the backward; else zeros
+
+Beyond FlashAttention-2, out and softmax_lse are differentiable where autograd records.
+
+A backward writes dq, dk and dv, and does not compute one that is None. FlashAttention-2's returns the row sums of
+dout * out, padded to its blocks; kernels here keep them to themselves, and these return a tensor of size 0. out and
+softmax_lse may be of more keys than the call has: gradients are then these keys' share, which ring attention adds up.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.flash_attn.conventions import (
+    Scores,
+    attend_pages,
+    check_tensors,
+    plus_infinity,
+    probability,
+    refuse,
+    whole_number,
+)
+from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
+from cute_attn.interface import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    draw_rng_state,
+)
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""out, softmax_lse, S_dmask, rng_state."""
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Outputs:
+    """The forward of :func:`~cute_attn.flash_attn.flash_attn_func`.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.attention`.
+    """
+    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _forward((q, k, v), None, scores, dropout_p, return_softmax)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> Outputs:
+    """The forward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`.
+
+    num_splits: counts with a block_table.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As that function.
+    NotImplementedError
+        leftpad_k or zero_tensors is given.
+    """
+    refuse(leftpad_k=leftpad_k, zero_tensors=zero_tensors)
+    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is None:
+        return _forward((q, k, v), lengths, scores, dropout_p, return_softmax, seqused_k=seqused_k)
+    used = {} if seqused_k is None else {"cache_seqlens": seqused_k}
+    out, lse = attend_pages(
+        (q, k, v), lengths, block_table, scores, dropout_p, True, num_splits=num_splits, **used
+    )
+    assert lse is not None
+    return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`, into dq, dk and dv.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.attention_backward`, also for dropout without a rng_state.
+    """
+    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
+    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), None, scores, options)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`, into dq, dk and dv.
+
+    Rows that no sequence owns become 0 with or without zero_tensors.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`cute_attn.attention_varlen_backward`, also for dropout without a rng_state.
+    """
+    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
+    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), lengths, scores, options)
+
+
+def _forward(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: tuple[Any, ...] | None,
+    scores: Scores,
+    dropout_p: float,
+    return_softmax: bool,
+    **options: Any,
+) -> Outputs:
+    """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    q, k, v = tensors
+    check_tensors(q=q, k=k, v=v)
+    dropout_p = probability(dropout_p)
+    state = draw_rng_state(q.device) if dropout_p else q.new_zeros(2, dtype=torch.int64)
+    options |= scores.arguments(q) | {"dropout_p": dropout_p, "return_lse": True}
+    if dropout_p:
+        options |= {"rng_state": state, "return_softmax": bool(return_softmax)}
+    prepared: Any = tuple(map(whole_head_dim, tensors))
+    if lengths is None:
+        found: Any = attention(*prepared, **options)
+    else:
+        found = attention_varlen(*prepared, *lengths[:2], *map(whole_number, lengths[2:]), **options)
+    out, lse, *softmax = found
+    out = cut_head_dim(out, v.shape[-1])
+    return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
+
+
+def backward(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    into: tuple[Tensor | None, Tensor | None, Tensor | None],
+    lengths: tuple[Any, ...] | None,
+    scores: Scores,
+    options: dict[str, Any],
+) -> Tensor:
+    """Write gradients into those of dq, dk and dv that are given; returns a tensor of size 0.
+
+    tensors: dout, q, k, v, out and softmax_lse. lengths: as of the forward. options: of attention_backward.
+    """
+    dout, q, k, v, out, lse = tensors
+    check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    given = {name: x for name, x in zip("qkv", into, strict=True) if x is not None}
+    for name, x in given.items():
+        check_tensors(**{f"d{name}": x})
+        own = {"q": q, "k": k, "v": v}[name]
+        if x.shape != own.shape:
+            raise ValueError(f"d{name} has shape {tuple(x.shape)}; accepted: {tuple(own.shape)}, as {name}'s")
+    nothing = dout.new_empty(0, dtype=torch.float32)
+    if not given:
+        return nothing
+    options = options | scores.arguments(q)
+    options["dropout_p"] = probability(options.get("dropout_p", 0.0))
+    options["deterministic"] = bool(options["deterministic"])
+    direct = all(map(has_whole_head_dim, given.values()))
+    with torch.no_grad():
+        arguments: Any = (
+            pad_head_dim(dout),
+            *map(whole_head_dim, (q, k, v)),
+            pad_head_dim(out),
+            lse,
+        )
+        options |= {"wanted": tuple(given), "into": tuple(given.values()) if direct else None}
+        if lengths is None:
+            found = attention_backward(*arguments, **options)
+        else:
+            found = attention_varlen_backward(
+                *arguments, *lengths[:2], *map(whole_number, lengths[2:]), **options
+            )
+        if not direct:
+            for x, grad in zip(given.values(), found, strict=True):
+                x.copy_(cut_head_dim(grad, x.shape[-1]))
+    return nothing

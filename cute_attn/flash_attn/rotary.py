@@ -1,0 +1,330 @@
+"""Rotary embedding by FlashAttention's names, in torch operators: its ``layers.rotary`` and ``ops.triton.rotary``.
+
+Libraries import these beside its attention (Megatron-LM, models of Hugging Face), some without asking whether they
+exist (vLLM). :func:`cute_attn.kvcache_reference.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32 and
+then rounded. FlashAttention has a Triton kernel for it; these take a few launches, or one under ``torch.compile``.
+Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_attn_with_kvcache``.
+
+    x            (batch, seqlen, nheads, head_dim), or packed (total, nheads, head_dim) with cu_seqlens
+    cos, sin     (positions, rotary_dim / 2); the first rotary_dim elements of each head are turned
+    interleaved  pairs are elements (2i, 2i + 1) rather than (i, i + rotary_dim / 2)
+    seqlen_offsets   int, or int32 or int64 (batch,): the position of each sequence's first row
+    inplace      x's memory is changed, and what is returned shares it
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.flash_attn.conventions import check_tensors
+from cute_attn.kvcache_reference import Rotary, rotate
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+]
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """x turned; conjugate: by the negative angles, as gradients are. Differentiable in x.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what this module describes.
+    """
+    check_tensors(x=x, cos=cos, sin=sin)
+    dims = 3 if cu_seqlens is not None else 4
+    if x.dim() != dims:
+        accepted = "(batch, seqlen, nheads, head_dim)" if dims == 4 else "(total, nheads, head_dim)"
+        raise ValueError(f"x has shape {tuple(x.shape)}; accepted: {accepted}")
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}; accepted: (positions, up to "
+            f"{x.shape[-1] // 2}), both alike"
+        )
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    if isinstance(seqlen_offsets, int) and longest is not None and seqlen_offsets + longest > cos.shape[0]:
+        raise ValueError(
+            f"cos has {cos.shape[0]} positions; accepted: {seqlen_offsets + longest} or more, for {longest} rows from "
+            f"position {seqlen_offsets} on"
+        )
+    positions = _positions(x, seqlen_offsets, cu_seqlens)
+    rotary = Rotary(cos, -sin if conjugate else sin, interleaved)
+    turned = rotate(x.flatten(0, -3), positions, rotary).view(x.shape)
+    return _replaced(x, turned) if inplace else turned
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """:func:`apply_rotary` with its arguments in another order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As there.
+    """
+    return apply_rotary(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen, interleaved, inplace)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x turned, in x's and cos' common dtype; row i of each sequence is at position i.
+
+    Parameters
+    ----------
+    x : Tensor (batch, seqlen, nheads, head_dim)
+    cos, sin : Tensor (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2)
+    interleaved : bool
+    """
+    pairs = cos.shape[-1]
+    cos, sin, own = cos.unsqueeze(-2), sin.unsqueeze(-2), x[..., : 2 * pairs]
+    first, second = (own[..., 0::2], own[..., 1::2]) if interleaved else (own[..., :pairs], own[..., pairs:])
+    halves = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    return torch.cat((turned, x[..., 2 * pairs :]), -1)
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """Turn q and k of qkv in place.
+
+    Parameters
+    ----------
+    qkv : Tensor (batch, seqlen, 3, nheads, head_dim), or (batch, seqlen, heads, head_dim) with num_heads_q
+        In the latter, heads of q come first, then k's, then as many of v.
+    cos_k, sin_k : Tensor, optional
+        For k; by default cos and sin.
+    num_heads_q : int, optional
+        How many heads are q's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here.
+    """
+    check_tensors(qkv=qkv, cos=cos, sin=sin)
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and isinstance(num_heads_q, int) and 0 < num_heads_q < qkv.shape[2]:
+        keys = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, keys, qkv.shape[2] - num_heads_q - keys], dim=2)
+    else:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {num_heads_q!r}; accepted: (batch, seqlen, 3, "
+            "nheads, head_dim), or (batch, seqlen, heads, head_dim) and how many of them are q's"
+        )
+    own_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    options: dict[str, Any] = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
+    if not (torch.is_grad_enabled() and qkv.requires_grad):
+        for x, angles in ((q, (cos, sin)), (k, own_k)):
+            apply_rotary(x, *angles, inplace=True, **options)
+        return qkv
+    parts = (apply_rotary(q, cos, sin, **options), apply_rotary(k, *own_k, **options), v)
+    return _replaced(qkv, torch.stack(parts, 2) if qkv.dim() == 5 else torch.cat(parts, 2))
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+) -> Tensor:
+    """Turn k of kv (batch, seqlen, 2, nheads, head_dim) in place.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here.
+    """
+    check_tensors(kv=kv)
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv has shape {tuple(kv.shape)}; accepted: (batch, seqlen, 2, nheads, head_dim)")
+    k, v = kv.unbind(2)
+    if not (torch.is_grad_enabled() and kv.requires_grad):
+        apply_rotary(k, cos, sin, seqlen_offsets, interleaved=interleaved, inplace=True)
+        return kv
+    turned = apply_rotary(k, cos, sin, seqlen_offsets, interleaved=interleaved)
+    return _replaced(kv, torch.stack((turned, v), 2))
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Turns q and k by position i times base ** (-2j / dim) for pair j, with tables kept from call to call.
+
+    With scale_base both are scaled by position as well, such that products depend on distances (xPos, Sun et al. 2022,
+    arXiv:2212.10554).
+
+    Parameters
+    ----------
+    dim : int
+        How many elements of a head are turned.
+    base : float
+    interleaved : bool
+        As of :func:`apply_rotary`.
+    scale_base : float, optional
+    device : of the frequencies
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** (-even / self.dim)
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+        """Make tables for positions up to seqlen where those at hand do not serve."""
+        cos = self._cos_cached
+        if (
+            cos is not None
+            and seqlen <= self._seq_len_cached
+            and cos.device == device
+            and cos.dtype == dtype
+            and not (self.training and cos.is_inference())
+        ):
+            return
+        self._seq_len_cached = seqlen
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        inv_freq: Any = self.inv_freq
+        if inv_freq.dtype != torch.float32:  # the model was cast
+            inv_freq = self._compute_inv_freq(device)
+        angles = torch.outer(positions, inv_freq.to(positions.device))
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale_base is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        scale: Any = self.scale
+        power = ((positions - seqlen // 2) / self.scale_base)[:, None]
+        scale = scale.to(positions.device, torch.float32) ** power
+        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Turn q and k in place.
+
+        Parameters
+        ----------
+        qkv : Tensor
+            As of :func:`apply_rotary_emb_qkv_`; with kv it is q (batch, seqlen, nheads, head_dim).
+        kv : Tensor (batch, seqlen, 2, nheads, head_dim), optional
+        seqlen_offset : int, or Tensor (batch,)
+            The position of each sequence's first row; a tensor with max_seqlen.
+        max_seqlen : int, optional
+            How many positions there are.
+        num_heads_q : int, optional
+            As of :func:`apply_rotary_emb_qkv_`.
+
+        Returns
+        -------
+        qkv, or with kv (q, kv)
+        """
+        if max_seqlen is None and isinstance(seqlen_offset, int):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            raise ValueError(
+                "max_seqlen is None with a tensor as seqlen_offset; accepted: how many positions there are"
+            )
+        of_k = (cos, sin) if self._cos_k_cached is None else (self._cos_k_cached, self._sin_k_cached)
+        options: dict[str, Any] = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, *of_k, num_heads_q=num_heads_q, **options)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **options)
+        return q, apply_rotary_emb_kv_(kv, *of_k, **options)  # type: ignore[arg-type]
+
+
+def _positions(x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Of all rows, one sequence after the other."""
+    if cu_seqlens is None:
+        batch, seqlen = x.shape[:2]
+        row = torch.arange(seqlen, device=x.device)
+        offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        return (row + offsets).expand(batch, seqlen).flatten()
+    row = torch.arange(x.shape[0], device=x.device)
+    starts = cu_seqlens.long()
+    sequence = torch.searchsorted(starts[1:].contiguous(), row, right=True).clamp(max=len(starts) - 2)
+    offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+    return row - starts[sequence] + offsets
+
+
+def _replaced(x: Tensor, turned: Tensor) -> Tensor:
+    """``turned`` in x's memory; x itself where autograd does not record."""
+    if torch.is_grad_enabled() and turned.requires_grad:
+        return _InMemory.apply(x.detach(), turned)
+    return x.copy_(turned)
+
+
+class _InMemory(torch.autograd.Function):
+    """A result in memory that is given: also in that of a leaf, which torch's own operators refuse to change."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
+        """memory, changed."""
+        ctx.mark_dirty(memory)
+        return memory.copy_(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """The result's."""
+        return None, grad

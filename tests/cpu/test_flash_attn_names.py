@@ -1,0 +1,821 @@
+"""The names that other libraries import from FlashAttention-2 and -3: where they are, signatures, results."""
+
+import importlib
+import inspect
+import itertools
+import math
+import sys
+from importlib.metadata import packages_distributions, version
+
+import pytest
+import torch
+
+import cute_attn.flash_attn as package
+from cute_attn import (
+    attention,
+    attention_varlen,
+    attention_with_kvcache,
+    kvcache_params,
+    kvcache_reference,
+    merge_attention,
+)
+from cute_attn.flash_attn import bert_padding, extension, flash_attn_3, rotary
+from cute_attn.flash_attn import flash_attn_interface as interface
+
+F64 = torch.float64
+
+FORWARDS = "_flash_attn_forward _flash_attn_varlen_forward"
+BACKWARDS = "_flash_attn_backward _flash_attn_varlen_backward"
+# (module, names, who imports them, in 2026-08)
+IMPORTED = [
+    ("flash_attn", "__version__", "Megatron-LM, DeepSpeed, yunchang, xformers"),
+    ("flash_attn", "flash_attn_func flash_attn_varlen_func", "transformers, diffusers, x-transformers, vLLM"),
+    ("flash_attn", "flash_attn_with_kvcache", "transformers, Megatron-LM"),
+    ("flash_attn", "flash_attn_qkvpacked_func flash_attn_kvpacked_func", "ring-flash-attention, yunchang"),
+    (
+        "flash_attn",
+        "flash_attn_varlen_qkvpacked_func flash_attn_varlen_kvpacked_func",
+        "ring-flash-attention, yunchang",
+    ),
+    (
+        "flash_attn.flash_attn_interface",
+        "flash_attn_func flash_attn_varlen_func",
+        "Transformer Engine, DeepSpeed",
+    ),
+    ("flash_attn.flash_attn_interface", "flash_attn_varlen_qkvpacked_func", "models of Hugging Face's hub"),
+    (
+        "flash_attn.flash_attn_interface",
+        f"{FORWARDS} {BACKWARDS}",
+        "ring-flash-attention, yunchang, DeepSpeed, Transformer Engine",
+    ),
+    (
+        "flash_attn.flash_attn_interface",
+        "_wrapped_flash_attn_forward _wrapped_flash_attn_varlen_forward",
+        "diffusers",
+    ),
+    (
+        "flash_attn.flash_attn_interface",
+        "_wrapped_flash_attn_backward _wrapped_flash_attn_varlen_backward",
+        "diffusers",
+    ),
+    ("flash_attn.flash_attn_interface", "flash_attn_gpu", "FlashAttention's own tests"),
+    ("flash_attn.bert_padding", "pad_input unpad_input index_first_axis", "transformers, models of the hub"),
+    ("flash_attn.bert_padding", "index_put_first_axis", "models of the hub"),
+    ("flash_attn.layers.rotary", "apply_rotary_emb", "Megatron-LM, transformers"),
+    ("flash_attn.layers.rotary", "apply_rotary_emb_func RotaryEmbedding", "models of the hub"),
+    (
+        "flash_attn.layers.rotary",
+        "apply_rotary_emb_torch apply_rotary_emb_qkv_ apply_rotary_emb_kv_",
+        "FlashAttention's own tests",
+    ),
+    ("flash_attn.ops.triton.rotary", "apply_rotary", "vLLM, models of the hub"),
+    ("flash_attn_2_cuda", "fwd bwd varlen_fwd varlen_bwd", "Transformer Engine: varlen_bwd"),
+    (
+        "flash_attn_interface",
+        "flash_attn_func flash_attn_varlen_func flash_attn_with_kvcache",
+        "transformers, diffusers, Transformer Engine, yunchang",
+    ),
+    (
+        "flash_attn_interface",
+        "_flash_attn_forward _flash_attn_backward",
+        "Transformer Engine, yunchang, diffusers",
+    ),
+    (
+        "flash_attn_interface",
+        "flash_attn_qkvpacked_func flash_attn_combine get_scheduler_metadata",
+        "FlashAttention's own tests",
+    ),
+    ("flash_attn_3.flash_attn_interface", "_flash_attn_forward flash_attn_with_kvcache", "Megatron-LM"),
+    ("flash_attn_3", "__version__", "Megatron-LM, diffusers: whether it exists"),
+]
+ABSENT = [
+    "flash_attn.modules.mha",
+    "flash_attn.losses.cross_entropy",
+    "flash_attn.ops.rms_norm",
+    "flash_attn.cute",
+]
+OURS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    if any(importlib.util.find_spec(name) is not None for name in OURS):
+        pytest.skip("FlashAttention is installed")
+    yield package.install
+    for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
+        del sys.modules[name]
+
+
+def test_what_libraries_import_is_there(installed):
+    installed()
+    for module, names, who in IMPORTED:
+        for name in names.split():
+            assert hasattr(importlib.import_module(module), name), f"{who} import {name} from {module}"
+    for name in ABSENT:
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+
+
+def test_each_flash_attention_can_be_had_alone(installed):
+    installed([2])
+    import flash_attn
+
+    assert importlib.util.find_spec("flash_attn_interface") is None
+    installed()
+    assert sys.modules["flash_attn"] is flash_attn
+    import flash_attn_3.flash_attn_interface
+    import flash_attn_interface
+
+    assert flash_attn_interface.flash_attn_func is flash_attn_3.flash_attn_interface.flash_attn_func
+    assert flash_attn_interface.flash_attn_func is not flash_attn.flash_attn_func
+    assert version("flash_attn_3") == flash_attn_3.__version__ == package.VERSIONS[3]
+    assert packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]  # transformers asks so
+    with pytest.raises(ValueError, match=r"versions is \[4\]; accepted: some of 2, 3"):
+        installed([4])
+
+
+def test_install_leaves_an_installed_flash_attention_3(installed, monkeypatch):
+    other = type(sys)("flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", other)
+    with pytest.raises(ValueError, match="flash_attn_interface of unknown version is installed; accepted"):
+        installed()
+    assert "flash_attn" not in sys.modules and sys.modules["flash_attn_interface"] is other
+    installed([2])
+    assert "flash_attn" in sys.modules
+
+
+# ---- signatures: names, order, defaults, as in FlashAttention of 2026-08 ----
+
+REQUIRED = inspect.Parameter.empty
+TENSORS = "dout q k v out softmax_lse"
+MASKS = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+DESCALE = "q_descale=None k_descale=None v_descale=None"
+SIGNATURES = {
+    (interface, "_flash_attn_forward"): f"q k v {MASKS} return_softmax",
+    (
+        interface,
+        "_flash_attn_varlen_forward",
+    ): f"q k v {LENGTHS} dropout_p softmax_scale causal window_size_left=-1 "
+    "window_size_right=-1 softcap=0.0 alibi_slopes=None return_softmax=False block_table=None leftpad_k=None "
+    "seqused_k=None zero_tensors=False num_splits=0",
+    (interface, "_flash_attn_backward"): f"{TENSORS} dq dk dv {MASKS} deterministic rng_state=None",
+    (
+        interface,
+        "_flash_attn_varlen_backward",
+    ): f"{TENSORS} dq dk dv {LENGTHS} {MASKS} deterministic rng_state=None zero_tensors=False",
+    (
+        flash_attn_3,
+        "flash_attn_func",
+    ): f"q k v softmax_scale=None causal=False qv=None {DESCALE} window_size=(-1,-1) "
+    "attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False",
+    (
+        flash_attn_3,
+        "flash_attn_varlen_func",
+    ): f"q k v {LENGTHS} seqused_q=None seqused_k=None softmax_scale=None "
+    f"causal=False qv=None {DESCALE} window_size=(-1,-1) attention_chunk=0 softcap=0.0 num_splits=1 pack_gqa=None "
+    "deterministic=False sm_margin=0 return_attn_probs=False",
+    (
+        flash_attn_3,
+        "flash_attn_qkvpacked_func",
+    ): f"qkv softmax_scale=None causal=False {DESCALE} window_size=(-1,-1) "
+    "attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None sm_margin=0 return_attn_probs=False",
+    (flash_attn_3, "flash_attn_with_kvcache"): "q k_cache v_cache k=None v=None qv=None rotary_cos=None "
+    "rotary_sin=None cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None "
+    f"cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None {DESCALE} softmax_scale=None causal=False "
+    "window_size=(-1,-1) attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=0 "
+    "pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    (flash_attn_3, "flash_attn_combine"): "out_partial lse_partial out=None out_dtype=None",
+    (
+        flash_attn_3,
+        "get_scheduler_metadata",
+    ): "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim "
+    "cache_seqlens qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None "
+    "page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) attention_chunk=0 has_softcap=False "
+    "num_splits=0 pack_gqa=None sm_margin=0",
+    (flash_attn_3, "_flash_attn_forward"): "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None "
+    "cu_seqlens_k=None cu_seqlens_k_new=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None "
+    "page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None "
+    f"{DESCALE} softmax_scale=None causal=False window_size_left=-1 window_size_right=-1 attention_chunk=0 "
+    "softcap=0.0 rotary_interleaved=True scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0",
+    (flash_attn_3, "_flash_attn_backward"): f"{TENSORS} cu_seqlens_q=None cu_seqlens_k=None sequed_q=None "
+    "sequed_k=None max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None softmax_scale=None is_causal=False "
+    "window_size_left=-1 window_size_right=-1 softcap=0.0 deterministic=False sm_margin=0",
+    (rotary, "apply_rotary"): "x cos sin seqlen_offsets=0 cu_seqlens=None max_seqlen=None interleaved=False "
+    "inplace=False conjugate=False",
+    (
+        rotary,
+        "apply_rotary_emb",
+    ): "x cos sin interleaved=False inplace=False seqlen_offsets=0 cu_seqlens=None max_seqlen=None",
+    (rotary, "apply_rotary_emb_torch"): "x cos sin interleaved=False",
+    (rotary, "apply_rotary_emb_qkv_"): "qkv cos sin cos_k=None sin_k=None interleaved=False seqlen_offsets=0 "
+    "num_heads_q=None",
+    (rotary, "apply_rotary_emb_kv_"): "kv cos sin interleaved=False seqlen_offsets=0",
+    (rotary, "RotaryEmbedding"): "dim base=10000.0 interleaved=False scale_base=None device=None",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x))
+def test_signature(module, name):
+    function = getattr(module, name)
+    parameters = inspect.signature(function).parameters.values()
+    wanted = []
+    for each in SIGNATURES[module, name].split():
+        own, _, default = each.partition("=")
+        wanted.append((own, eval(default, {"torch": torch}) if default else REQUIRED))
+    assert [(p.name, p.default) for p in parameters] == wanted
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert inspect.isfunction(function) or inspect.isclass(function)  # libraries ask inspect for defaults
+
+
+def test_signatures_of_the_extension():
+    counts = {name: len(inspect.signature(getattr(extension, name)).parameters) for name in extension.__all__}
+    assert counts == {"fwd": 13, "varlen_fwd": 22, "bwd": 19, "varlen_bwd": 24}
+
+
+# ---- results ----
+
+
+def randn(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU_Q, CU_K = int32(0, 4, 9, 16), int32(0, 7, 13, 20)
+PACKED = (CU_Q, CU_K, 7, 7)
+# (causal, window_size_left, window_size_right, softcap, alibi_slopes), and the same for attention
+MASKED = {
+    "plain": ((False, -1, -1, 0.0, None), {}),
+    "causal": ((True, 3, 5, 0.0, None), {"causal": True, "window": (3, 0)}),
+    "window": (
+        (False, 2, 1, 1.5, randn(4, seed=9).abs().float()),
+        {"window": (2, 1), "softcap": 1.5, "alibi_slopes": randn(4, seed=9).abs().float()},
+    ),
+}
+
+
+def inputs(varlen, dim=12):
+    rows = (16, 20) if varlen else ((2, 7), (2, 9))
+    shapes = [(rows[0], 4), (rows[1], 2), (rows[1], 2)]
+    shapes = [((r,) if varlen else r) + (heads, dim) for r, heads in shapes]
+    return [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def defined(tensors, varlen, options, grad=None, wanted=attention):
+    """out, lse with +inf for rows without keys, and gradients of out * grad, by attention."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    scale = tensors[0].shape[-1] ** -0.5
+    if varlen:
+        out, lse = attention_varlen(*leaves, *PACKED, softmax_scale=scale, return_lse=True, **options)
+    else:
+        out, lse = attention(*leaves, softmax_scale=scale, return_lse=True, **options)
+    grads = [] if grad is None else torch.autograd.grad(out, leaves, grad)
+    return out.detach(), lse.detach(), *grads
+
+
+def steps(varlen):
+    """FlashAttention-2's forward and backward, and what comes before their masks."""
+    lengths = PACKED if varlen else ()
+    which = "varlen_" * varlen
+    forward = getattr(interface, f"_wrapped_flash_attn_{which}forward")
+    backward = getattr(interface, f"_wrapped_flash_attn_{which}backward")
+    return forward, backward, lengths
+
+
+@pytest.mark.parametrize("dim", [16, 12])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_a_forward_and_its_backward(name, varlen, dim):
+    masks, options = MASKED[name]
+    tensors, (forward, backward, lengths) = inputs(varlen, dim), steps(varlen)
+    grad = randn(*tensors[0].shape, seed=5)
+    wanted = defined(tensors, varlen, options, grad)
+    out, lse, s_dmask, state = forward(*tensors, *lengths, 0.0, dim**-0.5, *masks, False)
+    assert s_dmask.shape == (0,) and state.tolist() == [0, 0] and state.dtype == torch.int64
+    into = [torch.full_like(x, math.nan) for x in tensors]
+    backward(grad, *tensors, out, lse, *into, *lengths, 0.0, dim**-0.5, *masks, True)
+    for actual, expected in zip((out, lse, *into), wanted, strict=True):
+        torch.testing.assert_close(actual, expected.nan_to_num(0, math.inf, math.inf))
+    only_v = torch.full_like(tensors[2], math.nan)
+    backward(grad, *tensors, out, lse, None, None, only_v, *lengths, 0.0, dim**-0.5, *masks, False)
+    assert torch.equal(only_v, into[2])
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_dropout_repeats_by_its_state(varlen):
+    tensors, (forward, backward, lengths) = inputs(varlen, 16), steps(varlen)
+    masks = (True, -1, -1, 0.0, None)
+    grad = randn(*tensors[0].shape, seed=5)
+    torch.manual_seed(1)
+    out, lse, s_dmask, state = forward(*tensors, *lengths, 0.4, 0.25, *masks, True)
+    wanted = defined(tensors, varlen, {"causal": True, "dropout_p": 0.4, "rng_state": state}, grad)
+    into = [torch.empty_like(x) for x in tensors]
+    backward(grad, *tensors, out, lse, *into, *lengths, 0.4, 0.25, *masks, False, state)
+    for actual, expected in zip((out, lse, *into), wanted, strict=True):
+        torch.testing.assert_close(actual, expected.nan_to_num(0, math.inf, math.inf))
+    assert s_dmask.shape[:2] == ((3 if varlen else 2), 4) and s_dmask.signbit().any()
+    torch.manual_seed(1)
+    assert torch.equal(forward(*tensors, *lengths, 0.4, 0.25, *masks, False)[0], out)
+    with pytest.raises(ValueError, match="rng_state is None; accepted: int64"):
+        backward(grad, *tensors, out, lse, *into, *lengths, 0.4, 0.25, *masks, False)
+
+
+def test_a_probability_that_drops_nothing_is_none():
+    """diffusers asks so for the LSE, and for the softmax with it, of a size that no GPU holds."""
+    q, k, v = inputs(False, 16)
+    out, _, s_dmask, state = interface._flash_attn_forward(
+        q, k, v, 1e-30, 0.25, False, -1, -1, 0.0, None, True
+    )
+    assert s_dmask.numel() == 0 and not state.any()
+    assert torch.equal(out, attention(q, k, v))
+    assert torch.equal(package.flash_attn_func(q, k, v, 1e-30), out)
+
+
+def test_parts_of_the_keys_are_merged_as_ring_attention_does():
+    """A backward for some of the keys, with out and lse of all, gives their share of the gradients."""
+    q, k, v = inputs(False, 16)
+    masks = (False, -1, -1, 0.0, None)
+    grad = randn(*q.shape, seed=5)
+    wanted = defined((q, k, v), False, {}, grad)
+    parts = [(k[:, a:b].contiguous(), v[:, a:b].contiguous()) for a, b in ((0, 4), (4, 9))]
+    found = [interface._flash_attn_forward(q, *part, 0.0, 0.25, *masks, False)[:2] for part in parts]
+    out, lse = merge_attention(*map(list, zip(*found, strict=True)))
+    grads = []
+    for part in parts:
+        grads.append([torch.empty_like(x) for x in (q, *part)])
+        interface._flash_attn_backward(grad, q, *part, out, lse, *grads[-1], 0.0, 0.25, *masks, False)
+    torch.testing.assert_close(out, wanted[0])
+    torch.testing.assert_close(grads[0][0] + grads[1][0], wanted[2])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([g[i] for g in grads], 1), wanted[2 + i])
+
+
+def test_the_forward_is_differentiable_where_autograd_records():
+    leaves = [x.requires_grad_() for x in inputs(False)]
+    grad = randn(*leaves[0].shape, seed=5)
+    out = interface._flash_attn_forward(*leaves, 0.0, 12**-0.5, True, -1, -1, 0.0, None, False)[0]
+    wanted = defined([x.detach() for x in leaves], False, {"causal": True}, grad)
+    for actual, expected in zip(torch.autograd.grad(out, leaves, grad), wanted[2:], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_compiles_into_one_graph():
+    torch.compiler.reset()
+    tensors = inputs(False, 16)
+
+    def f(q, k, v):
+        out, lse, _, state = interface._wrapped_flash_attn_forward(
+            q, k, v, 0.2, 0.25, True, -1, -1, 0.0, None, False
+        )
+        into = [torch.empty_like(x) for x in (q, k, v)]
+        interface._wrapped_flash_attn_backward(
+            out, q, k, v, out, lse, *into, 0.2, 0.25, True, -1, -1, 0.0, None, False, state
+        )
+        return out, lse, *into
+
+    torch.manual_seed(2)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.manual_seed(2)
+    for actual, expected in zip(compiled, f(*tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def with_any_head_dim(*tensors, **options):
+    """attention_with_kvcache by its definition, which takes head dims that kernels, and so its checks, decline."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvcache_params, "_check_cache", lambda params, batch: None)
+        return attention_with_kvcache(*tensors, **options)
+
+
+def test_packed_keys_may_be_shorter_or_in_pages():
+    q, k, v = inputs(True, 11)
+    used = int32(3, 0, 7)
+    out, lse, *_ = interface._flash_attn_varlen_forward(q, k, v, *PACKED, 0.0, 11**-0.5, True, seqused_k=used)
+    wanted = attention_varlen(q, k, v, *PACKED, causal=True, seqused_k=used, return_lse=True)
+    torch.testing.assert_close(out, wanted[0])
+    torch.testing.assert_close(lse, wanted[1].nan_to_num(0, math.inf, math.inf))
+    pages = [randn(6, 5, 2, 11, seed=i) for i in (7, 8)]
+    table = torch.randperm(6, generator=torch.Generator().manual_seed(0)).int().view(3, 2)
+    found = interface._flash_attn_varlen_forward(
+        q, *pages, *PACKED, 0.0, None, True, block_table=table, seqused_k=used, num_splits=2
+    )
+    wanted = with_any_head_dim(
+        q, *pages, cache_seqlens=used, page_table=table, cu_seqlens_q=CU_Q, max_seqlen_q=7, causal=True
+    )
+    torch.testing.assert_close(found[0], wanted)
+    assert [x.shape for x in found] == [(16, 4, 11), (4, 16), (0,), (2,)]
+
+
+def test_the_extension_has_the_same_steps():
+    q, k, v = inputs(False, 16)
+    grad = randn(*q.shape, seed=5)
+    wanted = defined((q, k, v), False, {"causal": True, "window": (3, 0)}, grad)
+    masks = (0.25, True, 3, 0, 0.0)
+    out, lse, *_ = extension.fwd(q, k, v, None, None, 0.0, *masks, False, None)
+    grads = extension.bwd(grad, q, k, v, out, lse, None, None, None, None, 0.0, *masks, False, None, None)
+    for actual, expected in zip((out, lse, *grads), (*wanted, torch.empty(0)), strict=True):
+        torch.testing.assert_close(actual, expected, check_dtype=False)
+    q, k, v = inputs(True, 16)
+    grad = randn(*q.shape, seed=5)
+    wanted = defined((q, k, v), True, {"causal": True, "window": (3, 0)}, grad)
+    own = (0.0, 0.25, False, True, 3, 0, 0.0)
+    out, lse, *_ = extension.varlen_fwd(
+        q, k, v, None, CU_Q, CU_K, None, None, None, None, 7, 7, *own, False, None
+    )
+    into = [torch.empty_like(q), None, None]
+    grads = extension.varlen_bwd(
+        grad, q, k, v, out, lse, *into, CU_Q, CU_K, None, 7, 7, *own, False, None, None
+    )
+    assert grads[0] is into[0]
+    for actual, expected in zip((out, lse, *grads[:3]), wanted, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# ---- FlashAttention-3 ----
+
+FA3 = {
+    "plain": ({}, {}),
+    "causal": ({"causal": True, "window_size": (3, 5), "num_splits": 4}, {"causal": True, "window": (3, 0)}),
+    "window": ({"window_size": (2, 1), "softcap": 1.5}, {"window": (2, 1), "softcap": 1.5}),
+    "scale": ({"softmax_scale": 0.3, "pack_gqa": True, "sm_margin": 8}, {"softmax_scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("dim", [16, 12])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("name", FA3)
+def test_flash_attention_3(name, varlen, dim):
+    given, options = FA3[name]
+    leaves = [x.requires_grad_() for x in inputs(varlen, dim)]
+    if varlen:
+        found = flash_attn_3.flash_attn_varlen_func(*leaves, *PACKED, return_attn_probs=True, **given)
+        alone = flash_attn_3.flash_attn_varlen_func(*leaves, *PACKED, **given)
+        wanted = attention_varlen(*leaves, *PACKED, return_lse=True, **options)
+    else:
+        found = flash_attn_3.flash_attn_func(*leaves, return_attn_probs=True, **given)
+        alone = flash_attn_3.flash_attn_func(*leaves, **given)
+        wanted = attention(*leaves, return_lse=True, **options)
+    assert torch.equal(alone, found[0])
+    grad = randn(*found[0].shape, seed=5)
+    grads = [torch.autograd.grad(x[0], leaves, grad) for x in (found, wanted)]
+    for actual, expected in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        torch.testing.assert_close(actual, expected)  # lse is -inf where nothing is seen
+    given = {n: x for n, x in given.items() if n not in ("window_size", "num_splits", "pack_gqa")} | dict(
+        zip(("window_size_left", "window_size_right"), given.get("window_size", (-1, -1)), strict=True)
+    )
+    lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), PACKED, strict=True))
+    tensors = [x.detach() for x in leaves]
+    lengths = (
+        lengths if varlen else {"max_seqlen_q": 7, "max_seqlen_k": 9}
+    )  # Transformer Engine gives those always
+    own = torch.empty_like(tensors[0])
+    out, lse, *rest = flash_attn_3._flash_attn_forward(*tensors, out_=own, **lengths, **given)
+    assert out is own and [x.numel() for x in rest] == [0, 0]
+    into = {f"d{n}": torch.empty_like(x) for n, x in zip("qkv", tensors, strict=True)}
+    given["is_causal"] = given.pop("causal", False)
+    flash_attn_3._flash_attn_backward(grad, *tensors, out, lse, **lengths, **into, **given)
+    for actual, expected in zip((out, lse, *into.values()), (*wanted, *grads[1]), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_flash_attention_3_packed():
+    qkv = randn(2, 7, 3, 4, 16).requires_grad_()
+    found = flash_attn_3.flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
+    wanted = attention(*qkv.unbind(2), causal=True, return_lse=True)
+    grads = [torch.autograd.grad(x[0].sum(), qkv)[0] for x in (found, wanted)]
+    for actual, expected in zip((*found, grads[0]), (*wanted, grads[1]), strict=True):
+        torch.testing.assert_close(actual, expected)
+    heads = randn(2, 7, 8, 16)
+    out = flash_attn_3.flash_attn_qkvpacked_func(heads, num_heads_q=4)
+    torch.testing.assert_close(out, attention(heads[:, :, :4], heads[:, :, 4:6], heads[:, :, 6:]))
+
+
+def test_flash_attention_3_counts_used_rows():
+    q, k, v = inputs(True, 16)
+    used = {"seqused_q": int32(2, 5, 6), "seqused_k": int32(7, 3, 0)}
+    found = flash_attn_3.flash_attn_varlen_func(q, k, v, *PACKED, causal=True, **used)
+    torch.testing.assert_close(found, attention_varlen(q, k, v, *PACKED, causal=True, **used))
+    q, k, v = inputs(False, 16)
+    found = flash_attn_3._flash_attn_forward(q, k, v, seqused_k=int32(3, 9))
+    torch.testing.assert_close(found[0], attention(q, k, v, seqused_k=int32(3, 9)))
+
+
+@pytest.mark.parametrize("dim", [16, 11])
+@pytest.mark.parametrize("private", [False, True])
+def test_flash_attention_3_with_a_cache(private, dim):
+    q, k, v = randn(5, 4, dim), randn(4, 2, dim, seed=1), randn(4, 2, dim, seed=2)
+    pages, table = [randn(6, 5, 2, dim, seed=i) for i in (3, 4)], int32(4, 0, 2, 5).view(2, 2)
+    lengths, cu_q, cu_new = int32(6, 3), int32(0, 2, 5), int32(0, 3, 4)
+    cos, sin = randn(20, 4, seed=5), randn(20, 4, seed=6)
+    definition = [x.clone() for x in pages]
+    wanted = with_any_head_dim(
+        *(q, *definition),
+        k=k,
+        v=v,
+        cache_seqlens=lengths,
+        page_table=table,
+        cu_seqlens_q=cu_q,
+        max_seqlen_q=3,
+        cu_seqlens_k_new=cu_new,
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_seqlens=int32(2, 1),
+        rotary_interleaved=False,
+        causal=True,
+        window=(4, None),
+        return_lse=True,
+    )
+    options = {
+        "rotary_cos": cos,
+        "rotary_sin": sin,
+        "rotary_interleaved": False,
+        "causal": True,
+        "num_splits": 2,
+    }
+    options |= {"page_table": table, "cu_seqlens_q": cu_q, "max_seqlen_q": 3, "cu_seqlens_k_new": cu_new}
+    options["scheduler_metadata"] = flash_attn_3.get_scheduler_metadata(2, 3, 10, 4, 2, dim, lengths)
+    if private:
+        options |= {"k_new": k, "v_new": v, "seqused_k": lengths, "seqlens_rotary": int32(2, 1)}
+        found = flash_attn_3._flash_attn_forward(q, *pages, window_size_left=4, **options)
+    else:
+        options |= {"k": k, "v": v, "cache_seqlens": lengths, "rotary_seqlens": int32(2, 1)}
+        found = flash_attn_3.flash_attn_with_kvcache(
+            q, *pages, window_size=(4, -1), return_softmax_lse=True, **options
+        )
+    assert [x.numel() for x in found[2:]] == [0, 0]
+    for actual, expected in zip((*found[:2], *pages), (*wanted, *definition), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_flash_attention_3_ignores_positions_without_rotary_tables():
+    q, cache = randn(2, 1, 2, 16), randn(2, 9, 2, 16)
+    out = flash_attn_3.flash_attn_with_kvcache(q, cache, cache, rotary_seqlens=int32(1, 1))
+    torch.testing.assert_close(out, attention(q, cache, cache))
+
+
+@pytest.mark.parametrize("dim", [8, 6])
+def test_flash_attention_3_combines_with_heads_last(dim):
+    outs, lses = randn(3, 2, 5, 4, dim), randn(3, 2, 5, 4, seed=1)
+    wanted, wanted_lse = kvcache_reference.merge(outs, lses.transpose(-1, -2))
+    own = torch.empty(2, 5, 4, dim, dtype=torch.float16)
+    out, lse = flash_attn_3.flash_attn_combine(outs, lses, own, torch.float16)
+    assert out is own and lse.shape == (2, 5, 4)
+    torch.testing.assert_close(out, wanted.half())
+    torch.testing.assert_close(lse, wanted_lse.transpose(-1, -2))
+
+
+# ---- caches of any head dim ----
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), [(19, 19), (16, 20), (19, 16)])
+@pytest.mark.parametrize("new", [False, True])
+def test_caches_of_any_head_dim(new, dim, dim_v):
+    q = randn(2, 3, 4, dim)
+    added = {"k": randn(2, 2, 2, dim, seed=1), "v": randn(2, 2, 2, dim_v, seed=2)} if new else {}
+    caches, lengths = [randn(2, 30, 2, d, seed=d) for d in (dim, dim_v)], int32(7, 20)
+    definition = [x.clone() for x in caches]
+    wanted = with_any_head_dim(
+        q, *definition, cache_seqlens=lengths, causal=True, window=(5, 0), return_lse=True, **added
+    )
+    found = package.flash_attn_with_kvcache(
+        q, *caches, **added, cache_seqlens=lengths, causal=True, window_size=(5, 2), return_softmax_lse=True
+    )
+    for actual, expected in zip((*found, *caches), (*wanted, *definition), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# ---- rotary embedding ----
+
+
+def turned(x, cos, sin, interleaved):
+    """x (rows, heads, dim) as complex numbers."""
+    pairs = cos.shape[-1]
+    own = x[..., : 2 * pairs]
+    real, imaginary = (own[..., ::2], own[..., 1::2]) if interleaved else own.chunk(2, -1)
+    product = torch.complex(real, imaginary) * torch.complex(cos, sin)[:, None]
+    halves = (product.real, product.imag)
+    own = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    return torch.cat((own, x[..., 2 * pairs :]), -1)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("offsets", [0, 3, int32(2, 5)], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_rotary_embedding(varlen, interleaved, offsets, inplace):
+    cos, sin = randn(20, 3, seed=1), randn(20, 3, seed=2)
+    x = randn(*((9,) if varlen else (2, 6)), 4, 8).requires_grad_()
+    starts = (0, 4, 9) if varlen else (0, 6, 12)
+    first = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 2
+    flat = x.detach().clone().flatten(0, -3).requires_grad_()
+    wanted = torch.cat(
+        [
+            turned(flat[a:b], cos[n : n + b - a], sin[n : n + b - a], interleaved)
+            for n, (a, b) in zip(first, itertools.pairwise(starts), strict=True)
+        ]
+    ).view(x.shape)
+    lengths = {"cu_seqlens": int32(*starts), "max_seqlen": 5} if varlen else {}
+    options = {"interleaved": interleaved, "seqlen_offsets": offsets, **lengths}
+    found = rotary.apply_rotary_emb(x, cos, sin, inplace=inplace, **options)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(x, found) == inplace
+    grad = randn(*x.shape, seed=3)
+    actual = torch.autograd.grad(found, x, grad)[0]
+    torch.testing.assert_close(actual, torch.autograd.grad(wanted, flat, grad)[0].view(x.shape))
+    back = rotary.apply_rotary(grad, cos, sin, conjugate=True, **options)
+    torch.testing.assert_close(actual, back)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_rotary_embedding_of_packed_tensors(grouped, recorded):
+    cos, sin, cos_k, sin_k = (randn(6, 4, seed=i) for i in range(4))
+    qkv = randn(2, 6, 8, 8) if grouped else randn(2, 6, 3, 4, 8)
+    parts = [x.clone() for x in (qkv.split([4, 2, 2], 2) if grouped else qkv.unbind(2))]
+    wanted = [
+        rotary.apply_rotary_emb_torch(parts[0], cos, sin),
+        rotary.apply_rotary_emb_torch(parts[1], cos_k, sin_k),
+        parts[2],
+    ]
+    leaf = qkv.requires_grad_(recorded)
+    found = rotary.apply_rotary_emb_qkv_(leaf, cos, sin, cos_k, sin_k, num_heads_q=4 if grouped else None)
+    assert found.data_ptr() == qkv.data_ptr()
+    torch.testing.assert_close(found.detach(), torch.cat(wanted, 2) if grouped else torch.stack(wanted, 2))
+    kv = torch.stack((parts[1], parts[2]), 2).requires_grad_(recorded)
+    found = rotary.apply_rotary_emb_kv_(kv, cos_k, sin_k)
+    torch.testing.assert_close(found.detach(), torch.stack(wanted[1:], 2))
+    assert found.data_ptr() == kv.data_ptr() and found.requires_grad == recorded
+    if recorded:
+        (grad,) = torch.autograd.grad(found.sum(), kv)
+        assert (grad[:, :, 1] == 1).all() and not (grad[:, :, 0] == 1).any()
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_rotary_module(scale_base):
+    """Products depend on distances alone; tables grow."""
+    module = rotary.RotaryEmbedding(8, base=100.0, scale_base=scale_base)
+    same = randn(1, 1, 3, 1, 8, dtype=torch.float32).expand(1, 12, 3, 1, 8).clone()
+    first = module(same[:, :7].clone())
+    q, k, v = module(same.clone())[0, :, :, 0].unbind(1)
+    scores = q @ k.T
+    for distance in (0, 1, 5):
+        torch.testing.assert_close(
+            scores.diagonal(-distance), scores.diagonal(-distance)[:1].expand(12 - distance)
+        )
+    assert torch.equal(v, same[0, :, 2, 0])
+    if scale_base is None:
+        torch.testing.assert_close(first, module(same[:, :7].clone()))
+        angle = 100.0 ** (-torch.arange(0, 8, 2) / 8) * 3
+        torch.testing.assert_close(module._cos_cached[3], angle.cos())
+    later, kv = module(same[:, :2, 0].clone(), same[:, :2, :2].clone(), seqlen_offset=4)
+    torch.testing.assert_close(later[0, :, 0], q[4:6])
+    assert kv.shape == (1, 2, 2, 1, 8)
+
+
+# ---- wrong calls ----
+
+Q = randn(2, 5, 4, 16)
+LSE = randn(2, 4, 5)
+NO_MASK = (0.0, 0.25, False, -1, -1, 0.0, None)
+WRONG = {
+    "backward_out": (
+        lambda: interface._flash_attn_backward(Q, Q, Q, Q, None, LSE, Q, Q, Q, *NO_MASK, False),
+        TypeError,
+        "out is a NoneType; accepted: a torch.Tensor",
+    ),
+    "backward_dq": (
+        lambda: interface._flash_attn_backward(Q, Q, Q, Q, Q, LSE, Q[:, :3], Q, Q, *NO_MASK, False),
+        ValueError,
+        r"dq has shape \(2, 3, 4, 16\); accepted: \(2, 5, 4, 16\), as q's",
+    ),
+    "leftpad": (
+        lambda: interface._flash_attn_varlen_forward(
+            Q[0], Q[0], Q[0], int32(0, 5), int32(0, 5), 5, 5, 0.0, 1.0, False, leftpad_k=int32(1)
+        ),
+        NotImplementedError,
+        "leftpad_k is given; accepted: its default",
+    ),
+    "zero_tensors": (
+        lambda: interface._flash_attn_varlen_forward(
+            Q[0], Q[0], Q[0], int32(0, 5), int32(0, 5), 5, 5, 0.0, 1.0, False, zero_tensors=True
+        ),
+        NotImplementedError,
+        "zero_tensors is True; accepted: its default",
+    ),
+    "softcap": (
+        lambda: package.flash_attn_func(Q, Q, Q, softcap=None),
+        TypeError,
+        "softcap is None; accepted: a Python number",
+    ),
+    "dropout": (
+        lambda: package.flash_attn_func(Q, Q, Q, dropout_p=None),
+        TypeError,
+        "dropout_p is None; accepted: a Python number",
+    ),
+    "block_list": (
+        lambda: package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=[[0], [1]]),
+        TypeError,
+        "block_table is a list; accepted: a torch.Tensor",
+    ),
+    "block_number": (
+        lambda: package.flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, block_table=torch.tensor(1)),
+        ValueError,
+        r"block_table has shape \(\); accepted: \(batch, pages of a sequence\)",
+    ),
+    "generator": (
+        lambda: extension.fwd(Q, Q, Q, None, None, *NO_MASK[:6], False, Q),
+        NotImplementedError,
+        "gen is given; accepted: its default",
+    ),
+    "qv": (
+        lambda: flash_attn_3.flash_attn_func(Q, Q, Q, qv=Q),
+        NotImplementedError,
+        "qv is given; accepted: its",
+    ),
+    "fp8": (
+        lambda: flash_attn_3.flash_attn_with_kvcache(Q, Q, Q, k_descale=Q),
+        NotImplementedError,
+        "k_descale is given; accepted: its default",
+    ),
+    "chunk": (
+        lambda: flash_attn_3.flash_attn_varlen_func(Q, Q, Q, CU_Q, CU_K, 7, 7, attention_chunk=4),
+        NotImplementedError,
+        "attention_chunk is 4; accepted: its default",
+    ),
+    "heads": (
+        lambda: flash_attn_3.flash_attn_qkvpacked_func(Q, num_heads_q=3),
+        ValueError,
+        "num_heads_q is 3 with a qkv of 4 heads; accepted: an int",
+    ),
+    "one_packed": (
+        lambda: flash_attn_3._flash_attn_forward(Q, Q[0], Q[0], cu_seqlens_k=CU_K),
+        ValueError,
+        "cu_seqlens_k is given without cu_seqlens_q; accepted: None",
+    ),
+    "used_queries": (
+        lambda: flash_attn_3._flash_attn_forward(Q, Q, Q, seqused_q=int32(2, 3)),
+        ValueError,
+        "seqused_q is given without cu_seqlens_q; accepted: None",
+    ),
+    "longest": (
+        lambda: flash_attn_3._flash_attn_forward(
+            Q[0], Q[0], Q[0], cu_seqlens_q=int32(0, 5), cu_seqlens_k=int32(0, 5)
+        ),
+        TypeError,
+        "max_seqlen_q is None; accepted: a Python int",
+    ),
+    "combine": (
+        lambda: flash_attn_3.flash_attn_combine(Q[None], LSE[None]),
+        ValueError,
+        r"lse_partial has shape \(1, 2, 4, 5\); accepted: \(1, 2, 5, 4\)",
+    ),
+    "combine_out": (
+        lambda: flash_attn_3.flash_attn_combine(Q[None], LSE.transpose(1, 2)[None], Q[:1]),
+        ValueError,
+        "out is .* accepted: ",
+    ),
+    "metadata": (
+        lambda: flash_attn_3.get_scheduler_metadata(2, 1, 9, 4, 2, 64, 9),
+        TypeError,
+        "cache_seqlens is a int; accepted: a torch.Tensor",
+    ),
+    "rotary_dims": (
+        lambda: rotary.apply_rotary_emb(Q[0], randn(5, 8), randn(5, 8)),
+        ValueError,
+        r"x has shape \(5, 4, 16\); accepted: \(batch, seqlen",
+    ),
+    "rotary_wide": (
+        lambda: rotary.apply_rotary_emb(Q, randn(5, 9), randn(5, 9)),
+        ValueError,
+        r"cos has shape \(5, 9\), sin \(5, 9\); accepted: \(positions, up to 8\)",
+    ),
+    "rotary_short": (
+        lambda: rotary.apply_rotary_emb(Q, randn(5, 8), randn(5, 8), seqlen_offsets=1),
+        ValueError,
+        "cos has 5 positions; accepted: 6 or more",
+    ),
+    "rotary_qkv": (
+        lambda: rotary.apply_rotary_emb_qkv_(Q, randn(5, 8), randn(5, 8)),
+        ValueError,
+        "num_heads_q is None; accepted: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_one_sentence(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message) as raised:
+        call()
+    assert "\n" not in str(raised.value) and "accepted" in str(raised.value)
+
+
+def test_private_functions_are_the_public_ones_names():
+    assert interface._wrapped_flash_attn_forward is interface._flash_attn_forward
+    assert not set(bert_padding.__all__) & set(interface.__all__)
