@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cute_attn import flash_attn, reference
+from cute_attn import attention, attention_varlen, flash_attn, kvcache_reference, reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.interface import resolve_mask
 from tests.checks import check
@@ -84,6 +84,8 @@ KVCACHE = {
     "entries": {"cache_seqlens": (300, 7), "cache_batch_idx": (3, 1), "new": 2},
     "leftpad": {"cache_seqlens": (300, 70), "cache_leftpad": (5, 64)},
     "pages": {"cache_seqlens": (300, 7), "page": 256, "causal": True, "new": 1},
+    "any_dim": {"cache_seqlens": (300, 7), "new": 2, "dim": 59, "causal": True},
+    "any_dim_pages": {"cache_seqlens": (300, 7), "new": 2, "dim": 59, "page": 256},
 }
 
 
@@ -91,12 +93,13 @@ KVCACHE = {
 def test_with_kvcache(name):
     options = dict(KVCACHE[name])
     rows, new, page = options.pop("queries", 1), options.pop("new", 0), options.pop("page", 0)
+    dim = options.pop("dim", 128)
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
         return torch.randn(shape, generator=generator).bfloat16()
 
-    q, caches = randn(2, rows, 8, 128), [randn(4, 512, 2, 128) for _ in "kv"]
+    q, caches = randn(2, rows, 8, dim), [randn(4, 512, 2, dim) for _ in "kv"]
     given = {
         n: torch.tensor(options.pop(n), dtype=torch.int32) for n in list(options) if n.startswith("cache_")
     }
@@ -104,9 +107,9 @@ def test_with_kvcache(name):
         caches = [x[:2].clone() for x in caches]
     if page:
         given["block_table"] = torch.randperm(4, generator=generator).view(2, 2).int()
-        caches = [x.view(4, page, 2, 128)[given["block_table"].flatten().argsort()] for x in caches]
+        caches = [x.view(4, page, 2, dim)[given["block_table"].flatten().argsort()] for x in caches]
     if new:
-        given |= {"k": randn(2, new, 2, 128), "v": randn(2, new, 2, 128)}
+        given |= {"k": randn(2, new, 2, dim), "v": randn(2, new, 2, dim)}
     if options.pop("rotary", False):
         angles = torch.rand(512, 32, generator=generator) * 6
         given |= {"rotary_cos": angles.cos().bfloat16(), "rotary_sin": angles.sin().bfloat16()}
@@ -124,3 +127,87 @@ def test_with_kvcache(name):
         found.append([x.cpu() for x in (out, lse, *own)])
     for which, actual, exact, plain in zip(("out", "lse", "k", "v"), *found, strict=True):
         check(which, actual, exact, plain, roundings=32 if which == "lse" else 1, floor=1e-5)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("dim", [59, 128])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_private_steps_are_the_public_functions(name, dim, varlen):
+    """A forward and its backward by their private names: bit for bit what autograd gives."""
+    options = OPTIONS[name] | {"deterministic": True}
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = ((203,), (400,)) if varlen else ((2, 130), (2, 150))
+    shapes = ((*rows[0], 4, dim), *2 * ((*rows[1], 2, dim),))
+    tensors = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    grad = torch.randn(shapes[0], generator=generator, device="cuda", dtype=torch.bfloat16)
+    cu = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (CU_Q, CU_K)]
+    lengths = (*cu, 133, 269) if varlen else ()
+    private = flash_attn.flash_attn_interface
+    public, forward, backward = (
+        (
+            flash_attn.flash_attn_varlen_func,
+            private._flash_attn_varlen_forward,
+            private._flash_attn_varlen_backward,
+        )
+        if varlen
+        else (flash_attn.flash_attn_func, private._flash_attn_forward, private._flash_attn_backward)
+    )
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    torch.manual_seed(3)
+    results = public(*leaves, *lengths, return_attn_probs=True, **options)
+    wanted = [*results[:2], *torch.autograd.grad(results[0], leaves, grad)]
+    p, scale = options.get("dropout_p", 0.0), dim**-0.5
+    window = options.get("window_size", (-1, -1))
+    masks = (options.get("causal", False), *window, options.get("softcap", 0.0), None)
+    torch.manual_seed(3)
+    out, lse, _, state = forward(*tensors, *lengths, p, scale, *masks, False)
+    into = [torch.full_like(x, math.nan) for x in tensors]
+    backward(grad, *tensors, out, lse, *into, *lengths, p, scale, *masks, True, state)
+    for which, actual, expected in zip(
+        ("out", "lse", "dq", "dk", "dv"), (out, lse, *into), wanted, strict=True
+    ):
+        assert torch.equal(actual, expected), which
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_flash_attention_3_is_attention(varlen):
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = ((203,), (400,)) if varlen else ((2, 130), (2, 150))
+    shapes = ((*rows[0], 4, 128), *2 * ((*rows[1], 2, 128),))
+    tensors = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    grad = torch.randn(shapes[0], generator=generator, device="cuda", dtype=torch.bfloat16)
+    cu = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (CU_Q, CU_K)]
+    lengths = (*cu, 133, 269) if varlen else ()
+    own = attention_varlen if varlen else attention
+    function = (
+        flash_attn.flash_attn_3.flash_attn_varlen_func if varlen else flash_attn.flash_attn_3.flash_attn_func
+    )
+    options = {"causal": True, "softcap": 8.0, "deterministic": True}
+    leaves = [x.requires_grad_() for x in tensors]
+    found = function(*leaves, *lengths, window_size=(64, -1), return_attn_probs=True, **options)
+    wanted = own(*leaves, *lengths, window=(64, 0), return_lse=True, **options)
+    grads = [torch.autograd.grad(x[0], leaves, grad) for x in (found, wanted)]
+    for actual, expected in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_flash_attention_3_combines():
+    outs, lses = torch.randn(3, 2, 50, 4, 60, device="cuda"), torch.randn(3, 2, 50, 4, device="cuda")
+    out, lse = flash_attn.flash_attn_3.flash_attn_combine(outs, lses, out_dtype=torch.bfloat16)
+    wanted, wanted_lse = kvcache_reference.merge(outs.double(), lses.double().transpose(-1, -2))
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(lse.double(), wanted_lse.transpose(-1, -2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary_embedding(inplace):
+    x = torch.randn(2, 33, 4, 64, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(60, 16, device="cuda", dtype=torch.float64) * 6
+    offsets = torch.tensor([3, 20], dtype=torch.int32, device="cuda")
+    arguments = (angles.cos().float(), angles.sin().float())
+    wanted = flash_attn.rotary.apply_rotary_emb(
+        x.double().cpu(), *(y.double().cpu() for y in arguments), seqlen_offsets=offsets.cpu()
+    )
+    found = flash_attn.rotary.apply_rotary_emb(x, *arguments, inplace=inplace, seqlen_offsets=offsets)
+    torch.testing.assert_close(found.double().cpu(), wanted, rtol=2**-8, atol=1e-6)
+    assert (found is x) == inplace

@@ -60,6 +60,20 @@ def _flash_2(source: str, adapter: str, *libraries: str) -> Suite:
     )
 
 
+def _diffusers(adapter: str, which: str, *libraries: str) -> Suite:
+    """diffusers' tests of its attention backends."""
+    return Suite(
+        source="huggingface/diffusers, the tag of the diffusers that is installed: tests/, of which *.py, "
+        "models/*.py, models/testing_utils/ and models/transformers/ are read",
+        folder="diffusers",
+        paths=("tests/models/transformers/test_models_transformer_flux.py",),
+        adapter=adapter,
+        tests={"": 100},
+        needs=("diffusers", "transformers", "accelerate", *libraries),
+        arguments=("-k", f"Attention and not Parallel and {which}"),
+    )
+
+
 SUITES = {
     "pytorch-sdpa": Suite(
         source=f"{_PYTORCH}: test/test_transformers.py (an older tag's will do where names exist)",
@@ -142,8 +156,8 @@ SUITES = {
             "test_flash_attn_varlen_deterministic": 10,
         },
         deselected={
-            "test_flash_attn_generator_arg_must_be_none": _EXTENSION,
-            "test_flash_attn_varlen_paged_kv_num_splits": _EXTENSION,
+            "test_flash_attn_generator_arg_must_be_none": _WORDING,
+            "test_flash_attn_varlen_paged_kv_num_splits": "expects that keys in pages are not divided",
         },
         needs=("einops",),
     ),
@@ -155,6 +169,15 @@ SUITES = {
         tests={"test_flash_attn_kvcache": 200},
         deselected={"test_flash_attn_kvcache_paged_block_table_bounds": _BOUNDS},
         needs=("einops",),
+    ),
+    "flash-attention-rotary": Suite(
+        source="Dao-AILab/flash-attention, 2.8: tests/test_rotary.py",
+        folder="flash-attention",
+        paths=("tests/test_rotary.py",),
+        adapter="installed",
+        tests={"test_rotary_emb": 60},
+        deselected={"test_compilation_count": "counts what Triton compiles"},
+        needs=("einops", "triton"),
     ),
     "flash-attention-3": Suite(
         source="Dao-AILab/flash-attention, 2026-08: hopper/{test_flash_attn,test_util,padding}.py, flash_attn "
@@ -214,14 +237,6 @@ SUITES = {
     "transformers-hub": _flash_2(
         "as transformers; with the kernels library in the version that it asks for", "hub", "kernels"
     ),
-    "diffusers": Suite(
-        source="huggingface/diffusers, the tag of the diffusers that is installed: tests/, of which *.py, "
-        "models/*.py, models/testing_utils/ and models/transformers/ are read",
-        folder="diffusers",
-        paths=("tests/models/transformers/test_models_transformer_flux.py",),
-        adapter="sdpa",
-        tests={"": 100},
-        needs=("diffusers", "transformers", "accelerate"),
-        arguments=("-k", "Attention and not Parallel and not hub"),  # a hub's kernels would be fetched
-    ),
+    "diffusers": _diffusers("sdpa", "not hub"),  # a hub's kernels would be fetched
+    "diffusers-hub": _diffusers("hub", "hub", "kernels"),
 }
