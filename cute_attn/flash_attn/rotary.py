@@ -321,8 +321,9 @@ class _InMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
         """memory, changed."""
+        memory.copy_(result)
         ctx.mark_dirty(memory)
-        return memory.copy_(result)
+        return memory
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:

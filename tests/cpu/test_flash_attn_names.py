@@ -656,6 +656,16 @@ def test_rotary_embedding_of_packed_tensors(grouped, recorded):
         assert (grad[:, :, 1] == 1).all() and not (grad[:, :, 0] == 1).any()
 
 
+def test_rotary_embedding_in_place_compiles():
+    torch.compiler.reset()
+    cos, sin, leaf = randn(6, 4), randn(6, 4, seed=1), randn(2, 6, 3, 4, 8).requires_grad_()
+    compiled = torch.compile(rotary.apply_rotary_emb_qkv_, fullgraph=True, backend="aot_eager")
+    outs = [f(1 * leaf, cos, sin) for f in (compiled, rotary.apply_rotary_emb_qkv_)]
+    grads = [torch.autograd.grad(x.square().sum(), leaf)[0] for x in outs]
+    for actual, expected in ((outs[0], outs[1]), (grads[0], grads[1])):
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("scale_base", [None, 512])
 def test_rotary_module(scale_base):
     """Products depend on distances alone; tables grow."""

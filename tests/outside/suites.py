@@ -71,6 +71,7 @@ def _diffusers(adapter: str, which: str, *libraries: str) -> Suite:
         tests={"": 100},
         needs=("diffusers", "transformers", "accelerate", *libraries),
         arguments=("-k", f"Attention and not Parallel and {which}"),
+        environment={"HF_HUB_OFFLINE": "1"} if libraries else {},
     )
 
 
