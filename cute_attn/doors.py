@@ -13,8 +13,9 @@ class Served(Counter[tuple[str, str]]):
     """Counts that threads add to at the same time.
 
     Keys are (door, "" or why no kernel of this package ran). A door is an operator of PyTorch's by its name, or a
-    function of ours, ``transformers.attention_forward`` or ``flash_attn.flash_attn_func`` and its siblings, whose calls
-    in compiled code are not counted.
+    function of ours, ``transformers.attention_forward`` or ``flash_attn.flash_attn_func`` and its siblings, also
+    private ones and those of ``flash_attn_3``, whose calls in compiled code are not counted. Calls with packed qkv or
+    kv count as those with separate tensors, calls of the extension ``flash_attn_2_cuda`` as those of private functions.
     """
 
     def add(self, door: str, reason: str = "") -> None:

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.flash_attn.conventions import Scores, attend_cache, check_tensors, refuse, unpack, whole_number
+from cute_attn.flash_attn.conventions import (
+    Scores,
+    attend_cache,
+    check_tensors,
+    note,
+    refuse,
+    unpack,
+    whole_number,
+)
 from cute_attn.flash_attn.operators import backward
 from cute_attn.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.interface import attention, attention_varlen
@@ -71,7 +79,8 @@ def flash_attn_func(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
     options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
-    return _attend((q, k, v), None, Scores(softmax_scale, causal, window_size, softcap), options)
+    scores = Scores(softmax_scale, causal, window_size, softcap)
+    return _attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -107,7 +116,8 @@ def flash_attn_qkvpacked_func(
     check_tensors(qkv=qkv)
     tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
     options = {"deterministic": bool(deterministic), "return_lse": bool(return_attn_probs)}
-    return _attend(tensors, None, Scores(softmax_scale, causal, window_size, softcap), options)
+    scores = Scores(softmax_scale, causal, window_size, softcap)
+    return _attend("flash_attn_3.flash_attn_func", tensors, None, scores, options)
 
 
 def flash_attn_varlen_func(
@@ -160,7 +170,8 @@ def flash_attn_varlen_func(
         "return_lse": bool(return_attn_probs),
     }
     options |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    return _attend((q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), scores, options)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend("flash_attn_3.flash_attn_varlen_func", (q, k, v), lengths, scores, options)
 
 
 def flash_attn_with_kvcache(
@@ -223,11 +234,12 @@ def flash_attn_with_kvcache(
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
+    scores = Scores(softmax_scale, causal, window_size, softcap)
     out, lse = attend_cache(
         q,
         k_cache,
         v_cache,
-        Scores(softmax_scale, causal, window_size, softcap),
+        scores,
         k=k,
         v=v,
         cache_seqlens=cache_seqlens,
@@ -244,6 +256,8 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         return_lse=bool(return_softmax_lse),
     )
+    given = {"cum_seq_q": cu_seqlens_q, "block_table": page_table}
+    note("flash_attn_3.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, **given)
     return out if lse is None else (out, lse, *_accumulators(out))
 
 
@@ -375,6 +389,7 @@ def _flash_attn_forward(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
     )
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    door = "flash_attn_3._flash_attn_forward"
     of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, cu_seqlens_k_new)
     if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
         _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
@@ -401,6 +416,7 @@ def _flash_attn_forward(
             return_lse=True,
         )
         assert lse is not None
+        note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=page_table)
         return out, lse, *_accumulators(out)
     options: dict[str, Any] = {"return_lse": True, "seqused_k": seqused_k}
     if cu_seqlens_q is None:
@@ -408,7 +424,7 @@ def _flash_attn_forward(
         lengths = None
     else:
         lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_q
-    out, lse = _attend((q, k, v), lengths, scores, options, out_)
+    out, lse = _attend(door, (q, k, v), lengths, scores, options, out_)
     return out, lse, *_accumulators(out)
 
 
@@ -453,17 +469,19 @@ def _flash_attn_backward(
     else:
         check_tensors(cu_seqlens_k=cu_seqlens_k)
         lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), sequed_q
-    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), lengths, scores, options)
+    tensors = (dout, q, k, v, out, softmax_lse)
+    return backward("flash_attn_3._flash_attn_backward", tensors, (dq, dk, dv), lengths, scores, options)
 
 
 def _attend(
+    door: str,
     tensors: tuple[Tensor, ...],
     lengths: tuple[Any, ...] | None,
     scores: Scores,
     options: dict[str, Any],
     out: Tensor | None = None,
 ) -> Any:
-    """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
+    """door: what counts. tensors: q, k, v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
     prepared: Any = tuple(map(whole_head_dim, tensors))
@@ -473,6 +491,7 @@ def _attend(
         found: Any = attention(*prepared, **options)
     else:
         found = attention_varlen(*prepared, *lengths[:2], *map(_longest, lengths[2:]), **options)
+    note(door, tensors, scores, cum_seq_q=lengths and lengths[0])
     if whole:
         return found
     result, *others = found if isinstance(found, tuple) else (found,)

@@ -25,6 +25,7 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_pages,
     check_tensors,
+    note,
     plus_infinity,
     probability,
     refuse,
@@ -110,6 +111,8 @@ def _flash_attn_varlen_forward(
         (q, k, v), lengths, block_table, scores, dropout_p, True, num_splits=num_splits, **used
     )
     assert lse is not None
+    door = "flash_attn._flash_attn_varlen_forward"
+    note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=block_table)
     return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
 
 
@@ -142,7 +145,8 @@ def _flash_attn_backward(
     """
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
-    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), None, scores, options)
+    tensors = (dout, q, k, v, out, softmax_lse)
+    return backward("flash_attn._flash_attn_backward", tensors, (dq, dk, dv), None, scores, options)
 
 
 def _flash_attn_varlen_backward(
@@ -182,7 +186,8 @@ def _flash_attn_varlen_backward(
     scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
-    return backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), lengths, scores, options)
+    tensors = (dout, q, k, v, out, softmax_lse)
+    return backward("flash_attn._flash_attn_varlen_backward", tensors, (dq, dk, dv), lengths, scores, options)
 
 
 def _forward(
@@ -206,12 +211,15 @@ def _forward(
         found: Any = attention(*prepared, **options)
     else:
         found = attention_varlen(*prepared, *lengths[:2], *map(whole_number, lengths[2:]), **options)
+    door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
+    note(door, tensors, scores, dropout_p=dropout_p, cum_seq_q=lengths and lengths[0])
     out, lse, *softmax = found
     out = cut_head_dim(out, v.shape[-1])
     return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
 
 
 def backward(
+    door: str,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     into: tuple[Tensor | None, Tensor | None, Tensor | None],
     lengths: tuple[Any, ...] | None,
@@ -220,7 +228,8 @@ def backward(
 ) -> Tensor:
     """Write gradients into those of dq, dk and dv that are given; returns a tensor of size 0.
 
-    tensors: dout, q, k, v, out and softmax_lse. lengths: as of the forward. options: of attention_backward.
+    door: what counts. tensors: dout, q, k, v, out and softmax_lse. lengths: as of the forward. options: of
+    attention_backward.
     """
     dout, q, k, v, out, lse = tensors
     check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
@@ -254,4 +263,5 @@ def backward(
         if not direct:
             for x, grad in zip(given.values(), found, strict=True):
                 x.copy_(cut_head_dim(grad, x.shape[-1]))
+    note(door, (q, k, v), scores, dropout_p=options["dropout_p"], cum_seq_q=lengths and lengths[0])
     return nothing
