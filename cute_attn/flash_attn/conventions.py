@@ -2,18 +2,19 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn import doors
+from cute_attn import doors, ops
 from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
 from cute_attn.interface import number
 from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.memory import write_owned
 from cute_attn.packed import unbind
-from cute_attn.params import check_dense, check_starts
+from cute_attn.params import check_apart, check_dense, check_starts, check_writable
 
 
 class Scores(NamedTuple):
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     """As :func:`cute_attn.attention` takes it; bounds may be numbers of numpy's or a tensor's."""
     try:
-        left, right = (None if x < 0 else x for x in map(whole_number, window_size))
+        left, right = (None if x < 0 else x for x in map(_index, window_size))
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size is {window_size!r}; accepted: (left, right), two ints, -1 for no bound"
@@ -50,9 +51,21 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     return left, 0 if causal else right
 
 
-def whole_number(length: Any) -> Any:
-    """A length that may be a number of numpy's, or a tensor, which waits for the device."""
+def _index(length: Any) -> Any:
     return length if isinstance(length, int | torch.SymInt) else operator.index(length)
+
+
+def whole_number(name: str, length: Any) -> Any:
+    """A length that may be a number of numpy's, or a tensor, which waits for the device."""
+    try:
+        return _index(length)
+    except TypeError:
+        raise TypeError(f"{name} is {length!r}; accepted: a Python int, or what is equal to one") from None
+
+
+def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
+    """max_seqlen_q and max_seqlen_k. lengths: both cu_seqlens and these."""
+    return whole_number("max_seqlen_q", lengths[2]), whole_number("max_seqlen_k", lengths[3])
 
 
 def probability(dropout_p: Any) -> float:
@@ -68,6 +81,28 @@ def check_tensors(**tensors: Any) -> None:
     """:func:`cute_attn.params.check_dense` of each."""
     for name, x in tensors.items():
         check_dense(name, x)
+
+
+def check_written(name: str, x: Any, read: Iterable[tuple[str, Tensor | None]], **wanted: Any) -> None:
+    """Raise where a result cannot be copied to ``x``, as kernels' checks do for what they write themselves.
+
+    read: the call's tensors by name. wanted: attributes of ``x``, such as its shape.
+    """
+    check_dense(name, x)
+    for what, value in wanted.items():
+        own = getattr(x, what)
+        if own != value:
+            raise ValueError(f"{name} has {what} {_text(own)}; accepted: {_text(value)}")
+    given = [(other, y) for other, y in read if y is not None]
+    if torch.is_grad_enabled() and (x.requires_grad or any(y.requires_grad for _, y in given)):
+        raise ValueError(f"{name} is given where autograd records; accepted: without gradients")
+    check_writable(name, x)
+    if ops.no_dispatch_mode():
+        check_apart(name, x, given)
+
+
+def _text(value: Any) -> str:
+    return str(tuple(value) if isinstance(value, torch.Size) else value)
 
 
 def refuse(**arguments: Any) -> None:
@@ -128,6 +163,13 @@ def attend_cache(
     if has_whole_head_dim(k_cache) and has_whole_head_dim(v_cache):
         found = attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, out=out, **options)
         return found if isinstance(found, tuple) else (found, None)
+    named = [("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)]
+    if k is not None:
+        check_written("k_cache", k_cache, [x for x in named if x[0] != "k_cache"])
+        check_written("v_cache", v_cache, [x for x in named if x[0] != "v_cache"])
+    if out is not None:
+        shape = (*q.shape[:-1], v_cache.shape[-1])
+        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
     caches = (pad_head_dim(k_cache), pad_head_dim(v_cache))
     q, k, v = (pad_head_dim(x) if isinstance(x, Tensor) else x for x in (q, k, v))
     found = attention_with_kvcache(q, *caches, k=k, v=v, **options)
@@ -136,7 +178,7 @@ def attend_cache(
             own.copy_(used[..., : own.shape[-1]])
     padded, lse = found if isinstance(found, tuple) else (found, None)
     result = cut_head_dim(padded, v_cache.shape[-1])
-    return result if out is None else out.copy_(result), lse
+    return result if out is None else write_owned(out, result, options.get("cu_seqlens_q")), lse
 
 
 def attend_pages(
@@ -151,7 +193,8 @@ def attend_pages(
     """out and lse of packed queries and of keys in pages; lengths: as of packed sequences."""
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
-    starts_q, starts_k, longest_q, longest_k = lengths
+    starts_q, starts_k, *_ = lengths
+    longest_q, longest_k = longest(lengths)
     check_tensors(q=tensors[0], k=tensors[1], v=tensors[2], block_table=block_table)
     if block_table.dim() != 2:
         raise ValueError(
@@ -159,7 +202,7 @@ def attend_pages(
         )
     check_starts("cu_seqlens_k", starts_k)
     capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
-    if whole_number(longest_k) > capacity:
+    if longest_k > capacity:
         raise ValueError(
             f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
         )
@@ -172,7 +215,7 @@ def attend_pages(
         scores,
         page_table=block_table,
         cu_seqlens_q=starts_q,
-        max_seqlen_q=whole_number(longest_q),
+        max_seqlen_q=longest_q,
         return_lse=return_lse,
         **options,
     )

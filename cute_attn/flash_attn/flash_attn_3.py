@@ -23,6 +23,8 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_cache,
     check_tensors,
+    check_written,
+    longest,
     note,
     refuse,
     unpack,
@@ -31,6 +33,7 @@ from cute_attn.flash_attn.conventions import (
 from cute_attn.flash_attn.operators import backward
 from cute_attn.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.interface import attention, attention_varlen
+from cute_attn.memory import write_owned
 from cute_attn.merge import merge_attention
 
 __all__ = [
@@ -247,7 +250,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=None if max_seqlen_q is None else whole_number(max_seqlen_q),
+        max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
         cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
@@ -288,12 +291,11 @@ def flash_attn_combine(
         accepted = tuple(out_partial.shape[:-1])
         raise ValueError(f"lse_partial has shape {tuple(lse_partial.shape)}; accepted: {accepted}")
     if out is not None:
-        check_tensors(out=out)
-        wanted = (out_partial.shape[1:], out_partial.dtype if out_dtype is None else out_dtype)
-        if (out.shape, out.dtype) != wanted:
-            raise ValueError(
-                f"out is {tuple(out.shape)} and {out.dtype}; accepted: {tuple(wanted[0])} and {wanted[1]}"
-            )
+        dtype, named = (
+            out_dtype or out_partial.dtype,
+            [("out_partial", out_partial), ("lse_partial", lse_partial)],
+        )
+        check_written("out", out, named, shape=out_partial.shape[1:], dtype=dtype, device=out_partial.device)
     merged, lse = merge_attention(pad_head_dim(out_partial), lse_partial.transpose(-1, -2), dtype=out_dtype)
     merged = cut_head_dim(merged, out_partial.shape[-1])
     return merged if out is None else out.copy_(merged), lse.transpose(-1, -2)
@@ -406,7 +408,7 @@ def _flash_attn_forward(
             cache_batch_idx=kv_batch_idx,
             cache_leftpad=leftpad_k,
             cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=None if max_seqlen_q is None else whole_number(max_seqlen_q),
+            max_seqlen_q=None if max_seqlen_q is None else whole_number("max_seqlen_q", max_seqlen_q),
             cu_seqlens_k_new=cu_seqlens_k_new,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,
@@ -487,22 +489,20 @@ def _attend(
     prepared: Any = tuple(map(whole_head_dim, tensors))
     whole = prepared[2].shape == v.shape
     options = options | scores.arguments(q) | {"out": out if whole else None}
+    if out is not None and not whole:
+        shape, named = (*q.shape[:-1], v.shape[-1]), zip("qkv", tensors, strict=True)
+        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
     if lengths is None:
         found: Any = attention(*prepared, **options)
     else:
-        found = attention_varlen(*prepared, *lengths[:2], *map(_longest, lengths[2:]), **options)
+        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
     note(door, tensors, scores, cum_seq_q=lengths and lengths[0])
     if whole:
         return found
     result, *others = found if isinstance(found, tuple) else (found,)
     result = cut_head_dim(result, v.shape[-1])
-    result = result if out is None else out.copy_(result)
+    result = result if out is None else write_owned(out, result, None if lengths is None else lengths[0])
     return (result, *others) if others else result
-
-
-def _longest(length: Any) -> Any:
-    """A longest length; of None the check of :func:`cute_attn.attention_varlen` speaks."""
-    return None if length is None else whole_number(length)
 
 
 def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:

@@ -34,11 +34,11 @@ from cute_attn.flash_attn.conventions import (
     attend_cache,
     attend_pages,
     check_tensors,
+    longest,
     note,
     plus_infinity,
     probability,
     unpack,
-    whole_number,
 )
 from cute_attn.flash_attn.operators import (
     _flash_attn_backward,
@@ -351,7 +351,7 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
     if lengths is None:
         result: Any = attention(*prepared, **arguments)
     else:
-        result = attention_varlen(*prepared, *lengths[:2], *map(whole_number, lengths[2:]), **arguments)
+        result = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **arguments)
     _note(tensors, lengths, options)
     out, *others = result if probs else (result,)
     out = cut_head_dim(out, v.shape[-1])

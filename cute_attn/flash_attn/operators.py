@@ -25,11 +25,12 @@ from cute_attn.flash_attn.conventions import (
     Scores,
     attend_pages,
     check_tensors,
+    check_written,
+    longest,
     note,
     plus_infinity,
     probability,
     refuse,
-    whole_number,
 )
 from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 from cute_attn.interface import (
@@ -210,7 +211,7 @@ def _forward(
     if lengths is None:
         found: Any = attention(*prepared, **options)
     else:
-        found = attention_varlen(*prepared, *lengths[:2], *map(whole_number, lengths[2:]), **options)
+        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
     door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
     note(door, tensors, scores, dropout_p=dropout_p, cum_seq_q=lengths and lengths[0])
     out, lse, *softmax = found
@@ -236,9 +237,6 @@ def backward(
     given = {name: x for name, x in zip("qkv", into, strict=True) if x is not None}
     for name, x in given.items():
         check_tensors(**{f"d{name}": x})
-        own = {"q": q, "k": k, "v": v}[name]
-        if x.shape != own.shape:
-            raise ValueError(f"d{name} has shape {tuple(x.shape)}; accepted: {tuple(own.shape)}, as {name}'s")
     nothing = dout.new_empty(0, dtype=torch.float32)
     if not given:
         return nothing
@@ -247,6 +245,8 @@ def backward(
     options["deterministic"] = bool(options["deterministic"])
     direct = all(map(has_whole_head_dim, given.values()))
     with torch.no_grad():
+        if not direct:
+            _check_into(given, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse})
         arguments: Any = (
             pad_head_dim(dout),
             *map(whole_head_dim, (q, k, v)),
@@ -257,11 +257,18 @@ def backward(
         if lengths is None:
             found = attention_backward(*arguments, **options)
         else:
-            found = attention_varlen_backward(
-                *arguments, *lengths[:2], *map(whole_number, lengths[2:]), **options
-            )
+            found = attention_varlen_backward(*arguments, *lengths[:2], *longest(lengths), **options)
         if not direct:
             for x, grad in zip(given.values(), found, strict=True):
                 x.copy_(cut_head_dim(grad, x.shape[-1]))
     note(door, (q, k, v), scores, dropout_p=options["dropout_p"], cum_seq_q=lengths and lengths[0])
     return nothing
+
+
+def _check_into(given: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Raise where a gradient cannot be copied to what is given for it. read: the call's tensors."""
+    taken = list(read.items())
+    for name, x in given.items():
+        own = read[name]
+        check_written(f"d{name}", x, taken, device=own.device, dtype=own.dtype, shape=own.shape)
+        taken.append((f"d{name}", x))

@@ -590,6 +590,20 @@ def test_caches_of_any_head_dim(new, dim, dim_v):
         torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("dim", [16, 11])
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_a_given_out_that_no_sequence_owns_stay(dim, cached):
+    q, k, v = inputs(True, dim)
+    out = torch.full((18, 4, dim), 7.0, dtype=F64)
+    options = {"cu_seqlens_q": CU_Q, "max_seqlen_q": 7, "out_": out}
+    if cached:
+        k, v = randn(3, 9, 2, dim), randn(3, 9, 2, dim, seed=1)
+    else:
+        options |= {"cu_seqlens_k": CU_K, "max_seqlen_k": 7}
+    found = flash_attn_3._flash_attn_forward(torch.cat((q, q[:2])), k, v, **options)[0]
+    assert found is out and (out[16:] == 7.0).all() and not (out[:16] == 7.0).any()
+
+
 # ---- rotary embedding ----
 
 
@@ -692,6 +706,9 @@ def test_rotary_module(scale_base):
 
 Q = randn(2, 5, 4, 16)
 LSE = randn(2, 4, 5)
+ODD = randn(2, 5, 4, 11)
+ODD_CACHE = randn(2, 7, 4, 11)
+ONE_ROW = randn(11).expand(2, 5, 4, 11)
 NO_MASK = (0.0, 0.25, False, -1, -1, 0.0, None)
 WRONG = {
     "backward_out": (
@@ -702,7 +719,59 @@ WRONG = {
     "backward_dq": (
         lambda: interface._flash_attn_backward(Q, Q, Q, Q, Q, LSE, Q[:, :3], Q, Q, *NO_MASK, False),
         ValueError,
-        r"dq has shape \(2, 3, 4, 16\); accepted: \(2, 5, 4, 16\), as q's",
+        r"dq has shape .*2, 3, 4, 16.*; accepted: .*2, 5, 4, 16",
+    ),
+    "backward_dq_padded": (
+        lambda: interface._flash_attn_backward(*[ODD] * 5, LSE, ODD[:1].clone(), None, None, *NO_MASK, False),
+        ValueError,
+        r"dq has shape \(1, 5, 4, 11\); accepted: \(2, 5, 4, 11\)",
+    ),
+    "backward_dtype_padded": (
+        lambda: interface._flash_attn_backward(*[ODD] * 5, LSE, None, ODD.half(), None, *NO_MASK, False),
+        ValueError,
+        "dk has dtype torch.float16; accepted: torch.float64",
+    ),
+    "backward_shared_padded": (
+        lambda: interface._flash_attn_backward(*[ODD] * 5, LSE, None, *[ODD.clone()] * 2, *NO_MASK, False),
+        ValueError,
+        "dv shares memory with dk; accepted: memory of its own",
+    ),
+    "out_padded": (
+        lambda: flash_attn_3._flash_attn_forward(ODD, ODD, ODD, out_=ODD[0].clone()),
+        ValueError,
+        r"out has shape \(5, 4, 11\); accepted: \(2, 5, 4, 11\)",
+    ),
+    "out_of_one_row_padded": (
+        lambda: flash_attn_3._flash_attn_forward(ODD, ODD, ODD, out_=ONE_ROW, leftpad_k=int32(0, 0)),
+        ValueError,
+        "out has shape .* so that elements share memory; accepted: ",
+    ),
+    "out_recorded_padded": (
+        lambda: flash_attn_3._flash_attn_forward(
+            ODD.clone().requires_grad_(), ODD, ODD, out_=torch.empty_like(ODD)
+        ),
+        ValueError,
+        "out is given where autograd records; accepted: without gradients",
+    ),
+    "cache_shared_padded": (
+        lambda: package.flash_attn_with_kvcache(ODD, *[ODD_CACHE] * 2, ODD, ODD, cache_seqlens=1),
+        ValueError,
+        "k_cache shares memory with v_cache; accepted: memory of its own",
+    ),
+    "sparse": (
+        lambda: package.flash_attn_func(Q, Q.to_sparse(), Q),
+        TypeError,
+        "k is of layout torch.sparse_coo; accepted: a dense torch.Tensor",
+    ),
+    "sparse_row": (
+        lambda: package.flash_attn_with_kvcache(Q, Q.clone(), Q.clone(), Q.to_sparse(), Q, cache_seqlens=0),
+        TypeError,
+        "k is of layout torch.sparse_coo; accepted: a dense torch.Tensor",
+    ),
+    "longest_float": (
+        lambda: package.flash_attn_varlen_func(Q[0], Q[0], Q[0], int32(0, 5), int32(0, 5), 5.0, 5),
+        TypeError,
+        "max_seqlen_q is 5.0; accepted: a Python int",
     ),
     "leftpad": (
         lambda: interface._flash_attn_varlen_forward(
@@ -788,7 +857,7 @@ WRONG = {
     "combine_out": (
         lambda: flash_attn_3.flash_attn_combine(Q[None], LSE.transpose(1, 2)[None], Q[:1]),
         ValueError,
-        "out is .* accepted: ",
+        r"out has shape \(1, 5, 4, 16\); accepted: \(2, 5, 4, 16\)",
     ),
     "metadata": (
         lambda: flash_attn_3.get_scheduler_metadata(2, 1, 9, 4, 2, 64, 9),
