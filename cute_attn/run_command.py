@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -76,6 +76,23 @@ def run(
     raise typer.Exit(max(status, 0))
 
 
+@contextlib.contextmanager
+def without_starting_cuda() -> Iterator[None]:
+    """Meanwhile torch looks for GPUs by NVML, where there is one: to ask CUDA would start it, before the program may.
+
+    Modules that are imported ask as well: TVM FFI does.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 @dataclass
 class Execution:
     """A program that is being run and watched.
@@ -100,8 +117,11 @@ class Execution:
     _observer: Any = None
     _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
+    @without_starting_cuda()
     def begin(self) -> None:
         """Serve and watch calls; torch was loaded, and CUDA has not started."""
+        import torch
+
         from cute_attn import sdpa
         from cute_attn.sdpa.observe import Observer
         from cute_attn.sdpa.overrides import Activation
@@ -110,7 +130,7 @@ class Execution:
         too_old = sdpa.too_old()
         if too_old is not None:
             warnings.warn(f"no call is served: {too_old}", stacklevel=1)
-        if has_gpu() and too_old is None:
+        if torch.cuda.is_available() and too_old is None:
             self._active.callback(Activation(self.options).remove)
             self._active.enter_context(self._observer.watching())
         else:
@@ -128,21 +148,6 @@ class Execution:
             sys.stderr.flush()
             signal.signal(self.signal, signal.SIG_DFL)
             os.kill(os.getpid(), self.signal)
-
-
-def has_gpu() -> bool:
-    """Whether torch finds a GPU, by NVML where there is one: to ask CUDA would start it, before the program may."""
-    import torch
-
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        return torch.cuda.is_available()
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 # ---- the program ----

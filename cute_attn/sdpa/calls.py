@@ -31,6 +31,7 @@ class Call(NamedTuple):
         lengths: shapes and dtypes of both cu_seqlens, None for one that is absent.
         longest: max_seqlen_q and max_seqlen_k.
         causal, window, dropout_p, scale: as the operator's arguments; window is (left, right), below 0 for no bound.
+        learns: whether a backward follows, where the operator says so: cuDNN's alone.
     """
 
     backend: str
@@ -47,6 +48,7 @@ class Call(NamedTuple):
     window: tuple[int, int]
     dropout_p: float
     scale: float | None
+    learns: bool = False
 
     @property
     def packed(self) -> bool:
@@ -205,10 +207,11 @@ def call_of(
     scale: float | None,
     window: tuple[int | None, int | None] = (None, None),
     longest: tuple[int, int] | None = None,
+    learns: bool = False,
 ) -> Call:
     """The metadata of an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k, by default the seqlens.
+    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: as of :class:`Call`.
     """
     q, k, v, bias, *lengths = inputs[:6]
     present = [x for x in inputs if x is not None]
@@ -228,6 +231,7 @@ def call_of(
         window=tuple(-1 if bound is None else max(bound, -1) for bound in window),  # type: ignore[arg-type]
         dropout_p=dropout_p,
         scale=scale,
+        learns=learns,
     )
 
 

@@ -37,7 +37,7 @@ class Question(NamedTuple):
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
         bias_gradient: whether a backward returns the bias's.
-        window, longest: as of :func:`cute_attn.sdpa.calls.call_of`.
+        window, longest, learns: as of :func:`cute_attn.sdpa.calls.call_of`.
     """
 
     backend: str
@@ -50,6 +50,11 @@ class Question(NamedTuple):
     bias_gradient: bool = False
     window: tuple[int | None, int | None] = (None, None)
     longest: tuple[int, int] | None = None
+    learns: bool = False
+
+
+_LEARNS = Question("", False, 0.0, None, learns=True)[4:]
+"""The fields behind the operator's own, of a call with a backward."""
 
 
 def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tuple:
@@ -79,6 +84,7 @@ def _call(question: Question, inputs: tuple) -> Call:
         scale=question.scale,
         window=question.window,
         longest=question.longest,
+        learns=question.learns,
     )
 
 
@@ -329,7 +335,8 @@ def cudnn_forward(
 ) -> tuple | str:
     """``aten::_scaled_dot_product_cudnn_attention``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
-    plan = forward_plan(("cudnn", is_causal, dropout_p, scale), options, inputs)
+    question: tuple = ("cudnn", is_causal, dropout_p, scale)
+    plan = forward_plan((*question, *_LEARNS) if compute_log_sumexp else question, options, inputs)
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
@@ -359,7 +366,7 @@ def cudnn_backward(
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
     inputs = (query, key, value, _four_dims(attn_bias), None, None, None, None)
     grads = (grad_out, out, logsumexp.reshape(logsumexp.shape[:3]))
-    question = ("cudnn", is_causal, dropout_p, scale)
+    question = ("cudnn", is_causal, dropout_p, scale, *_LEARNS)
     plan = _drawn_by_pytorch(dropout_p, philox_seed) or _backward(question, options, inputs, grads)
     if isinstance(plan, str):
         return plan

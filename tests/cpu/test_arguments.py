@@ -101,7 +101,9 @@ WRONG = {
     "into-negated": (
         backward(into=[torch._neg_view(ones(2, 5, 4, 16))], wanted=("q",)), "dq is a view that torch negates where it",
     ),
-    "into-q": (backward(into=[Q], wanted=("q",)), "dq shares memory with q; accepted: memory of its own"),
+    "into-q": (
+        backward(into=[Q], wanted=("q",), grad_out=Q.clone(), out=Q.clone()), "dq shares memory with q; accepted: memory of its own"
+    ),
     "packed-backward-starts": (
         backward(
             of=attention_varlen_backward, q=PACKED_Q, k=PACKED_K, v=PACKED_K, grad_out=PACKED_Q, out=PACKED_Q,

@@ -117,6 +117,30 @@ def test_nothing_starts_cuda(monkeypatch):
     assert set(asked) == {"1"} and check not in os.environ
 
 
+LOOKED = """if True:
+    import os
+    from cute_attn import run_command
+    from cute_attn.sdpa_options import Options
+
+    def begin():
+        from torch import cuda
+        cuda.is_available = lambda: print(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
+        run_command.Execution("program", Options(), 0, None, False).begin()
+
+    run_command.after_import("torch", begin)
+    import torch
+"""
+
+
+def test_modules_that_are_loaded_with_torch_do_not_start_cuda():
+    """TVM FFI looks for a GPU when it is imported, which without NVML would keep a program from forking."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTORCH_NVML")}
+    done = subprocess.run([sys.executable, "-c", LOOKED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    looked = done.stdout.split()
+    assert len(looked) >= 2 and set(looked) == {"1"}
+
+
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_a_folder_or_zip_file_with_a_main(program, kind, tmp_path):
     folder = tmp_path / "app"
