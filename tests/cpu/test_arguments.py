@@ -102,7 +102,8 @@ WRONG = {
         backward(into=[torch._neg_view(ones(2, 5, 4, 16))], wanted=("q",)), "dq is a view that torch negates where it",
     ),
     "into-q": (
-        backward(into=[Q], wanted=("q",), grad_out=Q.clone(), out=Q.clone()), "dq shares memory with q; accepted: memory of its own"
+        backward(into=[Q], wanted=("q",), grad_out=Q.clone(), out=Q.clone()),
+        "dq shares memory with q; accepted: memory of its own",
     ),
     "packed-backward-starts": (
         backward(
