@@ -210,7 +210,7 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 
 
 def _params_of(arguments: tuple) -> AttentionParams:
-    return AttentionParams._make(tuple(x) if isinstance(x, list) else x for x in arguments).resolved()
+    return AttentionParams._make([tuple(x) if isinstance(x, list) else x for x in arguments]).resolved()
 
 
 def _operator(

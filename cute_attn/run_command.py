@@ -18,7 +18,6 @@ import runpy
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -122,15 +121,11 @@ class Execution:
         """Serve and watch calls; torch was loaded, and CUDA has not started."""
         import torch
 
-        from cute_attn import sdpa
         from cute_attn.sdpa.observe import Observer
         from cute_attn.sdpa.overrides import Activation
 
         self._observer = Observer(self.shadow)
-        too_old = sdpa.too_old()
-        if too_old is not None:
-            warnings.warn(f"no call is served: {too_old}", stacklevel=1)
-        if torch.cuda.is_available() and too_old is None:
+        if torch.cuda.is_available():
             self._active.callback(Activation(self.options).remove)
             self._active.enter_context(self._observer.watching())
         else:

@@ -69,8 +69,8 @@ def activate(
     Raises
     ------
     ValueError
-        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for, or
-        torch is older than 2.10. Nothing is changed then.
+        An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for.
+        Nothing is changed then.
     """
     options = Options(backends, unsupported, rng, direct)
     why = _why_not_here()
@@ -78,14 +78,12 @@ def activate(
         if strict:
             raise ValueError(why)
         _warn_once(why)
-    elif _torch_names_us():
+    else:
         _register(options)
         try:
             torch.nn.attention.activate_flash_attention_impl(NAME)
         finally:
             _register(Options())
-    else:
-        _start(options)
 
 
 def restore() -> None:
@@ -97,9 +95,8 @@ def restore() -> None:
     serving = overrides.serving()
     if serving is None:
         return
-    torch_restores = getattr(torch.nn.attention, "restore_flash_attention_impl", None)
-    if torch_restores is not None and torch.nn.attention.current_flash_attention_impl() == NAME:
-        torch_restores()
+    if torch.nn.attention.current_flash_attention_impl() == NAME:
+        torch.nn.attention.restore_flash_attention_impl()
     else:
         serving.remove()
 
@@ -177,18 +174,8 @@ def _start(options: Options) -> Activation:
     return Activation(options)
 
 
-def too_old() -> str | None:
-    """Why nothing can be served under this version of torch, as one sentence, or None."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
-        return f"torch is {torch.__version__}; accepted: 2.10 or newer, whose kernels can be called"
-    return None
-
-
 def _why_not_here() -> str | None:
     """Why nothing can be served on this machine, as one sentence, or None."""
-    old = too_old()
-    if old is not None:
-        return old
     if not torch.cuda.is_available():
         return "there is no CUDA device; accepted: a GPU of compute capability 8.0 to 9.0"
     from cute_attn.compiler import default_target
@@ -207,13 +194,8 @@ def _warn_once(why: str) -> None:
         warnings.warn(f"cute_attn.sdpa.activate() does nothing here: {why}", stacklevel=3)
 
 
-def _torch_names_us() -> bool:
-    return hasattr(torch.nn.attention, "register_flash_attention_impl")
-
-
 def _register(options: Options) -> None:
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=functools.partial(_start, options))
 
 
-if _torch_names_us():
-    _register(Options())
+_register(Options())

@@ -25,6 +25,10 @@ from cute_attn.sdpa_options import Options
 BF16 = torch.bfloat16
 aten = torch.ops.aten
 NAMES = [name for backend in OPERATORS.values() for name in backend]
+with_pages = pytest.mark.skipif(
+    not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"),
+    reason="flash attention has neither pages nor a given output in this torch",
+)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -503,6 +507,7 @@ def test_varlen_attn(on_cpu):
     assert set(sdpa.served) == {("_flash_attention_forward", ""), ("_flash_attention_backward", "")}
 
 
+@with_pages
 def test_packed_rows_into_a_given_output(on_cpu):
     q = randn(16, 4, 16, dtype=torch.float16)
     arguments = (q, q, q, CU, CU, 11, 11, 0.0, True, False)
@@ -515,6 +520,7 @@ def test_packed_rows_into_a_given_output(on_cpu):
         aten._flash_attention_forward_no_dropout_inplace(out, *arguments, block_table=table)
 
 
+@with_pages
 def test_used_lengths_and_slopes_of_a_forward(on_cpu):
     q, k, v = (x.detach() for x in leaves((2, 9, 4, 16), (2, 11, 4, 16), (2, 11, 4, 16)))
     used, slopes = torch.tensor([3, 11], dtype=torch.int32), randn(4).abs()
@@ -822,7 +828,7 @@ def test_activate_and_restore(with_a_gpu):
         sdpa.activate()
         sdpa.activate(rng="torch")
     assert torch.nn.attention.current_flash_attention_impl() == sdpa.NAME
-    assert serving() == dict.fromkeys(NAMES, Options(rng="torch"))
+    assert serving() == {name: Options(rng="torch") for name in NAMES if hasattr(aten, name)}
     sdpa.restore()
     sdpa.restore()
     assert not serving() and torch.nn.attention.current_flash_attention_impl() is None
@@ -868,14 +874,11 @@ def test_activation_without_a_gpu_warns_once_and_does_nothing(monkeypatch):
     assert not serving()
 
 
-def test_what_else_cannot_be_served(monkeypatch):
+def test_a_gpu_that_kernels_are_not_built_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 11)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     with pytest.raises(ValueError, match=r"the GPU's compute capability is 7\.0; accepted: 8.0 to 9.0"):
-        sdpa.activate(strict=True)
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
-    with pytest.raises(ValueError, match=r"torch is 2\.9\.1.cu130; accepted: 2\.10 or newer"):
         sdpa.activate(strict=True)
 
 
@@ -894,7 +897,10 @@ def test_wrong_options(options, message, with_a_gpu):
     assert not serving()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=with_pages) if n.startswith("_flash_attention_forward") else n for n in NAMES],
+)
 def test_signatures_are_pytorchs_schemas(name):
     function = next(functions[name] for functions in OPERATORS.values() if name in functions)
     parameters = list(inspect.signature(function).parameters.values())[1:]
