@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import functools
 import importlib.abc
-import importlib.util
 import json
 import os
 import pkgutil
@@ -157,7 +156,10 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and calls a function after it was executed."""
+    """Finds one module as the others do, and calls a function after it was executed.
+
+    Libraries look for a module's specification long before it is imported, so that this stays until then.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
@@ -166,8 +168,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         """The module's specification, with a loader that calls the function."""
         if name != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(self._execute, spec.loader)  # type: ignore[method-assign]
         return spec
@@ -175,6 +178,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _execute(self, loader: Any, module: Any) -> None:
         del loader.exec_module  # its class's is left
         loader.exec_module(module)
+        sys.meta_path.remove(self)
         self.then()
 
 

@@ -93,6 +93,34 @@ def test_a_program_comes_before_torch_and_its_threads_before_the_table(tmp_path)
     assert "2 attention calls" in done.stderr
 
 
+LOOKED_FOR = """if True:
+    import importlib.util, sys
+    sys.path.insert(0, FOLDER)
+    from cute_attn import run_command
+
+    run_command.after_import("module", lambda: print("loaded", sys.modules["module"].x))
+    for _ in range(2):
+        print(importlib.util.find_spec("module").name)
+    try:
+        import module
+    except ImportError:
+        import module
+    print([finder for finder in sys.meta_path if type(finder).__module__ == "cute_attn.run_command"])
+"""
+
+
+def test_a_module_that_was_looked_for_before_is_noticed(tmp_path):
+    """As transformers looks for torch; and a failed import may be tried again."""
+    tried = tmp_path / "tried"
+    (tmp_path / "module.py").write_text(
+        f"import os\nif not os.path.exists({str(tried)!r}):\n"
+        f"    os.mkdir({str(tried)!r})\n    raise ImportError\nx = 5\n"
+    )
+    code = LOOKED_FOR.replace("FOLDER", repr(str(tmp_path)))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "module\nmodule\nloaded 5\n[]\n"), done.stderr
+
+
 def test_a_program_without_torch():
     command = [sys.executable, "-m", "cute_attn", "run", "-m", "this"]
     done = subprocess.run(command, capture_output=True, text=True)
