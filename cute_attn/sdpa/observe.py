@@ -7,6 +7,7 @@ watches ``scaled_dot_product_attention`` itself.
 
 import contextlib
 import inspect
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -240,14 +241,19 @@ def _sizes(x: Tensor, narrow: bool = False) -> str:
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest between floating tensors of q's dtype, in float32, as a share of the largest value of ``theirs``."""
+    """The largest between floating tensors of q's dtype, in float32, as a share of the largest value of ``theirs``.
+
+    Infinite where ours alone is no number, or one is infinite. Where PyTorch's is no number nothing is compared.
+    """
     first = ours[0] if isinstance(ours, tuple) else ours
     pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
     worst = 0.0
     for a, b in pairs:
         if isinstance(a, Tensor) and a.dtype == first.dtype and a.shape == b.shape and a.numel():
-            largest = float(b.float().abs().max()) or 1.0
-            worst = max(worst, float((a.float() - b.float()).abs().max()) / largest)
+            a, b = a.float(), b.float()
+            apart = torch.where((a == b) | b.isnan(), 0.0, a - b).abs().nan_to_num_(math.inf, math.inf)
+            largest = float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()) or 1.0
+            worst = max(worst, float(apart.max()) / largest)
     return worst
 
 

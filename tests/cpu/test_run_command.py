@@ -360,6 +360,14 @@ def test_differences_are_relative_and_of_floating_tensors():
     assert difference((a, None), (a, None)) == 0
 
 
+def test_differences_of_what_is_not_finite():
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1.0, 4.0])
+    assert difference(torch.tensor([nan, 4.0]), x) == difference(torch.tensor([1.0, inf]), x) == inf
+    assert difference(torch.tensor([1.0, -inf]), torch.tensor([1.0, inf])) == inf
+    assert difference(torch.tensor([0.0, inf, 5.0]), torch.tensor([nan, inf, 4.0])) == 0.25
+
+
 def test_what_a_call_gains():
     row = Row("operator", "signature", None, uncompared="dropout masks differ", calls=3)
     assert row.gain == "unknown: dropout masks differ"
