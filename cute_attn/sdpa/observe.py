@@ -138,7 +138,7 @@ class Observer:
         unlike = _incomparable(name, given, tensors[0], stock)
         if unlike or count > self.shadow:
             found = own()
-            row.uncompared = unlike or "no call was shadowed (--shadow N)"
+            row.uncompared = unlike or row.uncompared or "no call was shadowed (--shadow N)"
         else:
             found = self._both(row, own, lambda: stock(*args, **kwargs), tensors[0].device)  # type: ignore[misc]
         row.reason = found if isinstance(found, str) else None

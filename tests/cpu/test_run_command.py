@@ -314,8 +314,10 @@ def test_what_cannot_be_compared_is_only_counted():
         raise RuntimeError("no such kernel")
 
     other = Observer(1)
-    (found,) = observed(other, 1, missing)
-    assert isinstance(found, tuple) and next(iter(other.rows.values())).difference is None
+    (found, _) = observed(other, 2, missing)
+    (row,) = other.rows.values()
+    assert isinstance(found, tuple) and row.difference is None
+    assert row.gain == "unknown: PyTorch has no kernel for it"
 
 
 def test_a_declined_call_has_its_reason():
