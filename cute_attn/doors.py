@@ -20,16 +20,17 @@ class Served(Counter[tuple[str, str]]):
 
     def add(self, door: str, reason: str = "") -> None:
         """One more call."""
-        with _lock:
+        with lock:
             self[door, reason] += 1
 
 
-_lock = threading.Lock()
+lock = threading.Lock()
+"""Of all that counts calls; not to be kept, since a forked process has another."""
 
 
 def _new_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
+    global lock
+    lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it

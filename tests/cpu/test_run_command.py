@@ -393,6 +393,29 @@ def test_calls_of_ours_by_name_are_watched(monkeypatch):
     assert (row.calls, row.reason) == (1, "query is on cpu, where the reference computes it")
 
 
+class Forking(dict):
+    """Rows of an observer during whose change another thread forks, and the child makes a call."""
+
+    def __init__(self, observer):
+        super().__init__()
+        self.observer = observer
+
+    def setdefault(self, name, row):
+        self.child = os.fork()
+        if self.child == 0:
+            self.observer.rows = {}
+            self.observer.note("door", {}, "")
+            os._exit(0)
+        return super().setdefault(name, row)
+
+
+def test_a_fork_is_watched_while_another_thread_counts():
+    observer = Observer()
+    observer.rows = Forking(observer)
+    observer.note("door", {}, "")
+    assert os.waitpid(observer.rows.child, 0)[1] == 0
+
+
 def test_watching_never_fails():
     observer, q = Observer(), tensors()[0]
     observer.note("door", {"query": q, "key": None, "value": q}, "")
