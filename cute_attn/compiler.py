@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import queue
+import shlex
 import sys
 import tempfile
 import threading
@@ -285,7 +286,7 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
         folder = Path(name)
-        places = f"--dump-dir {folder} --remark-output={folder / 'remarks'}"
+        places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
     assert compiled.instructions["FFMA"] >= compiled.tile.values
     assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
     assert not compiled.from_cache and compiled.seconds > 0
+
+
+def test_a_temporary_folder_with_a_space(fresh_cache, tmp_path, monkeypatch):
+    folder = tmp_path / "temporary files"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert compile(toy.NAME, target="sm80").resources.registers > 0
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
