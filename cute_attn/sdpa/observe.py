@@ -171,9 +171,9 @@ class Observer:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """scaled_dot_product_attention, and a note of the call."""
+        """scaled_dot_product_attention, and a note of the call, unless it is compiled or traced."""
         options = {"scale": scale, "enable_gqa": enable_gqa}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # traces record reads of shapes
             return direct.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
         given = {"query": query, "key": key, "value": value, "attn_bias": attn_mask}
         try:

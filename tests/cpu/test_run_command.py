@@ -416,6 +416,15 @@ def test_a_fork_is_watched_while_another_thread_counts():
     assert os.waitpid(observer.rows.child, 0)[1] == 0
 
 
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_trace_has_nothing_of_the_watching():
+    q, observer = tensors()[0].float(), Observer()
+    with observer.watching_functions():
+        attention = torch.nn.functional.scaled_dot_product_attention
+        torch.jit.trace(lambda x: attention(x, x, x), q, check_trace=False)
+    assert not observer.rows
+
+
 def test_watching_never_fails():
     observer, q = Observer(), tensors()[0]
     observer.note("door", {"query": q, "key": None, "value": q}, "")
