@@ -167,8 +167,10 @@ check_lengths
         _check_arguments(params)
         params = with_materialized(params)
     append.refuse_gradients(params, "attention_with_kvcache")
-    if check_lengths:
+    # Shapes are compared with out's below; what a compiler traces is left to the operator's own checks.
+    if check_lengths or (out is not None and plan is None and ops.no_dispatch_mode()):
         check_attention(params)
+    if check_lengths:
         _check_lengths(params.append, cache_leftpad)
     if out is not None:
         _check_out(out, params)
@@ -244,7 +246,8 @@ def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor
         raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {MAX_SEQLEN}")
     if cu_seqlens_q is not None:
         check_starts("cu_seqlens_q", cu_seqlens_q)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]
+    batch = rows.shape[0] if rows.dim() else 0  # a q without dimensions is refused later
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 

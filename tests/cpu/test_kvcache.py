@@ -453,6 +453,24 @@ def test_wrong_tensors_are_told(name):
         run(problem)
 
 
+WRONG_RANKS = {
+    "q-0": ("q", 0, "q has shape"),
+    "q-2": ("q", 2, "q has shape"),
+    "v-0": ("v", 0, "v_cache has shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RANKS)
+def test_wrong_ranks_are_told_before_shapes_are_derived(name):
+    which, rank, message = WRONG_RANKS[name]
+    problem = Problem(PLAIN, dtype=torch.float32)
+    out = torch.zeros(2, 2, 2, 8)
+    setattr(problem, which, getattr(problem, which)[(0,) * (4 - rank)])
+    for options in ({"out": out}, {"cache_seqlens": 4}):
+        with pytest.raises(ValueError, match="^" + message):
+            run(problem, **options)
+
+
 def test_a_gradient_is_refused():
     problem = Problem(PLAIN, dtype=torch.float32)
     problem.q.requires_grad_()
