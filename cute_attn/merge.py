@@ -55,8 +55,10 @@ def merge_attention(
         A tensor requires a gradient.
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
-    if sinks is not None and not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks is a {type(sinks).__name__}; accepted: a torch.Tensor")
+    check_dense("outs", outs)
+    check_dense("lses", lses)
+    if sinks is not None:
+        check_dense("sinks", sinks)
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(
             f"dtype is {dtype!r}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
@@ -65,8 +67,6 @@ def merge_attention(
         raise NotImplementedError(
             "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
         )
-    for name, x in (("outs", outs), ("lses", lses)):
-        check_dense(name, x)
     dtype = outs.dtype if dtype is None else dtype
     out, lse = torch.ops.cute_attn.merge.default(*materialized((outs, lses, sinks)), dtype)
     return out, lse

@@ -264,6 +264,7 @@ WRONG = {
     "lse": ((OUTS, LSES.half()), {}, "lses has dtype torch.float16; accepted: torch.float32"),
     "sinks": ((OUTS, LSES), {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\); accepted: \(4,\), a number a head"),
     "sinks-dtype": ((OUTS, LSES), {"sinks": torch.zeros(4).double()}, "sinks has dtype torch.float64; accepted: torch"),
+    "sinks-sparse": ((OUTS, LSES), {"sinks": torch.zeros(4).to_sparse()}, "^sinks is of layout torch.sparse_coo; acc"),
     "list": (([OUTS[0], OUTS[0, 0]], LSES), {}, r"outs has shapes \(1, 3, 4, 8\), \(3, 4, 8\); accepted: one or"),
     "no-tensor": ((3, LSES), {}, "outs is int; accepted: a torch.Tensor, or a list of them"),
     "device": ((OUTS, LSES.to("meta")), {}, "lses is on meta; accepted: cpu, where outs is"),
