@@ -340,7 +340,7 @@ def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, option
     """tensors: q, k and v. lengths: both cu_seqlens and both longest lengths, of packed sequences."""
     q, k, v = tensors
     check_tensors(q=q, k=k, v=v)
-    dropout_p, probs = probability(options.dropout_p), options.return_attn_probs
+    dropout_p, probs = probability(options.dropout_p), bool(options.return_attn_probs)
     arguments = options.scores.arguments(q) | {
         "dropout_p": dropout_p,
         "deterministic": bool(options.deterministic),

@@ -250,6 +250,14 @@ def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():
     assert not out[:, :3].any()
 
 
+def test_flags_may_be_anything_that_is_true_or_not():
+    q = randn(1, 2, 2, 8)
+    assert isinstance(
+        package.flash_attn_func(q, q, q, deterministic=None, return_attn_probs=None), torch.Tensor
+    )
+    assert len(package.flash_attn_func(q, q, q, return_attn_probs=2)) == 3
+
+
 def test_no_gradient_flows_to_slopes():
     slopes = SLOPES.clone().requires_grad_()
     tensors = leaves(False, "")
