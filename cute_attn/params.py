@@ -400,8 +400,6 @@ def _check_lengths(params: AttentionParams) -> None:
     if (params.cu_seqlens_q is None) != (params.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
     rows = {"q": params.q.shape[0], "k": params.k.shape[0]}
-    if params.cu_seqlens_q is not None:
-        check_starts("cu_seqlens_q", params.cu_seqlens_q)
     for side in ("q", "k"):
         cu_seqlens, seqused = getattr(params, f"cu_seqlens_{side}"), getattr(params, f"seqused_{side}")
         if cu_seqlens is not None:

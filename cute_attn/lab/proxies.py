@@ -26,7 +26,6 @@ _ACCESSES = ("LDS", "LDSM", "STS", "STSM", "ATOMS")
 _WRITES = ("STS", "STSM", "ATOMS")
 _TMA_READS = ("UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED")
 _OFFSET = re.compile(r"\[(?:[^\]]*?\+)?(0x[0-9a-f]+)\]")
-_BARRIER_BYTES = 8
 
 
 @dataclass(frozen=True)
