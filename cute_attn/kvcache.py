@@ -119,7 +119,8 @@ check_lengths
     Returns
     -------
     out : Tensor, as q with head_dim_v
-        0 where a query sees no key. Rows of packed q that no sequence owns are not written.
+        0 where a query sees no key. Rows of packed q that no sequence owns are not written, or where keys are
+        split (``num_splits``) have arbitrary values.
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
         With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
 

@@ -190,9 +190,10 @@ On sm90 two CTAs of four warps fit a multiprocessor up to head dims of 128: one 
 _PARTS_SM80: dict[int, list[BackwardSm80Tile]] = {
     64: [_PARTS_32],
     128: [_parts(64, 64, 8, 2, 2, 2, (2, 1, 1)), _PARTS_LEAST],
-    256: _PARTS_TILES[256],
+    256: [*_PARTS_TILES[256][:-1], dataclasses.replace(_PARTS_LEAST, dq_passes=2), _PARTS_LEAST],
 }
-"""The same for targets with less shared memory than sm90."""
+"""The same for targets with less shared memory than sm90. dQ in one pass spills at head dim 256 where it is added by
+single floats, on sm80."""
 
 
 def _one_part(

@@ -95,7 +95,7 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
         several = sum(map(bool, (traits.softcap, traits.alibi, traits.bias, traits.dropout))) > 1
         tile_n = 96 if traits.epilogues or several else 128
         if traits.dropout == "mem_efficient":
-            tile_n = 48 if traits.bias else 64
+            tile_n = 64
         return [
             ForwardSm90Tile(192, tile_n, num_stages=3, speculative=not needs_registers),
             ForwardSm90Tile(128, 128, speculative=not needs_registers),
