@@ -258,7 +258,7 @@ def pack_epilogues(
         raise TypeError(
             f"epilogues is {epilogues!r}; accepted: a tuple of names, or a dict of names to arguments"
         )
-    if not isinstance(epilogues, Mapping | Iterable):
+    if not isinstance(epilogues, Iterable):
         raise TypeError(f"epilogues is {epilogues!r}; accepted: names, or a dict of names to arguments")
     given = epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
     names: list[str] = []

@@ -206,7 +206,8 @@ def attend_pages(
         raise ValueError(
             f"max_seqlen_k is {longest_k}; accepted: up to {capacity}, the rows of a table's pages"
         )
-    options.setdefault("cache_seqlens", starts_k.diff())
+    if "cache_seqlens" not in options:
+        options["cache_seqlens"] = starts_k.diff()
     q, k, v = (x.detach() for x in tensors)
     out, lse = attend_cache(
         q,

@@ -104,10 +104,11 @@ def proxy_order(code: Code) -> ProxyOrder:
             if joined != before.get(following):
                 before[following] = joined
                 pending.append(following)
-    lost = [f"{p.full:#x}" for p in pipelines if p not in walk.released]
+    instruction_at = {i.address: i for i in code.instructions}
+    released = [_offset(instruction_at[address]) for address in walk.releases]
+    lost = [f"{p.full:#x}" for p in pipelines if not any(map(p.is_empty, released))]
     if lost:
         raise ValueError(f"no release of the stages of the mbarrier at {', '.join(lost)} was found")
-    instruction_at = {i.address: i for i in code.instructions}
     unordered = (
         Unordered(instruction_at[address], tuple(instruction_at[a] for a in sorted(accesses)))
         for address, accesses in sorted(walk.unordered.items())
@@ -147,7 +148,6 @@ class _Walk:
 
     pipelines: tuple[TmaPipeline, ...]
     needed_by_stores: frozenset[int]
-    released: set[TmaPipeline] = field(default_factory=set)
     releases: set[int] = field(default_factory=set)
     by_threads: set[int] = field(default_factory=set)
     unordered: dict[int, set[int]] = field(default_factory=dict)
@@ -175,7 +175,6 @@ class _Walk:
             if _offset(i) in self.needed_by_stores:
                 self._report(i, written)
             for pipeline in (p for p in self.pipelines if p.is_empty(_offset(i))):
-                self.released.add(pipeline)
                 self.releases.add(i.address)
                 if any(p == pipeline for p, _ in accessed):
                     self.by_threads.add(i.address)
