@@ -36,7 +36,7 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(installed)
-	$(run) -m cute_attn.demo
+	$(run) -m cute_attn.cli.demo
 
 test: lint
 	@$(MAKE) --no-print-directory -j 2 types cpu-tests

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from bench import forward, run
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.workload import Workload
 
 
 def workloads() -> Iterator[Workload]:

@@ -102,8 +102,8 @@ def ready(
     import torch
 
     from bench.decode_impls import IMPLEMENTATIONS
-    from cute_attn.benchmark.peers import Declined
-    from cute_attn.benchmark.results import first_line
+    from cute_attn.lab.benchmark.peers import Declined
+    from cute_attn.lab.benchmark.results import first_line
 
     calls: dict[tuple[str, str], Callable[[Inputs], Any]] = {}
     errors: dict[str, str] = {}
@@ -203,7 +203,7 @@ def time_tasks(tasks: Sequence[Task], send: Callable[[Message], None], *, millis
     """The work of the other process: every row, the ceiling first."""
     import torch
 
-    from cute_attn.benchmark.timing import query_gpu
+    from cute_attn.lab.benchmark.timing import query_gpu
 
     for task in tasks:
 
@@ -235,8 +235,8 @@ _FA4_KEEPS_KERNELS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 def first_calls(row: Row, impl: Sequence[str], target: str) -> str:
     """Call those implementations of a row once that compile; the first error or ""."""
     from bench.decode_impls import IMPLEMENTATIONS, OURS, names_of
-    from cute_attn.benchmark.peers import Declined
-    from cute_attn.benchmark.results import first_line
+    from cute_attn.lab.benchmark.peers import Declined
+    from cute_attn.lab.benchmark.results import first_line
 
     try:
         inputs = make_inputs(row, copies=1)
@@ -291,8 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(chosen: Sequence[Row], options: argparse.Namespace) -> None:
     """Time the rows; the result is written after each, in case the run is cut."""
     from bench.decode_impls import names_of
-    from cute_attn.benchmark.results import default_path, machine, median_clock, write
     from cute_attn.compiler import default_target
+    from cute_attn.lab.benchmark.results import default_path, machine, median_clock, write
 
     target = default_target("sm80")
     os.environ.setdefault(_FA4_KEEPS_KERNELS, "1")

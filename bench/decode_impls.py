@@ -1,7 +1,7 @@
 """The implementations of the decode benchmark: our kernels and their peers.
 
 Each is a function from a row and one call's inputs to functions of inputs by how they are called, such as a number of
-splits; the fastest way counts. One that cannot compute the row raises :class:`cute_attn.benchmark.peers.Declined`.
+splits; the fastest way counts. One that cannot compute the row raises :class:`cute_attn.lab.benchmark.peers.Declined`.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.decode_rows import Inputs, Row
-from cute_attn.benchmark.peers import Declined
+from cute_attn.lab.benchmark.peers import Declined
 
 Call = Callable[[Inputs], Tensor]
 Implementation = Callable[[Row, Inputs], dict[str, Call]]

@@ -225,8 +225,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
-    from cute_attn.benchmark.results import machine
-    from cute_attn.benchmark.timing import Clock
+    from cute_attn.lab.benchmark.results import machine
+    from cute_attn.lab.benchmark.timing import Clock
 
     clock, rows = Clock(), {}
     print(f"{'ms, medians':42} {'PyTorch':>9} {'drop-in':>9} {'all served':>11}  times as fast, served")

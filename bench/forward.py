@@ -10,7 +10,7 @@ Needs a GPU. Prints each row, and last a table with this package's speed over ea
 from collections.abc import Iterator
 
 from bench import run
-from cute_attn.benchmark.workload import Workload, mixed_lengths, standard
+from cute_attn.lab.benchmark.workload import Workload, mixed_lengths, standard
 
 
 def workloads() -> Iterator[Workload]:

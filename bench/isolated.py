@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from cute_attn.benchmark.results import first_line, time_workload
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.results import first_line, time_workload
+from cute_attn.lab.benchmark.workload import Workload
 
 Rows = list[dict[str, Any]]
 Message = tuple[str, Any]
@@ -34,8 +34,8 @@ def time_tasks(
     tasks: Sequence[Task], send: Callable[[Message], None], *, milliseconds: float, most: int
 ) -> None:
     """The work on a GPU: :func:`time_workload` for every task."""
-    from cute_attn.benchmark.peers import PEERS, own_kernels
-    from cute_attn.benchmark.timing import Clock
+    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
+    from cute_attn.lab.benchmark.timing import Clock
 
     clock = Clock()
     for task in tasks:

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 
 from bench.run import RESULTS, build_by_calls, matches, print_row
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.workload import Workload
 
 PEER = "mem_efficient"
 OURS: dict[str, tuple[str | None, str | None, str | None]] = {
@@ -54,8 +54,8 @@ def names_of(workload: Workload) -> tuple[str, ...]:
 
 def first_calls(workload: Workload) -> str:
     """Call this package's implementations of a row once; the error or ""."""
-    from cute_attn.benchmark.peers import ours
-    from cute_attn.benchmark.results import first_line
+    from cute_attn.lab.benchmark.peers import ours
+    from cute_attn.lab.benchmark.results import first_line
 
     try:
         for name in names_of(workload)[:-1]:
@@ -85,8 +85,8 @@ def main() -> None:
     if options.list or not chosen:
         print("\n".join(w.name for w in chosen) or f"no workload matches {options.patterns}")
         return
-    from cute_attn.benchmark.peers import PEERS, ours
-    from cute_attn.benchmark.results import default_path, time_workloads, write
+    from cute_attn.lab.benchmark.peers import PEERS, ours
+    from cute_attn.lab.benchmark.results import default_path, time_workloads, write
 
     build_by_calls(first_calls, chosen, options.workers)
     rows: list[dict] = []

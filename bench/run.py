@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cute_attn.benchmark.workload import DROPOUT_P, Workload
+from cute_attn.lab.benchmark.workload import DROPOUT_P, Workload
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,8 +34,8 @@ def main(question: str, description: str, workloads: Iterable[Workload]) -> None
 
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
-    from cute_attn.benchmark.peers import PEERS, own_kernels
-    from cute_attn.benchmark.results import default_path, time_workloads, write
+    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
+    from cute_attn.lab.benchmark.results import default_path, time_workloads, write
 
     rivals = own_kernels(question) | PEERS
     rivals = {name: run for name, run in rivals.items() if matches(name, options.impl)}
@@ -53,9 +53,8 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
     """Build this package's kernels in parallel; one that cannot be built is an error in its row."""
-    from cute_attn import registry
-    from cute_attn.backward import kernels_of
-    from cute_attn.compiler import default_target, prebuild
+    from cute_attn.compiler import default_target, prebuild, registry
+    from cute_attn.host.backward import kernels_of
 
     target = default_target("sm80")
     requests: list[tuple[Any, Any, str | None]] = []

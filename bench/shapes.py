@@ -26,7 +26,7 @@ from typing import Any
 
 from bench import cliffs, run
 from bench.isolated import Task, run_tasks, timing
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.workload import Workload
 
 PEERS = ("fa2", "fa3", "fa4", "cudnn")
 """The default of ``--impl``, beside our newest kernel."""
@@ -285,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(chosen: list[Workload], options: argparse.Namespace) -> None:
     """Time the workloads; the result is written after each, in case the run is cut."""
-    from cute_attn.benchmark.results import default_path, machine, median_clock, write
+    from cute_attn.lab.benchmark.results import default_path, machine, median_clock, write
 
     names = {op: rivals(op, options.impl) for op in {w.op for w in chosen}}
     for op, found in names.items():
@@ -314,7 +314,7 @@ def _show(result: dict[str, Any], picture: Path) -> None:
 
 def rivals(op: str, patterns: Sequence[str] | None) -> tuple[str, ...]:
     """Implementations of an operation: peers first, as the first one's output is the expected one."""
-    from cute_attn.benchmark import peers
+    from cute_attn.lab.benchmark import peers
 
     own = peers.own_kernels(op)
     if patterns is None:

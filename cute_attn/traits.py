@@ -138,7 +138,7 @@ class Traits:
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's own. Forwards of fp32 on sm80 have two more
-            of the package's, ``parts`` and ``exact``, which are launched together (:mod:`cute_attn.split_fp32`).
+            of the package's, ``parts`` and ``exact``, which are launched together (:mod:`cute_attn.host.split_fp32`).
 
     Raises:
         ValueError: a field outside what is listed; the message names the field, its value and what is accepted.

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import doors
-from cute_attn.doors import served
-from cute_attn.head_dims import whole_head_dim
-from cute_attn.interface import Window, attention, attention_varlen
+from cute_attn.api.attention import Window, attention, attention_varlen
+from cute_attn.host import doors
+from cute_attn.host.doors import served
+from cute_attn.host.head_dims import whole_head_dim
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
 

@@ -17,9 +17,10 @@ import torch
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn import Epilogue, Traits, attention, compile, emulate, lookup, register_epilogue
+from cute_attn import Epilogue, Traits, attention, compile, lookup, register_epilogue
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference import emulate
 
 NAME = "forward-sm80-bf16-d64-causal-relative_position"
 NARROW = "tile_m=128,tile_n=64,num_warps=4,num_stages=1"  # leaves registers for an epilogue

@@ -95,7 +95,7 @@ def compare_costs() -> None:
 
 def run_on_gpu() -> None:
     """Median times of the three kernels, and whether their outputs are equal."""
-    from cute_attn.benchmark.timing import Clock
+    from cute_attn.lab.benchmark.timing import Clock
 
     q, k, v = (torch.randn(4, 4096, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     runs = {

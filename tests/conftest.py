@@ -20,10 +20,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def fresh_cache(tmp_path, monkeypatch):
     """The folder of an empty disk cache, with a compiler that has nothing in memory."""
-    from cute_attn import compiler
+    from cute_attn.compiler import compiled
 
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUTE_ATTN_CACHE", raising=False)
-    monkeypatch.setattr(compiler, "_requests", {})
-    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
     return tmp_path / "cache"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 

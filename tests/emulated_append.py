@@ -8,9 +8,10 @@ import cutlass
 import torch
 from cutlass import Constexpr, cute
 
-from cute_attn import compiler, emulate
+from cute_attn import compiler
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.kernels.append_kv import AppendKv
+from cute_attn.reference import emulate
 from cute_attn.rows.new_rows import number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits

@@ -7,10 +7,12 @@ import math
 
 import torch
 
-from cute_attn import compiler, emulate, kvcache_launcher, launcher, reference
-from cute_attn import kvcache_reference as ref
+from cute_attn import compiler, reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.host import kvcache_launcher, launcher
 from cute_attn.kernels.combine import Combine, CombineShares
+from cute_attn.reference import emulate
+from cute_attn.reference import kvcache as ref
 from cute_attn.tiles.inference import CombineSharesTile
 from tests import emulated_append
 

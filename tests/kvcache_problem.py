@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cute_attn import kvcache_reference as ref
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.kvcache_params import AppendParams
+from cute_attn.host.kvcache_params import AppendParams
+from cute_attn.reference import kvcache as ref
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cute_attn.benchmark.workload import Workload, of_traits
+from cute_attn.lab.benchmark.workload import Workload, of_traits
 from cute_attn.traits import Traits
 
 

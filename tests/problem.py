@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cute_attn import attention, attention_varlen, reference
+from cute_attn.api.attention import resolve_mask
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.interface import resolve_mask
 from cute_attn.traits import ELEMENT_BYTES, Traits
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -71,10 +71,6 @@ def _serve() -> None:
     import matplotlib.figure  # noqa: F401
     import torch  # noqa: F401
 
-    import cute_attn.cli
-    import cute_attn.lab.report
-    import cute_attn.lab.tune
-    import cute_attn.registry  # noqa: F401
     import layouts.show  # noqa: F401
     from tests import quick_builds
 

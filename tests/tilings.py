@@ -9,10 +9,11 @@ from cutlass import Float16
 from torch import Tensor
 
 import layouts
-from cute_attn import emulate, reference
+from cute_attn import reference
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 
 

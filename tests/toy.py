@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 import layouts
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 

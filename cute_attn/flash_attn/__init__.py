@@ -27,7 +27,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
-from cute_attn.doors import served
 from cute_attn.flash_attn import (
     bert_padding,
     distribution,
@@ -45,6 +44,7 @@ from cute_attn.flash_attn.flash_attn_interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from cute_attn.host.doors import served
 
 __version__ = "2.8.3"
 """The FlashAttention whose functions these are; programs compare it."""

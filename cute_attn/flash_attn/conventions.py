@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import doors, ops
-from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
-from cute_attn.interface import number
-from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.memory import write_owned
-from cute_attn.packed import unbind
-from cute_attn.params import check_apart, check_dense, check_starts, check_writable
+from cute_attn.api import operators
+from cute_attn.api.attention import number
+from cute_attn.api.kvcache import attention_with_kvcache
+from cute_attn.host import doors
+from cute_attn.host.fused_qkv import unbind
+from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
+from cute_attn.host.memory import write_owned
+from cute_attn.host.params import check_apart, check_dense, check_starts, check_writable
 
 
 class Scores(NamedTuple):
@@ -78,7 +79,7 @@ def probability(dropout_p: Any) -> float:
 
 
 def check_tensors(**tensors: Any) -> None:
-    """:func:`cute_attn.params.check_dense` of each."""
+    """:func:`cute_attn.host.params.check_dense` of each."""
     for name, x in tensors.items():
         check_dense(name, x)
 
@@ -97,7 +98,7 @@ def check_written(name: str, x: Any, read: Iterable[tuple[str, Tensor | None]], 
     if torch.is_grad_enabled() and (x.requires_grad or any(y.requires_grad for _, y in given)):
         raise ValueError(f"{name} is given where autograd records; accepted: without gradients")
     check_writable(name, x)
-    if ops.no_dispatch_mode():
+    if operators.no_dispatch_mode():
         check_apart(name, x, given)
 
 
@@ -152,7 +153,7 @@ def attend_cache(
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`cute_attn.kvcache.attention_with_kvcache` with caches of any head dim; out, and with return_lse lse.
+    """:func:`cute_attn.api.kvcache.attention_with_kvcache` with caches of any head dim; out, and with return_lse lse.
 
     Where a head dim is no multiple of 8 the caches are copied, padded, and copied back where k and v were appended.
     """

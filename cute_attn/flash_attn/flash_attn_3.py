@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.api.attention import attention, attention_varlen
+from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn.conventions import (
     Scores,
     attend_cache,
@@ -31,10 +33,8 @@ from cute_attn.flash_attn.conventions import (
     whole_number,
 )
 from cute_attn.flash_attn.operators import backward
-from cute_attn.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
-from cute_attn.interface import attention, attention_varlen
-from cute_attn.memory import write_owned
-from cute_attn.merge import merge_attention
+from cute_attn.host.head_dims import cut_head_dim, pad_head_dim, whole_head_dim
+from cute_attn.host.memory import write_owned
 
 __all__ = [
     "_flash_attn_backward",
@@ -230,7 +230,7 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError, Unsupported
-        As :func:`cute_attn.kvcache.attention_with_kvcache`.
+        As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     NotImplementedError
         As there, and as :func:`flash_attn_func`.
     """

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.flash_attn import extension as flash_attn_gpu
 from cute_attn.flash_attn.conventions import (
     Scores,
@@ -46,8 +47,7 @@ from cute_attn.flash_attn.operators import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from cute_attn.head_dims import cut_head_dim, whole_head_dim
-from cute_attn.interface import attention, attention_varlen
+from cute_attn.host.head_dims import cut_head_dim, whole_head_dim
 
 __all__ = [
     "_flash_attn_backward",
@@ -183,7 +183,7 @@ def flash_attn_varlen_func(
     ------
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`cute_attn.attention_varlen`, or with a block_table as
-        :func:`cute_attn.kvcache.attention_with_kvcache`.
+        :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options = _Options(scores, dropout_p, deterministic, return_attn_probs)
@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError, Unsupported, NotImplementedError
-        As :func:`cute_attn.kvcache.attention_with_kvcache`.
+        As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, lse = attend_cache(

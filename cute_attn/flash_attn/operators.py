@@ -21,6 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.api.attention import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    draw_rng_state,
+)
 from cute_attn.flash_attn.conventions import (
     Scores,
     attend_pages,
@@ -32,14 +39,7 @@ from cute_attn.flash_attn.conventions import (
     probability,
     refuse,
 )
-from cute_attn.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
-from cute_attn.interface import (
-    attention,
-    attention_backward,
-    attention_varlen,
-    attention_varlen_backward,
-    draw_rng_state,
-)
+from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, softmax_lse, S_dmask, rng_state."""

@@ -1,7 +1,7 @@
 """Rotary embedding by FlashAttention's names, in torch operators: its ``layers.rotary`` and ``ops.triton.rotary``.
 
 Libraries import these beside its attention (Megatron-LM, models of Hugging Face), some without asking whether they
-exist (vLLM). :func:`cute_attn.kvcache_reference.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32 and
+exist (vLLM). :func:`cute_attn.reference.kvcache.rotate` is the rotation: Su et al. 2021, arXiv:2104.09864, in fp32 and
 then rounded. FlashAttention has a Triton kernel for it; these take a few launches, or one under ``torch.compile``.
 Attention with a cache rotates in its append kernel: see rotary_cos of ``flash_attn_with_kvcache``.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.flash_attn.conventions import check_tensors
-from cute_attn.kvcache_reference import Rotary, rotate
+from cute_attn.reference.kvcache import Rotary, rotate
 
 __all__ = [
     "RotaryEmbedding",

@@ -212,7 +212,7 @@ class SoftmaxSm80:
         k = SmemOperand.b(tiled_mma, layouts.ldmatrix_copy_b(tiled_mma, self.dtype), s_k, thread)
         gemm(tiled_mma, acc_s, q, k, Int32(0), 1)
 
-    # ---- device code that cute_attn.emulate also runs on the host ----
+    # ---- device code that cute_attn.reference.emulate also runs on the host ----
 
     @cute.jit
     def query_block(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 def main(name: str, tile: str, target: str, folder: str) -> None:
     """Write what the build leaves to ``folder``: kernel.cubin, kernel.ptx and kernel.json."""
-    from cute_attn import compile, registry
+    from cute_attn import compile
+    from cute_attn.compiler import registry
     from cute_attn.traits import Traits
 
     traits = Traits.parse(name)

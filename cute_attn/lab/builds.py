@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cute_attn import compiler
-from cute_attn.benchmark.workload import Workload
+from cute_attn.compiler.workers import Worker
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
-from cute_attn.workers import Worker
 
 WORKER = "cute_attn.lab.tune_worker"
 # A build that takes so many times the median is given up, though not within the first seconds.

@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.benchmark import peers
-from cute_attn.benchmark.results import first_line
-from cute_attn.benchmark.timing import Clock, query_gpu
-from cute_attn.benchmark.workload import Inputs, Workload
-from cute_attn.check import Expected, small_workloads
 from cute_attn.compiler import Request, default_target, is_built, prebuild
+from cute_attn.lab.benchmark import peers
+from cute_attn.lab.benchmark.results import first_line
+from cute_attn.lab.benchmark.timing import Clock, query_gpu
+from cute_attn.lab.benchmark.workload import Inputs, Workload
+from cute_attn.lab.check import Expected, small_workloads
 from cute_attn.lab.sensors import State, sensor
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
@@ -43,7 +43,7 @@ class Contender:
     Attributes:
         kernel: its name, such as ``"forward-sm90-bf16-d128-causal"``; "" for a peer.
         tile: text that changes fields of the default tile; "" for the tile that a call takes by itself.
-        peer: one of :data:`cute_attn.benchmark.peers.PEERS`, or "".
+        peer: one of :data:`cute_attn.lab.benchmark.peers.PEERS`, or "".
     """
 
     kernel: str = ""
@@ -93,7 +93,7 @@ class Card(Protocol):
         Raises:
             Wrong: the output differs.
             Lost: it ended the GPU's context.
-            Exception: it cannot run; a :class:`cute_attn.benchmark.peers.Declined` gives a peer's reason.
+            Exception: it cannot run; a :class:`cute_attn.lab.benchmark.peers.Declined` gives a peer's reason.
         """
 
     def sample(self, run: Run, milliseconds: float) -> float:
@@ -232,7 +232,7 @@ class Checks:
 
 
 def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
-    """:func:`cute_attn.check.small_workloads` that the tile accepts.
+    """:func:`cute_attn.lab.check.small_workloads` that the tile accepts.
 
     Packed heads divide those of a key head; a bias that TMA loads has several rows, of multiples of 16 bytes.
     """
@@ -255,7 +255,7 @@ def tile_at(contender: Contender, workload: Workload, target: str | None = None)
     Raises:
         Unsupported: no kernel supports it.
     """
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
@@ -270,8 +270,8 @@ def needed_kernels(
     contender: Contender, workloads: Sequence[Workload], target: str | None = None
 ) -> Iterator[Request]:
     """The kernels that checking and timing a kernel launches: its own, of a backward also the forwards before it."""
-    from cute_attn import registry
-    from cute_attn.backward import kernels_of
+    from cute_attn.compiler import registry
+    from cute_attn.host.backward import kernels_of
 
     traits = Traits.parse(contender.kernel)
     target = target or default_target(traits.arch)
@@ -291,7 +291,7 @@ def needed_kernels(
 
 
 def _is_built(request: Request) -> bool:
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     traits, tile, target = request
     return is_built(registry.lookup(traits, tile, target), target or default_target(traits.arch))

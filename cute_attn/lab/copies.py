@@ -64,7 +64,7 @@ def conflicts(kernel: Any) -> tuple[Conflicts, ...]:
 
 def copies(kernel: Any) -> Iterator[SmemCopy]:
     """The copies to and from shared memory of one of the package's kernels, or of a subclass; else nothing."""
-    from cute_attn.registry import KERNELS
+    from cute_attn.compiler.registry import KERNELS
 
     op, arch = kernel.traits.op, kernel.traits.arch
     of = _COPIES.get((op, arch))

@@ -22,7 +22,7 @@ from filelock import FileLock
 from rich.table import Table
 from rich.text import Text
 
-from cute_attn.benchmark.results import commit
+from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.race import Comparison, Measured
 
 Judgement = Literal["right", "wrong", "undecided", "open"]
@@ -265,7 +265,7 @@ def calibration_table(path: Path | None = None) -> Table:
 
 
 def commit_with_changes() -> str:
-    """:func:`cute_attn.benchmark.results.commit`, where files differ from it with a digest of the difference."""
+    """:func:`cute_attn.lab.benchmark.results.commit`, where files differ from it with a digest of the difference."""
     name = commit()
     if not name.endswith("-dirty"):
         return name

@@ -18,9 +18,9 @@ from typing import Any
 
 from rich.table import Table
 
-from cute_attn.benchmark.peers import Declined
-from cute_attn.benchmark.results import commit
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.peers import Declined
+from cute_attn.lab.benchmark.results import commit
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Card, Contender, Lost, Run
 from cute_attn.lab.sensors import State, summary
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided

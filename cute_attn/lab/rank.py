@@ -18,13 +18,13 @@ shared memory conflict-free but late. Differences below 2% mean nothing: an A/B 
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from cute_attn import splits
+from cute_attn.host import backward_splits
 from cute_attn.lab.gpu import MULTIPROCESSORS
 from cute_attn.lab.verdict import Verdict
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
-    from cute_attn.benchmark.workload import Workload
+    from cute_attn.lab.benchmark.workload import Workload
 
 LATENCY = 1500
 """Clocks of a work tile that nothing hides: its first loads, the last stores. From the ledger's times at s512."""
@@ -90,7 +90,7 @@ def _steps(
     found = Counter[int]()
     for first in range(0, rows, block):
         last = min(first + block, rows) - 1
-        found[splits.steps_of_block(first, last, cols, step, offset, before, after)] += 1
+        found[backward_splits.steps_of_block(first, last, cols, step, offset, before, after)] += 1
     return found
 
 
@@ -101,7 +101,9 @@ def makespan(tiles: dict[float, int], slots: int) -> float:
     if count > MOST_SIMULATED:
         return total / slots + total / count / 2
     longest_first = sorted(tiles, reverse=True)
-    return splits.makespan((duration for duration in longest_first for _ in range(tiles[duration])), slots)
+    return backward_splits.makespan(
+        (duration for duration in longest_first for _ in range(tiles[duration])), slots
+    )
 
 
 def operand_bytes(workload: "Workload") -> int:

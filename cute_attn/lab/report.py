@@ -275,8 +275,8 @@ def _steps(pair: Sequence[Contender], shape: Any, target: str | None) -> list[Se
 
 def _layouts(one: Contender, shape: Any, target: str | None) -> Section:
     """Pictures of shared memory with its banks, of copies and of the MMA."""
-    from cute_attn import registry
-    from cute_attn.pictures import pictures
+    from cute_attn.compiler import registry
+    from cute_attn.lab.pictures import pictures
 
     traits = Traits.parse(one.kernel)
     kernel = registry.lookup(traits, tile_at(one, shape, target), target)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cute_attn.cubin import Resources
+from cute_attn.compiler.cubin import Resources
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.verdict import Verdict, content_of, judge
 from cute_attn.traits import Traits
@@ -82,7 +82,7 @@ def _content(stated: dict[str, Any] | None, traits: Traits, built: Built) -> Ste
     if stated is not None:
         loops = tuple((mma, times) for mma, times in stated.pop("loops"))
         return StepContent(**stated, loops=loops)
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     return content_of(registry.lookup(traits, built.tile, built.target))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import networkx as nx
 
-from cute_attn import cubin as _cubin
+from cute_attn.compiler import cubin as _cubin
 from cute_attn.kernels.step import Loops, StepContent
 
 BYTES = 16

@@ -109,7 +109,7 @@ def _by_nvml(nvml: Any, handle: Any) -> State:
 
 
 def _nvidia_smi() -> Sensor:
-    from cute_attn.benchmark.timing import query_gpu
+    from cute_attn.lab.benchmark.timing import query_gpu
 
     return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from cute_attn.cache import caches_folder, default_cache
+from cute_attn.compiler.cache import caches_folder, default_cache
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cute_attn.benchmark.workload import Workload
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
@@ -163,7 +163,7 @@ class Search:
 
     def change(self, tile: Tile) -> str:
         """A tile as a change of the one that ``--tile`` changes: the default for long sequences."""
-        from cute_attn import registry
+        from cute_attn.compiler import registry
 
         return change_text(registry.lookup(self.traits, None, self.target).tile, tile)
 
@@ -374,8 +374,7 @@ class _Study:
         return TimingKey(kernel, beside, workload.name, self.card.gpu, self.card.driver)
 
     def cache_key(self, tile: Tile) -> str:
-        from cute_attn import registry
-        from cute_attn.compiler import key_of
+        from cute_attn.compiler import key_of, registry
 
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)
 

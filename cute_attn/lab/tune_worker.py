@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cute_attn.prebuild_worker import build
+from cute_attn.compiler.prebuild_worker import build
 
 
 def main() -> None:
@@ -45,9 +45,9 @@ def build_parts(compiled: Any) -> None:
     """The kernels that a launch needs beside a backward's main one."""
     if compiled.traits.op != "backward":
         return
-    from cute_attn.backward import kernels_of
     from cute_attn.compiler import compile
-    from cute_attn.registry import lookup
+    from cute_attn.compiler.registry import lookup
+    from cute_attn.host.backward import kernels_of
 
     for traits, tile in kernels_of(lookup(compiled.traits, compiled.tile, compiled.target))[1:]:
         compile(traits, tile, compiled.target)
@@ -55,7 +55,7 @@ def build_parts(compiled: Any) -> None:
 
 def ranked(compiled: Any, workloads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A kernel's estimated time of each workload, and its spills; or why there is no estimate."""
-    from cute_attn.benchmark.workload import Workload
+    from cute_attn.lab.benchmark.workload import Workload
 
     try:
         from cute_attn.lab.rank import estimate

@@ -219,8 +219,7 @@ def verdict(
     Raises:
         ValueError: the name, the target or the tile's text is not one, or a tile is given with a compiled kernel.
     """
-    from cute_attn import registry
-    from cute_attn.compiler import CompiledKernel, compile, default_target
+    from cute_attn.compiler import CompiledKernel, compile, default_target, registry
 
     if isinstance(kernel, CompiledKernel):
         if tile is not None or target is not None:
@@ -238,7 +237,7 @@ def verdict(
 
 def _of_compiled(compiled: "CompiledKernel") -> Verdict:
     """The verdict on a kernel of the running sources."""
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     kernel = registry.lookup(compiled.traits, compiled.tile, compiled.target)
     return judge(compiled, content_of(kernel), conflicts(kernel))

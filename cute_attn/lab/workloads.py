@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits
+from cute_attn.lab.benchmark.workload import Workload, mixed_lengths, of_traits
 from cute_attn.traits import Traits
 
 SEQLENS = (2048, 8192)

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.doors import served
+from cute_attn.host.doors import served
 from cute_attn.sdpa import overrides
 from cute_attn.sdpa.calls import Inputs, call_of, why_not
+from cute_attn.sdpa.options import BACKENDS, Options
 from cute_attn.sdpa.overrides import Activation
-from cute_attn.sdpa_options import BACKENDS, Options
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
 

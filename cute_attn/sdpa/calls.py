@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.interface import resolve_mask
-from cute_attn.params import AttentionParams, check, check_for_kernels
+from cute_attn.api.attention import resolve_mask
+from cute_attn.host.params import AttentionParams, check, check_for_kernels
 from cute_attn.sdpa.slower import faster_by_pytorch
 from cute_attn.traits import Traits
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """What a forward and its backward both know of a call, without data and strides.
 
     Attributes:
-        backend: of ``cute_attn.sdpa_options.BACKENDS``.
+        backend: of ``cute_attn.sdpa.options.BACKENDS``.
         q, k, v: shapes (batch, seqlen, heads, dim), packed (total, heads, dim).
         dtypes: of q, k and v.
         devices: of all tensors, each once.
@@ -174,7 +174,7 @@ def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> A
 
 def _missing_kernel(params: AttentionParams, target: str, op: str) -> str | None:
     """Why no kernel computes ``op``, or None."""
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     reasons = []
     for arch, targets in registry.RUNS_ON.items():
@@ -189,7 +189,7 @@ def _missing_kernel(params: AttentionParams, target: str, op: str) -> str | None
 
 @functools.lru_cache(maxsize=1024)
 def _declined(traits: Traits, target: str) -> str | None:
-    from cute_attn import registry
+    from cute_attn.compiler import registry
 
     try:
         registry.lookup(traits, None, target)

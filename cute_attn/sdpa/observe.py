@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import doors, sdpa
+from cute_attn import sdpa
+from cute_attn.host import doors
 from cute_attn.sdpa import direct
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

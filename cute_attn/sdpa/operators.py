@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import launcher
-from cute_attn.bias import four_dims
+from cute_attn.host import launcher
+from cute_attn.host.bias import four_dims
 from cute_attn.sdpa.calls import Call, Inputs, _is_capturing, call_of, why_not, why_not_drawn
+from cute_attn.sdpa.options import Options
 from cute_attn.sdpa.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -23,7 +24,6 @@ from cute_attn.sdpa.plans import (
     recall,
     remember,
 )
-from cute_attn.sdpa_options import Options
 
 # ---- plans of calls ----
 
@@ -32,7 +32,7 @@ class Question(NamedTuple):
     """An operator's arguments beside its tensors, as far as they decide.
 
     Attributes:
-        backend: of ``cute_attn.sdpa_options.BACKENDS``.
+        backend: of ``cute_attn.sdpa.options.BACKENDS``.
         causal, dropout_p, scale: the operator's.
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.

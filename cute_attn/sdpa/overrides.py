@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import doors
+from cute_attn.host import doors
 from cute_attn.sdpa import direct, repeated
 from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
-from cute_attn.sdpa_options import Options
+from cute_attn.sdpa.options import Options
 
 
 class Override:
@@ -60,7 +60,7 @@ class Override:
             return found
         doors.served.add(self.name, found)
         if stock is None or options.unsupported == "error":
-            from cute_attn.registry import Unsupported
+            from cute_attn.compiler.registry import Unsupported
 
             raise Unsupported(f"aten::{self.name} is not served: {found}")
         return _call_pytorch(stock, keyset, *args, **kwargs)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_attn import backward, launcher, ops, random_states
-from cute_attn.bias import last_contiguous
-from cute_attn.launcher import as_strided, contiguous_strides, launcher_for
-from cute_attn.params import (
+from cute_attn.api import operators
+from cute_attn.host import backward, launcher, random_states
+from cute_attn.host.bias import last_contiguous
+from cute_attn.host.launcher import as_strided, contiguous_strides, launcher_for
+from cute_attn.host.params import (
     ALIGNMENT_BYTES,
     NUM_TENSORS,
     AttentionParams,
@@ -319,7 +320,7 @@ class ForwardPlan:
 
     def _by_reference(self, inputs: tuple, state: Tensor | None) -> Results:
         params = parameters(self.call, self._kernel_inputs(inputs), state)
-        out, lse, softmax = ops.forward_cpu(params._replace(return_softmax=self.return_softmax))
+        out, lse, softmax = operators.forward_cpu(params._replace(return_softmax=self.return_softmax))
         if self.empty_rows:
             lse = lse.nan_to_num_(math.nan, math.inf, math.inf)
         if self.lse_rows > self.call.longest[0]:

@@ -1,8 +1,8 @@
 """Launches of plans with all arguments prepared: a call allocates outputs, sets addresses and launches.
 
-Nothing is viewed with rows before heads: slots (:mod:`cute_attn.slots`) have those strides. Launching functions run
-without the interpreter's lock, so each launch takes arguments of its own while it lasts. Launches that do more, such
-as clear an output first, are left to their launchers.
+Nothing is viewed with rows before heads: slots (:mod:`cute_attn.host.slots`) have those strides. Launching functions
+run without the interpreter's lock, so each launch takes arguments of its own while it lasts. Launches that do more,
+such as clear an output first, are left to their launchers.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn import backward, counters, launcher
-from cute_attn.params import ALIGNMENT_BYTES, AttentionParams
-from cute_attn.slots import Slot, array, current_stream, slot, takes_slots
+from cute_attn.host import backward, counters, launcher
+from cute_attn.host.params import ALIGNMENT_BYTES, AttentionParams
+from cute_attn.host.slots import Slot, array, current_stream, slot, takes_slots
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from cute_attn import doors, ops
-from cute_attn.params import is_aligned
+from cute_attn.api import operators
+from cute_attn.host import doors
+from cute_attn.host.params import is_aligned
 from cute_attn.sdpa import plans
 from cute_attn.sdpa.operators import forward_plan
+from cute_attn.sdpa.options import Options
 from cute_attn.sdpa.plans import ForwardPlan
-from cute_attn.sdpa_options import Options
 
 _BACKENDS = {
     SDPBackend.FLASH_ATTENTION.value: "flash",
@@ -119,7 +120,7 @@ def key_of(
         or _function_modes()
         or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
         or doors.observer is not None
-        or not ops.no_dispatch_mode()
+        or not operators.no_dispatch_mode()
         or forward_ad._current_level >= 0
         or query.is_nested  # without a shape
         or key.is_nested

@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput"):  # once, and not in each of the processes that run tests
-        from cute_attn.cache import DiskCache
+        from cute_attn.compiler.cache import DiskCache
 
         DiskCache(KERNELS).prune(older_than=A_WEEK)
 

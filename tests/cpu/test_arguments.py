@@ -13,7 +13,7 @@ from cute_attn import (
     flash_attn,
     merge_attention,
 )
-from cute_attn.interface import attention_backward, attention_varlen_backward
+from cute_attn.api.attention import attention_backward, attention_varlen_backward
 
 
 def ints(*values):

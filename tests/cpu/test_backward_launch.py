@@ -11,26 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import (
-    Unsupported,
-    attention,
-    attention_varlen,
-    backward,
-    compiler,
-    launcher,
-    ops,
-    reference,
-    registry,
-)
-from cute_attn.backward import (
+from cute_attn import Unsupported, attention, attention_varlen, compiler, reference
+from cute_attn.api import operators
+from cute_attn.compiler import registry
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host import backward, launcher
+from cute_attn.host.backward import (
     BiasGradient,
     Workspace,
     check_blocks,
     gradients,
     query_blocks,
 )
-from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.params import NUM_TENSORS
+from cute_attn.host.params import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from tests.problem import Case
 
@@ -291,7 +284,7 @@ def the_call(problem, **options):
     """The parameters that attention passes to the operator for a problem."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "forward", lambda call: calls.append(call) or (call.q, call.q, None))
+        patch.setattr(operators, "forward", lambda call: calls.append(call) or (call.q, call.q, None))
         with contextlib.suppress(TypeError, IndexError):
             problem.run(**options)
     (call,) = calls
@@ -323,7 +316,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     case = CASES[name]
     problem = case.build("cpu")
     call = the_call(problem, deterministic=deterministic)
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
     grads = (None if lse_only else grad_out, grad_lse if lse_only or deterministic else None)
     needed = (True, True, True, case.bias != "", case.sinks != "")
@@ -356,13 +349,13 @@ def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
     call = the_call(problem)._replace(softmax_scale=scale)
     if call.varlen:  # rows of no sequence are NaN
         call = call._replace(q=call.q.nan_to_num(0), k=call.k.nan_to_num(0), v=call.v.nan_to_num(0))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad_out, needed = torch.randn(out.shape).to(BF16), (True, True, True, call.bias is not None, False)
     found = gradients(call, grad_out, None, out, lse, needed)
     inputs = [None if x is None else x.detach().float().requires_grad_() for x in (*call[:3], call.bias)]
     exact = call._replace(q=inputs[0], k=inputs[1], v=inputs[2], bias=inputs[3])
     expected = torch.autograd.grad(
-        ops.forward_cpu(exact)[0], [x for x in inputs if x is not None], grad_out.float()
+        operators.forward_cpu(exact)[0], [x for x in inputs if x is not None], grad_out.float()
     )
     for own, right in zip([x for x in found if x is not None], expected, strict=True):
         size = max(1e-3, float(right.abs().max())) if right.numel() else 1.0
@@ -388,7 +381,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     if small_row:
         changed[small_row].view(-1, changed[small_row].shape[-1])[3] *= 1e-8
     call = call._replace(q=inputs[0], k=inputs[1], v=inputs[2])
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     found = gradients(call, grad_out, None, out, lse, (True, True, True, False, False))[:3]
     leaves = (*inputs, None, None)
     expected = expected_gradients(replace(problem, tensors=tuple(inputs)), leaves, (grad_out, None))
@@ -410,7 +403,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
 def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
     """Those of many operations are in parts, unless they have too many rows, which a named tile does not change."""
     call = the_call(FP32.build("cpu"))._replace(precision=precision)
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
 
     def operands(call):
@@ -421,7 +414,7 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
     assert operands(call) == ("whole", False, False)
     monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.PARTS_LEAST_FLOP", {2: 1, 1: 1})
     assert operands(call) == ("parts", True, True)
-    monkeypatch.setattr("cute_attn.split_fp32.MAX_ROWS", 10)
+    monkeypatch.setattr("cute_attn.host.split_fp32.MAX_ROWS", 10)
     assert operands(call) == ("whole", False, False)
     with pytest.raises(ValueError, match=r"more than .* rows of heads; accepted: fewer, or operands=whole"):
         operands(call._replace(backward_tile="dq_unroll=1"))
@@ -431,7 +424,7 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
 def test_gradients_are_written_into_given_tensors(torch_kernels, name):
     case = CASES[name]
     call = the_call(case.build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
     needed = (True, True, True, case.bias != "", case.sinks != "")
     expected = gradients(call, grad_out, grad_lse, out, lse, needed)
@@ -450,7 +443,7 @@ def test_gradients_have_memory_of_their_own(torch_kernels, name):
         return storage[place * 40_000 :][: x.numel()].view(x.shape)
 
     call = call._replace(q=part(call.q, 0).copy_(call.q))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad_out, dq = part(out, 1), part(call.q, 2)
     into = (dq, part(call.k, ("q", "grad_out", "dq").index(name)), None, None, None)
     with pytest.raises(ValueError, match=f"^dk shares memory with {name}; accepted: memory of its own"):
@@ -461,7 +454,7 @@ def test_gradients_have_memory_of_their_own(torch_kernels, name):
 def test_only_needed_gradients_are_computed(torch_kernels):
     problem = CASES["bias"].build("cpu")
     call = the_call(problem)
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad = torch.randn(out.shape).to(BF16)
     for needed in (
         (False, True, False, False, False),
@@ -478,7 +471,7 @@ def test_only_needed_gradients_are_computed(torch_kernels):
 
 def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
     call = the_call(SMALL.build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     dense = torch.randn(out.shape).to(BF16)
     storage = torch.empty(out.numel() + 1, dtype=BF16)
     grads = {
@@ -501,7 +494,7 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
 
 def test_the_second_call_reuses_the_launcher(torch_kernels):
     call = the_call(SMALL.build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     for n in (1, 2):
         gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
@@ -514,7 +507,7 @@ def test_the_second_call_reuses_the_launcher(torch_kernels):
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False, False)
     forward = object()  # a launcher of the forward
     first = gradients(call, grad, None, out, lse, needed, forward)
@@ -536,7 +529,7 @@ def torch_deterministic():
 
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
     call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
     assert torch_kernels.built[0][1].tile_n == 128
@@ -550,14 +543,14 @@ def test_the_callers_kernel_and_tile_are_used(torch_kernels):
 
 def test_variants(torch_kernels, monkeypatch):
     """A forward's variant leaves the backward its arch's default kernel; a backward's variant is used."""
-    from cute_attn import registry
+    from cute_attn.compiler import registry
     from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
     from cute_attn.kernels.forward_sm80 import ForwardSm80
 
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
     registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
     call = the_call(SMALL.build("cpu"), kernel="sm80:mine")
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     arguments = (torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     first = gradients(call, *arguments)
     assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
@@ -570,7 +563,7 @@ def test_variants(torch_kernels, monkeypatch):
 def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
     """A varlen sequence has at most all rows, whatever max_seqlen says."""
     call = the_call(CASES["varlen"].build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
         stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
@@ -586,7 +579,7 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
 def test_no_sequences_have_gradients_of_zeros(torch_kernels):
     none = torch.zeros(1, dtype=torch.int32)
     call = the_call(VARLEN.build("cpu"))._replace(cu_seqlens_q=none, cu_seqlens_k=none)
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     found = gradients(call, torch.ones_like(out), None, out, lse, (True, True, True, False, False))
     assert not torch_kernels.launched
     assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
@@ -657,7 +650,7 @@ def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
 
 def test_wrong_shapes_are_refused(torch_kernels):
     call = the_call(SMALL.build("cpu"))
-    out, lse, _ = ops.forward_cpu(call)
+    out, lse, _ = operators.forward_cpu(call)
     needed = (True, True, True, False, False)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
         gradients(call, out[..., :8], None, out, lse, needed)
@@ -679,7 +672,7 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
 
         def launch(self, tensors, epilogue_tensors=()):
             call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])
-            return ops.forward_cpu(call)
+            return operators.forward_cpu(call)
 
     def answer(call, grad_out, grad_lse, out, lse, needed, launcher):
         calls.append((grad_out, grad_lse, needed))
@@ -688,22 +681,22 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
             for x, n in zip((*call[:3], call.bias, call.sinks), needed, strict=True)
         )
 
-    monkeypatch.setattr(ops, "backward", answer)
+    monkeypatch.setattr(operators, "backward", answer)
     the_case = the_call(SMALL.build("cpu"))
     launcher = Launcher()
     launcher.rest = the_case[NUM_TENSORS + 1 :]
     q = the_case.q.clone().requires_grad_()
-    out, _, softmax = ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])
+    out, _, softmax = operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])
     assert softmax is None
     out.sum().backward()
-    lse2 = ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[1]
+    lse2 = operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[1]
     lse2.sum().backward()
     assert (
         calls[0][1] is None and calls[0][0] is not None and calls[0][2] == (True, False, False, False, False)
     )
     assert calls[1][0] is None and calls[1][1] is not None
     (again,) = torch.autograd.grad(
-        ops.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[0].sum(), q, create_graph=True
+        operators.Attention.apply(launcher, q, *the_case[1:NUM_TENSORS])[0].sum(), q, create_graph=True
     )
     with pytest.raises(NotImplementedError, match="a second derivative of attention is asked for"):
         again.sum().backward()

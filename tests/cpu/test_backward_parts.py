@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layouts
-from cute_attn import registry
-from cute_attn.backward import kernels_of
+from cute_attn.compiler import registry
 from cute_attn.device.seqlen import (
     SeqlenInfo,
     Seqlens,
@@ -26,6 +25,7 @@ from cute_attn.device.seqlen import (
     sequence_of_block,
     workspace_rows,
 )
+from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess, Rows
 from cute_attn.outputs import dq_order as dq

@@ -10,8 +10,7 @@ import pytest
 from cutlass import Int32, cute
 
 import layouts
-from cute_attn import registry
-from cute_attn.compiler import compile
+from cute_attn.compiler import compile, registry
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm80.products import columns_of
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage

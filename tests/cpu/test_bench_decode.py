@@ -11,7 +11,7 @@ from bench import decode, decode_impls, decode_picture, run
 from bench import table as bench_table
 from bench.decode_rows import MIXED, Row, make_inputs, rows
 from bench.read_only import ReadOnly, compiled
-from cute_attn.benchmark.peers import Declined
+from cute_attn.lab.benchmark.peers import Declined
 
 ROWS = list(rows())
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from bench import backward, forward, run, table
-from cute_attn import emulate, interface, registry
-from cute_attn.benchmark import peers, results
-from cute_attn.benchmark.workload import Workload, mixed_lengths, of_traits, standard
-from cute_attn.check import Accuracy, check_workloads, small_workloads
+from cute_attn.api import attention as interface
+from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.lab.benchmark import peers, results
+from cute_attn.lab.benchmark.workload import Workload, mixed_lengths, of_traits, standard
+from cute_attn.lab.check import Accuracy, check_workloads, small_workloads
+from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import cache, compiler, cubin
-from cute_attn.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
+from cute_attn import compiler
+from cute_attn.compiler import cache, compiled, cubin
+from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
 
 PARTS = {OBJECT: b"object", CUBIN: b"cubin", PTX: b"ptx"}
@@ -44,14 +45,14 @@ def built(fresh_cache, monkeypatch):
         resources = dataclasses.asdict(cubin.Resources(1, 2, 3, 4, 5))
         return entry(key, seconds=1.0, resources=resources, warnings=[], function="f")
 
-    monkeypatch.setattr(compiler, "_build", build)
+    monkeypatch.setattr(compiled, "_build", build)
     return keys
 
 
 def forget(monkeypatch):
     """Empty the compiler's memory, as in a new process."""
-    monkeypatch.setattr(compiler, "_requests", {})
-    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
 
 
 @pytest.fixture(params=[0o022, 0o000], ids=["umask022", "umask000"])
@@ -232,7 +233,8 @@ def test_threads_that_want_the_same_kernel_build_it_once(built, monkeypatch, swi
 FORK = """
 import io, os, sys, threading
 from cute_attn import compiler
-from cute_attn.cache import CUBIN, OBJECT, PTX, Entry
+from cute_attn.compiler import compiled
+from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, Entry
 from tests import toy
 
 def build(kernel, target, key, options):
@@ -245,14 +247,14 @@ def build(kernel, target, key, options):
     meta = {"seconds": 1.0, "resources": resources, "warnings": [], "function": "f"}
     return Entry(key, meta, {OBJECT: b"", CUBIN: b"", PTX: b""})
 
-compiler._build, own = build, sys.stderr
+compiled._build, own = build, sys.stderr
 building, forked = threading.Event(), threading.Event()
 thread = threading.Thread(target=compiler.compile, args=(toy.NAME, None, "sm80"))
 thread.start()
 building.wait()
 child = os.fork()
 if child == 0:
-    free = compiler._building.acquire(blocking=False)
+    free = compiled._building.acquire(blocking=False)
     built = free and compiler.compile(toy.NAME, "values=4", "sm80").not_stored is None
     os._exit(0 if built and sys.stderr is own else 1)
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

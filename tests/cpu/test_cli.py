@@ -80,7 +80,7 @@ def test_a_command_loads_no_more_than_it_needs(arguments, unneeded, tmp_path):
         check=True,
     )
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "cute_attn.cli" in loaded and done.stdout
+    assert "cute_attn.cli.main" in loaded and done.stdout
     assert not loaded & unneeded
 
 

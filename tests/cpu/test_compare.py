@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from cute_attn import compiler
+from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
-from cute_attn.lab.commands import _sides
 from cute_attn.lab.compare import Row, compare, normalized
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict

@@ -1,5 +1,6 @@
 """Building without a GPU, reports of builds, and the cache's key."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import cache, compiler, cubin, fingerprint, registry, workers
-from cute_attn.compiler import compile
+from cute_attn import compiler
+from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry, workers
 from cute_attn.traits import Traits
 from tests import processes, toy
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterati
 
 def forget(monkeypatch):
     """Empty the compiler's memory, as in a new process."""
-    monkeypatch.setattr(compiler, "_requests", {})
-    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
 
 
 # ---- what a build reports ----
@@ -115,21 +116,21 @@ def test_the_target_is_the_kernels_own_without_a_gpu(fresh_cache, monkeypatch):
 def test_the_target_is_the_gpu_that_is_present(monkeypatch, capability, target):
     import torch
 
-    compiler._device_target.cache_clear()
+    compiled._device_target.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert compiler.default_target("sm80") == target
-    compiler._device_target.cache_clear()
+    compiled._device_target.cache_clear()
 
 
 def test_an_unsupported_gpu(monkeypatch):
     import torch
 
-    compiler._device_target.cache_clear()
+    compiled._device_target.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match=r"7\.5; accepted"):
-        compiler._device_target(0)
+        compiled._device_target(0)
 
 
 def test_wrong_arguments_are_refused_before_a_launch(fresh_cache):
@@ -300,7 +301,7 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     elsewhere.mkdir()
     (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # as is a module of Python's own
     (tmp_path / "test_support_kernels.py").write_text(
-        f"from cute_attn.cli import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
+        f"from cute_attn.cli.main import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -448,17 +449,31 @@ def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
     digest = fingerprint.package_sources.__wrapped__
     seen = {digest()}
-    host_only = fingerprint._HOST_ONLY
-    shaping = [p for p in tmp_path.rglob("*.py") if p.relative_to(tmp_path).parts[1] not in host_only]
+    folders = ("tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
+    shaping = [path for folder in folders for path in (tmp_path / "cute_attn" / folder).rglob("*.py")]
+    shaping += [tmp_path / "cute_attn" / "traits.py", *(tmp_path / "layouts").rglob("*.py")]
     for path in shaping:
         path.write_text(path.read_text() + "\n# changed\n")
         seen.add(digest())
-    assert {"base.py", "softmax_sm80.py", "mask.py", "seqlen.py", "smem.py", "cubin.py"} <= {
-        path.name for path in shaping
-    }
     assert len(seen) == len(shaping) + 1
-    (tmp_path / "cute_attn" / "cli.py").write_text("")
-    assert digest() in seen
+    others = set((tmp_path / "cute_attn").rglob("*.py")) - set(shaping)
+    assert {"api", "host", "lab", "cli", "reference", "sdpa", "flash_attn"} <= {
+        path.parent.name for path in others
+    }
+    for path in others:
+        path.write_text("")
+        assert digest() in seen, path
+
+
+def test_what_shapes_a_kernel_imports_only_that():
+    for root in (ROOT / "cute_attn" / name for name in fingerprint._SHAPING):
+        for path in root.rglob("*.py") if root.is_dir() else [root]:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn"):
+                    _, *places = node.module.split(".")
+                    names = places[:1] or [alias.name for alias in node.names]
+                    shaping = {name.removesuffix(".py") for name in fingerprint._SHAPING} | {"_imported_at"}
+                    assert set(names) <= shaping, f"{path}: {ast.unparse(node)}"
 
 
 def test_sources_that_changed_after_the_import_give_unique_keys(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cute_attn import counters
+from cute_attn.host import counters
 
 
 class Numbers:

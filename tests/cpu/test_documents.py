@@ -14,7 +14,7 @@ import pytest
 import typer
 import typer.core
 
-from cute_attn import cli
+from cute_attn.cli.main import app
 from tests import processes
 
 ROOT = processes.ROOT
@@ -57,7 +57,7 @@ UsageError = typer.BadParameter.__mro__[1]  # click's, which newer typers have a
 
 def parse(words: list[str]) -> None:
     """As the command line does it, without running the command."""
-    command = typer.main.get_command(cli.app)
+    command = typer.main.get_command(app)
     context = command.make_context("cute-attn", list(words))
     while isinstance(command, typer.core.TyperGroup):
         _, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])

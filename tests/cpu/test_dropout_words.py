@@ -9,10 +9,10 @@ from cutlass.cute.runtime import from_dlpack
 import layouts
 from cute_attn import reference
 from cute_attn.device.score_tile import ScoreContext, ScoreMap
-from cute_attn.emulate import all_coords
 from cute_attn.epilogues.dropout import Dropout
 from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference.emulate import all_coords
 from cute_attn.traits import Traits
 
 NHEADS, PLACE = 3, (1, 2)  # batch and head

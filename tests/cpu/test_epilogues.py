@@ -1,7 +1,7 @@
 """The epilogues themselves, run on the CPU for every thread of real MMA tilings, against their definition in torch.
 
-``cute_attn.emulate`` compiles for the host what kernels do between their two matrix products: the code is tested as it
-runs on the GPU, but for approximate instructions and for lanes exchanging numbers.
+``cute_attn.reference.emulate`` compiles for the host what kernels do between their two matrix products: the code is
+tested as it runs on the GPU, but for approximate instructions and for lanes exchanging numbers.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn import reference
-from cute_attn.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from tests import curand
 from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_attn import attention, emulate, launcher, lookup, registry
+from cute_attn import attention, lookup
+from cute_attn.compiler import registry
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host import launcher
+from cute_attn.host.params import AttentionParams
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.params import AttentionParams
+from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 from tests import processes
 from tests.tilings import TILINGS, Scores

@@ -16,7 +16,7 @@ import torch
 import cute_attn.flash_attn as package
 from cute_attn import draw_rng_state, reference
 from cute_attn.flash_attn import bert_padding
-from cute_attn.head_dims import whole_head_dim
+from cute_attn.host.head_dims import whole_head_dim
 
 F64 = torch.float64
 SHARED = {

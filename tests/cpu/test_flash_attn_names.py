@@ -11,16 +11,11 @@ import pytest
 import torch
 
 import cute_attn.flash_attn as package
-from cute_attn import (
-    attention,
-    attention_varlen,
-    attention_with_kvcache,
-    kvcache_params,
-    kvcache_reference,
-    merge_attention,
-)
+from cute_attn import attention, attention_varlen, attention_with_kvcache, merge_attention
 from cute_attn.flash_attn import bert_padding, extension, flash_attn_3, rotary
 from cute_attn.flash_attn import flash_attn_interface as interface
+from cute_attn.host import kvcache_params
+from cute_attn.reference import kvcache as kvcache_reference
 
 F64 = torch.float64
 

@@ -12,16 +12,16 @@ from cutlass import Float16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import from_dlpack
 
 import layouts
-from cute_attn import emulate
 from cute_attn.compiler import compile
+from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.forward_parts import P_SCALE, parts_of_probabilities, store_pairs
 from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
+from cute_attn.host.launcher import choose_kernel
+from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
 from cute_attn.kernels.forward_sm80.parts_kernel import parts_serve
-from cute_attn.launcher import choose_kernel
-from cute_attn.registry import Unsupported, lookup
-from cute_attn.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
+from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
 from tests.cpu.test_divided import call

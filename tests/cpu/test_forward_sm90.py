@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
 from cute_attn.kernels.forward_sm90.query_buffer import LastUse, QueryBuffer

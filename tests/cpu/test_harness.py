@@ -9,7 +9,9 @@ from cutlass.base_dsl import dsl
 from cutlass.base_dsl.compiler import Compiler
 from cutlass.cutlass_dsl import tvm_ffi_provider
 
-from cute_attn import compiler, emulate
+from cute_attn import compiler
+from cute_attn.compiler import compiled
+from cute_attn.reference import emulate
 from tests import processes, quick_builds, toy
 from tests.defaults import cover, covering, demands, every, representative
 from tests.tilings import TINY, Scores
@@ -71,8 +73,8 @@ def test_a_greedy_cover():
 def test_quick_builds_yield_the_same_kernels(name, tile, fresh_cache, tmp_path, monkeypatch):
     quick = compiler.compile(name, tile, "sm90")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "another"))
-    monkeypatch.setattr(compiler, "_requests", {})
-    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiled, "_requests", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
     tracking = []
 
     def track(enable):
@@ -113,7 +115,7 @@ def test_emulated_code_computes_the_same_without_optimisation(monkeypatch):
 
 SCRIPT = """
 import atexit, os, sys
-from cute_attn import registry
+from cute_attn.compiler import registry
 atexit.register(print, "at the end")
 print(sys.argv[1:], __name__, os.environ.get("GIVEN"), os.environ.get("SET"), sys.stdin.read())
 print(any(variant == "toy" for *_, variant in registry.KERNELS), file=sys.stderr)

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import cute_attn.flash_attn
-from cute_attn import hub_command
-from cute_attn.cli import app
+from cute_attn.cli import hub
+from cute_attn.cli.main import app
 from cute_attn.flash_attn import flash_attn_3
 
 VARIANTS = [
@@ -54,8 +54,8 @@ def test_the_folders_have_flash_attentions_functions(tmp_path):
 
 
 def test_writing_twice_changes_nothing(tmp_path):
-    first = {path: path.read_text() for path in hub_command.write(tmp_path)}
-    assert {path: path.read_text() for path in hub_command.write(tmp_path)} == first
+    first = {path: path.read_text() for path in hub.write(tmp_path)}
+    assert {path: path.read_text() for path in hub.write(tmp_path)} == first
 
 
 def test_a_wrong_folder_is_refused(tmp_path):
@@ -64,7 +64,7 @@ def test_a_wrong_folder_is_refused(tmp_path):
     done = CliRunner().invoke(app, ["hub", str(file)])
     assert isinstance(done.exception, ValueError) and "a file; accepted: a folder" in str(done.exception)
     with pytest.raises(ValueError, match="accepted: a path without ':' and '='"):
-        hub_command.write(tmp_path / "a=b")
+        hub.write(tmp_path / "a=b")
 
 
 IN_THE_WAY = {
@@ -92,12 +92,12 @@ def test_files_of_others_stay(tmp_path, name):
 )
 def test_links_are_not_followed(tmp_path, link):
     folder, elsewhere = tmp_path / "kernel", tmp_path / "elsewhere"
-    hub_command.write(folder)
+    hub.write(folder)
     (folder / link).rename(elsewhere)  # what is there is this command's own
     (folder / link).symlink_to(elsewhere)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="accepted: a "):
-        hub_command.write(folder)
+        hub.write(folder)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
 
 
@@ -113,22 +113,22 @@ def test_a_link_that_comes_late_is_replaced(tmp_path, monkeypatch):
         if not where.is_symlink():
             where.symlink_to(own)
 
-    monkeypatch.setattr(hub_command, "_check_own", check)
-    hub_command.write(folder)
+    monkeypatch.setattr(hub, "_check_own", check)
+    hub.write(folder)
     assert own.read_text() == "mine" and not where.is_symlink()
 
 
 def test_what_an_older_version_wrote_is_replaced(tmp_path):
-    for path in hub_command.write(tmp_path):
+    for path in hub.write(tmp_path):
         if path.name == "__init__.py":
             path.write_text(path.read_text().partition("\n")[0] + "\n\nOLD = True\n")
-    assert not any("OLD" in path.read_text() for path in hub_command.write(tmp_path))
+    assert not any("OLD" in path.read_text() for path in hub.write(tmp_path))
 
 
 def test_hugging_faces_library_loads_it(tmp_path, monkeypatch):
     kernels = pytest.importorskip("kernels")
-    hub_command.write(tmp_path)
-    monkeypatch.setenv("LOCAL_KERNELS", hub_command.local_kernels(tmp_path))
+    hub.write(tmp_path)
+    monkeypatch.setenv("LOCAL_KERNELS", hub.local_kernels(tmp_path))
     for repository, wanted in (
         ("kernels-community/flash-attn2", cute_attn.flash_attn),
         ("varunneal/flash-attention-3", flash_attn_3),

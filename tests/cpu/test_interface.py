@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cute_attn import ops, reference
-from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.interface import (
+from cute_attn import reference
+from cute_attn.api import operators
+from cute_attn.api.attention import (
     _packed_lse,
     attention,
     attention_backward,
@@ -21,8 +21,9 @@ from cute_attn.interface import (
     resolve_mask,
     resolve_precision,
 )
-from cute_attn.launcher import choose_kernel
-from cute_attn.params import (
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.host.launcher import choose_kernel
+from cute_attn.host.params import (
     MAX_ROWS,
     MAX_SEQLEN,
     AttentionParams,
@@ -388,7 +389,7 @@ UNALIGNED = {
 @pytest.mark.parametrize("name", UNALIGNED)
 def test_rows_that_start_anywhere_have_a_kernel(name, as_on_cuda, monkeypatch):
     calls = []
-    monkeypatch.setattr(ops, "forward", lambda call: calls.append(call) or (call.q, None, None))
+    monkeypatch.setattr(operators, "forward", lambda call: calls.append(call) or (call.q, None, None))
     called(UNALIGNED[name])()
     assert not calls[0].aligned
     check_for_kernels(calls[0], unaligned=True)
@@ -405,7 +406,7 @@ def as_on_cuda(monkeypatch):
         check_for_kernels(call, unaligned=True)
         return call.q, None, None
 
-    monkeypatch.setattr(ops, "forward", checks)
+    monkeypatch.setattr(operators, "forward", checks)
 
 
 def odd(x, dim):
@@ -800,8 +801,8 @@ def test_tangents_are_followed_on_the_cpu_and_refused_elsewhere():
         dual = forward_ad.make_dual(q, torch.ones_like(q))
         found = forward_ad.unpack_dual(attention(dual, k, v)).tangent
         with pytest.raises(NotImplementedError, match="a forward-mode derivative of attention is asked for"):
-            ops.refuse_tangents((k, None, dual))
-        ops.refuse_tangents((k, None, v))
+            operators.refuse_tangents((k, None, dual))
+        operators.refuse_tangents((k, None, v))
     step = 1e-3
     ends = [attention(q.double() + sign * step, k.double(), v.double()) for sign in (1, -1)]
     torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / (2 * step), atol=1e-4, rtol=1e-4)

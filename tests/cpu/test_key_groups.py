@@ -9,7 +9,7 @@ from cutlass import Float16, Float32, cute
 from cutlass.cute.runtime import from_dlpack
 
 import layouts
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm80.groups import GroupResults
 from cute_attn.tiles import TARGETS, ForwardSm80Tile

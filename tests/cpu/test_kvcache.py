@@ -10,12 +10,15 @@ import math
 import pytest
 import torch
 
-from cute_attn import append, compiler, kvcache, kvcache_launcher, registry
-from cute_attn.append import append_kv
+from cute_attn import compiler
+from cute_attn.api import append, kvcache
+from cute_attn.api.append import append_kv
+from cute_attn.api.kvcache import attention_with_kvcache
+from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.kvcache_params import AppendParams, CacheParams, named_tensors, with_materialized
-from cute_attn.memory import is_lazy
+from cute_attn.host import kvcache_launcher
+from cute_attn.host.kvcache_params import AppendParams, CacheParams, named_tensors, with_materialized
+from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache
 from tests.kvcache_problem import CASES, Case, Problem
 

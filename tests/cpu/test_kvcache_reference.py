@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from cute_attn import kvcache_reference as ref
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.reference import kvcache as ref
 from tests.kvcache_problem import CASES, Case, Problem
 
 

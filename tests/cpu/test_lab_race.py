@@ -8,14 +8,14 @@ from functools import partialmethod
 import pytest
 import torch
 
-from cute_attn.benchmark import peers
-from cute_attn.benchmark.workload import Workload
+from cute_attn.compiler.registry import lookup
 from cute_attn.lab import card as card_module
+from cute_attn.lab.benchmark import peers
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Checks, Contender, Gpu, Part, Wrong, small_sizes
 from cute_attn.lab.race import Comparison, ab, race
 from cute_attn.lab.sensors import Sensor, State, named, parse_nvidia_smi, sensor, summary
 from cute_attn.lab.workloads import default_workloads, parse
-from cute_attn.registry import lookup
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
 
@@ -216,7 +216,7 @@ def test_the_state_comes_from_nvml_where_it_is_installed(monkeypatch):
     found = sensor("abc")
     assert found.read() == State(1755, None, 61, ("heat",)) and found.every == 1
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("cute_attn.benchmark.timing.query_gpu", lambda field: "1, 2, 3, 0x4")
+    monkeypatch.setattr("cute_attn.lab.benchmark.timing.query_gpu", lambda field: "1, 2, 3, 0x4")
     assert sensor("abc").read() == State(1, 2, 3, ("power",))
 
 
@@ -316,7 +316,7 @@ def test_kernels_and_peers_are_compared_with_the_reference(on_the_cpu, monkeypat
 
 
 def test_a_kernel_that_is_wrong_at_a_small_size_is_not_run_at_a_large_one(on_the_cpu, monkeypatch):
-    from cute_attn import interface
+    from cute_attn.api import attention as interface
 
     attention = interface.attention
 

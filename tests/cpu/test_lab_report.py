@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.lab import ledger, report
 from cute_attn.lab.card import Contender
 from cute_attn.lab.race import ab
@@ -171,7 +171,7 @@ def test_what_would_make_the_page_too_large_is_left_out_and_named(tmp_path, monk
             path.write_text(f'<?xml version="1.0"?>\n<svg width="9pt"><g id="{"a" * 1000}"/></svg>')
             yield path
 
-    monkeypatch.setattr("cute_attn.pictures.pictures", pictures)
+    monkeypatch.setattr("cute_attn.lab.pictures.pictures", pictures)
     monkeypatch.setattr(report, "_FOR_PICTURES", 2500)
     shape = report.parse("s512", Traits.parse("forward-sm80-bf16-d64"))
     section = report._layouts(Contender("forward-sm80-bf16-d64"), shape, "sm80")

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from cute_attn import compiler, registry
+from cute_attn import compiler
+from cute_attn.compiler import registry
 from cute_attn.lab import builds as builds_module
 from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Lost
@@ -526,7 +527,7 @@ def take_all(builds):
 
 
 def test_builds_in_the_background(in_this_process):
-    from cute_attn.benchmark.workload import Workload
+    from cute_attn.lab.benchmark.workload import Workload
 
     traits = Traits.parse(toy.NAME)
     beside = [(traits, toy.ToyTile(7), "sm80")]

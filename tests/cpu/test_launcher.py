@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cute_attn import launcher
-from cute_attn.launcher import known_launcher, recall, remember
+from cute_attn.host import launcher
+from cute_attn.host.launcher import known_launcher, recall, remember
 
 OPTIONS = ("some", 0.5, None)
 LAUNCHERS = [object() for _ in range(8)]

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from cute_attn import memory
-from cute_attn.memory import all_plain, overlap, overlaps_itself, overwritten
+from cute_attn.host import memory
+from cute_attn.host.memory import all_plain, overlap, overlaps_itself, overwritten
 
 LAZY = {
     "negated": lambda x: torch._neg_view(x),

@@ -9,10 +9,10 @@ import torch
 from cutlass import Constexpr, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn import kvcache_reference, registry
-from cute_attn.compiler import compile
+from cute_attn.api.merge import check, check_for_kernels, merge_attention
+from cute_attn.compiler import compile, registry
 from cute_attn.kernels.combine import Combine
-from cute_attn.merge import check, check_for_kernels, merge_attention
+from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits
 

@@ -12,10 +12,13 @@ import torch
 import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, compiler, launcher, ops, registry
+from cute_attn import attention, attention_varlen, compiler
+from cute_attn.api import operators
+from cute_attn.api.attention import draw_rng_state
+from cute_attn.compiler import registry
 from cute_attn.epilogues import base
-from cute_attn.interface import draw_rng_state
-from cute_attn.params import NUM_TENSORS, AttentionParams, check_steps
+from cute_attn.host import launcher
+from cute_attn.host.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 
@@ -112,7 +115,7 @@ def test_opcheck_of_the_backward(name, needed):
 def test_the_operator_is_the_reference(name):
     arguments = make(name)
     out, lse, softmax = torch.ops.cute_attn.forward.default(*arguments)
-    expected = ops.forward_cpu(arguments)
+    expected = operators.forward_cpu(arguments)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     assert torch.equal(softmax, torch.empty(0) if expected[2] is None else expected[2])
 
@@ -183,7 +186,7 @@ def test_only_the_gradients_needed_are_computed():
     k.requires_grad_()
     out, lse, _ = torch.ops.cute_attn.forward.default(*call(q, k, v))
     (grad,) = torch.autograd.grad(out.sum(), (k,))
-    (expected,) = torch.autograd.grad(ops.forward_cpu(call(q, k, v))[0].sum(), (k,))
+    (expected,) = torch.autograd.grad(operators.forward_cpu(call(q, k, v))[0].sum(), (k,))
     torch.testing.assert_close(grad, expected)
     needed = [False, True, False, False, False]
     grads = torch.ops.cute_attn.backward.default(
@@ -235,7 +238,7 @@ def test_fake_gradients_need_no_kernel():
 def test_other_devices_are_refused():
     q = torch.empty(2, 5, 4, 64, dtype=BF16)
     with pytest.raises(ValueError, match="q is on meta; accepted: cuda and cpu tensors"):
-        ops.forward_cpu(call(q.to("meta"), q.to("meta"), q.to("meta")))
+        operators.forward_cpu(call(q.to("meta"), q.to("meta"), q.to("meta")))
 
 
 # ---- kernels' arguments: CPU tensors on the CUDA path, with a kernel that records them ----
@@ -268,7 +271,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(launcher, "schedule", lambda device: (COUNTERS, 132))
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ops, "forward_cpu", ops.forward_cuda)
+    monkeypatch.setattr(operators, "forward_cpu", operators.forward_cuda)
     return recorder
 
 
@@ -854,10 +857,10 @@ def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
         pass
 
     q, k, v = inputs()
-    assert ops.no_dispatch_mode() and ops.all_plain(call(q, k, v)[:NUM_TENSORS])
-    assert not ops.all_plain((q.as_subclass(Sub),))
+    assert operators.no_dispatch_mode() and operators.all_plain(call(q, k, v)[:NUM_TENSORS])
+    assert not operators.all_plain((q.as_subclass(Sub),))
     with Watch() as watch:
-        assert not ops.no_dispatch_mode()
+        assert not operators.no_dispatch_mode()
         attention(q, k, v)
     assert torch.ops.cute_attn.forward.default in watch.seen
     with torch.profiler.profile() as profile:

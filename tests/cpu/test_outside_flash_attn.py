@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from cute_attn import attention, kvcache_reference
+from cute_attn import attention
+from cute_attn.reference import kvcache as kvcache_reference
 from tests.outside import flash_attn_kvcache as adapters
 
 

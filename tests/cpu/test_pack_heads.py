@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import launcher, registry
-from cute_attn.params import AttentionParams
+from cute_attn.compiler import registry
+from cute_attn.host import launcher
+from cute_attn.host.params import AttentionParams
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.cpu.test_epilogues import compare

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from cute_attn import attention, attention_backward, packed
+from cute_attn import attention, attention_backward
+from cute_attn.host import fused_qkv
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_unbind_returns_the_tensor_that_gradients_are_parts_of(parts):
     x = torch.randn(2, 5, parts, 3, 8, requires_grad=True)
     together = torch.randn(2, 5, parts, 3, 8)
-    views = packed.unbind(x)
+    views = fused_qkv.unbind(x)
     grads = [
-        together.as_strided((2, 5, 3, 8), packed.packed_strides((2, 5, 3, 8), parts), i * 24)
+        together.as_strided((2, 5, 3, 8), fused_qkv.packed_strides((2, 5, 3, 8), parts), i * 24)
         for i in range(parts)
     ]
     (found,) = torch.autograd.grad(views, x, grads)
@@ -29,14 +30,14 @@ def test_other_gradients_are_stacked(change):
         grads = [grad.clone() for grad in grads]
     if change == "swapped":
         grads = [grads[1], grads[0], grads[2]]
-    (found,) = torch.autograd.grad(packed.unbind(x), x, grads)
+    (found,) = torch.autograd.grad(fused_qkv.unbind(x), x, grads)
     torch.testing.assert_close(found, torch.stack(grads, -3), rtol=0, atol=0)
 
 
 def test_unbind_differentiates_as_torchs():
     x = torch.randn(2, 6, 3, 2, 8, dtype=torch.float64, requires_grad=True)
     grads = [
-        torch.autograd.grad(attention(*part(x)).square().sum(), x)[0] for part in (packed.unbind, _unbind)
+        torch.autograd.grad(attention(*part(x)).square().sum(), x)[0] for part in (fused_qkv.unbind, _unbind)
     ]
     torch.testing.assert_close(*grads)
 
@@ -48,12 +49,12 @@ def _unbind(x):
 def test_parts_are_found_by_strides_and_addresses():
     qkv = torch.randn(2, 5, 3, 4, 8)
     q, k, v = qkv.unbind(-3)
-    assert packed.parts_packed((q, k, v)) == 3 and packed.are_adjacent((q, k, v))
-    assert not packed.are_adjacent((q, v, k))
+    assert fused_qkv.parts_packed((q, k, v)) == 3 and fused_qkv.are_adjacent((q, k, v))
+    assert not fused_qkv.are_adjacent((q, v, k))
     kv = torch.randn(2, 5, 2, 4, 8)
-    assert packed.parts_packed((q, *kv.unbind(-3))) == 2
-    assert packed.parts_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
-    assert packed.parts_packed((q, k, v[..., :6])) == 0
+    assert fused_qkv.parts_packed((q, *kv.unbind(-3))) == 2
+    assert fused_qkv.parts_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
+    assert fused_qkv.parts_packed((q, k, v[..., :6])) == 0
 
 
 def call(**options):

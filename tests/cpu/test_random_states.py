@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import random_states
-from cute_attn.random_states import DRAWN, STEP
+from cute_attn.host import random_states
+from cute_attn.host.random_states import DRAWN, STEP
 
 CUDA = torch.device("cuda", 0)
 

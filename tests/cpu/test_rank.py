@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cute_attn.benchmark.workload import Workload, standard, visible_pairs
+from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs
 from cute_attn.lab.gpu import MULTIPROCESSORS
 from cute_attn.lab.rank import LATENCY, estimate, makespan, operand_bytes, work_tiles
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict, verdict

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreCoords
+from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreCoords, definition
 from tests.curand import keep_mask, philox
 
 F64 = torch.float64
@@ -275,7 +275,7 @@ def test_chunks_of_batches_and_heads_change_nothing(monkeypatch):
     args = {"dropout": "mem_efficient", "dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}
     whole = attend(q, k, v, 1.0, **args, return_softmax=True)
     for size in (1, 75, 150, 300):
-        monkeypatch.setattr(reference, "_CHUNK_SCORES", size)
+        monkeypatch.setattr(definition, "_CHUNK_SCORES", size)
         for a, b in zip(whole, attend(q, k, v, 1.0, **args, return_softmax=True), strict=True):
             torch.testing.assert_close(a, b)
 

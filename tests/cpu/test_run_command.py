@@ -12,11 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cute_attn import doors, run_command, sdpa
-from cute_attn.cli import app
+from cute_attn import sdpa
+from cute_attn.cli import run
+from cute_attn.cli.main import app
+from cute_attn.host import doors
 from cute_attn.sdpa import operators, overrides
 from cute_attn.sdpa.observe import Observer, Row, describe, difference
-from cute_attn.sdpa_options import Options
+from cute_attn.sdpa.options import Options
 from tests import processes
 
 PROGRAM = """if True:
@@ -96,16 +98,16 @@ def test_a_program_comes_before_torch_and_its_threads_before_the_table(tmp_path)
 LOOKED_FOR = """if True:
     import importlib.util, sys
     sys.path.insert(0, FOLDER)
-    from cute_attn import run_command
+    from cute_attn.cli import run
 
-    run_command.after_import("module", lambda: print("loaded", sys.modules["module"].x))
+    run.after_import("module", lambda: print("loaded", sys.modules["module"].x))
     for _ in range(2):
         print(importlib.util.find_spec("module").name)
     try:
         import module
     except ImportError:
         import module
-    print([finder for finder in sys.meta_path if type(finder).__module__ == "cute_attn.run_command"])
+    print([finder for finder in sys.meta_path if type(finder).__module__ == "cute_attn.cli.run"])
 """
 
 
@@ -137,7 +139,7 @@ def test_nothing_starts_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(os.environ.get(check)) or True)
     monkeypatch.delenv(check, raising=False)
     options = Options(("flash",))
-    execution = run_command.Execution("program", options, 0, None, False)
+    execution = run.Execution("program", options, 0, None, False)
     execution.begin()
     assert overrides.serving().options is options and doors.observer is not None
     execution.end()
@@ -147,15 +149,15 @@ def test_nothing_starts_cuda(monkeypatch):
 
 LOOKED = """if True:
     import os
-    from cute_attn import run_command
-    from cute_attn.sdpa_options import Options
+    from cute_attn.cli import run
+    from cute_attn.sdpa.options import Options
 
     def begin():
         from torch import cuda
         cuda.is_available = lambda: print(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))
-        run_command.Execution("program", Options(), 0, None, False).begin()
+        run.Execution("program", Options(), 0, None, False).begin()
 
-    run_command.after_import("torch", begin)
+    run.after_import("torch", begin)
     import torch
 """
 

@@ -6,8 +6,7 @@ from dataclasses import asdict
 import networkx as nx
 import pytest
 
-from cute_attn import cubin
-from cute_attn.compiler import compile
+from cute_attn.compiler import compile, cubin
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab import sass
 from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound

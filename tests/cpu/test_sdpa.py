@@ -16,11 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from cute_attn import doors, reference, registry, sdpa
+from cute_attn import reference, sdpa
+from cute_attn.compiler import registry
+from cute_attn.host import doors
 from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, call_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
-from cute_attn.sdpa_options import Options
+from cute_attn.sdpa.options import Options
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten

@@ -13,13 +13,14 @@ import pytest
 import torch
 import tvm_ffi
 
-from cute_attn import backward, counters, launcher, reference
-from cute_attn.backward import BackwardLauncher, BiasGradient, Workspace
+from cute_attn import reference
+from cute_attn.host import backward, counters, launcher
+from cute_attn.host.backward import BackwardLauncher, BiasGradient, Workspace
+from cute_attn.host.launcher import Launcher, ScoreArgs, contiguous_strides
+from cute_attn.host.params import NUM_TENSORS, AttentionParams
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.launcher import Launcher, ScoreArgs, contiguous_strides
-from cute_attn.params import NUM_TENSORS, AttentionParams
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
 

@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import doors, sdpa
+from cute_attn import sdpa
+from cute_attn.host import doors
 from cute_attn.sdpa import direct, operators, plans, repeated
-from cute_attn.sdpa_options import Options
+from cute_attn.sdpa.options import Options
 from tests import processes
 from tests.cpu.test_sdpa_plans import Machine
 

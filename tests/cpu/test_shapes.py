@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import cliffs, isolated, run, shapes
-from cute_attn.benchmark import peers, results
-from cute_attn.benchmark.workload import Workload, visible_pairs
+from cute_attn.lab.benchmark import peers, results
+from cute_attn.lab.benchmark.workload import Workload, visible_pairs
 
 SEEDS = range(12)
 
@@ -277,7 +277,7 @@ class _CountingClock:
 
 
 def test_every_task_is_timed_by_those_it_names(monkeypatch):
-    monkeypatch.setattr("cute_attn.benchmark.timing.Clock", _CountingClock)
+    monkeypatch.setattr("cute_attn.lab.benchmark.timing.Clock", _CountingClock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(Workload, "inputs", partialmethod(Workload.inputs, device="cpu"))
     monkeypatch.setattr(peers, "own_kernels", lambda op: {f"cute_attn/{op}-sm80": peers.ours("sm80")})

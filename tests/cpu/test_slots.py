@@ -6,7 +6,7 @@ import pytest
 import torch
 import tvm_ffi
 
-from cute_attn import slots
+from cute_attn.host import slots
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,10 @@ import pytest
 from cutlass import cute
 
 import layouts
-from cute_attn import compile, lookup, registry
+from cute_attn import compile, lookup
+from cute_attn.compiler import registry
+from cute_attn.compiler.smem_layouts import smem_layouts, smem_reasons
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.smem_layouts import smem_layouts, smem_reasons
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import Traits
 from tests import processes

@@ -9,11 +9,11 @@ import torch
 from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn import reference, registry
-from cute_attn.compiler import compile
-from cute_attn.emulate import softmax_on_host
+from cute_attn import reference
+from cute_attn.compiler import compile, registry
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference.emulate import softmax_on_host
 from cute_attn.tiles import TARGETS, SoftmaxTile
 from cute_attn.traits import Traits
 

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.params import AttentionParams
-from cute_attn.splits import MAX_SPLITS, MOST_TILES, head_splits, key_splits, makespan, steps_of_keys
+from cute_attn.host.backward_splits import (
+    MAX_SPLITS,
+    MOST_TILES,
+    head_splits,
+    key_splits,
+    makespan,
+    steps_of_keys,
+)
+from cute_attn.host.params import AttentionParams
 from cute_attn.tiles import BackwardSm90Tile
 
 TILE = BackwardSm90Tile(64, 128)

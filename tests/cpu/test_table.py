@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from cute_attn import registry
-from cute_attn.cli import app
-from cute_attn.table import Entry, blocks_a_multiprocessor, entries, mem_efficient, row
+from cute_attn.cli.main import app
+from cute_attn.compiler import registry
+from cute_attn.lab.dispatch_table import Entry, blocks_a_multiprocessor, entries, mem_efficient, row
 from cute_attn.tiles import TARGETS
 from cute_attn.traits import Traits
 

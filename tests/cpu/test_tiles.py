@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import layouts
-from cute_attn import registry
-from cute_attn.compiler import compile
+from cute_attn.compiler import compile, registry
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, ForwardSm80Tile, padded
 from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, SINK_DTYPES, Traits

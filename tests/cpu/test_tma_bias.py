@@ -10,12 +10,13 @@ import torch
 from cutlass import cute
 
 import layouts
-from cute_attn import compiler, launcher
+from cute_attn import compiler
+from cute_attn.compiler.registry import Unsupported
+from cute_attn.host import launcher
+from cute_attn.host.params import NUM_TENSORS, AttentionParams
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.params import NUM_TENSORS, AttentionParams
-from cute_attn.registry import Unsupported
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits

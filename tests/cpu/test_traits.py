@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_attn import registry
+from cute_attn.compiler import registry
 from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, PARTS, Traits
 
 dims = st.integers(1, 32).map(lambda n: 8 * n)

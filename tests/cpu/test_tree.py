@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import kvcache_reference as ref
 from cute_attn import reference
-from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.api.kvcache import attention_with_kvcache
+from cute_attn.reference import kvcache as ref
 from tests.tilings import SMALL, TILINGS, Scores
 
 

@@ -59,8 +59,8 @@ def test_a_hopper_forward():
 
 def test_every_copy_of_every_kernel_is_read(fresh_cache):
     """Small tiles spread the compile time; layouts of all kernels are read without compiling."""
+    from cute_attn.compiler.registry import lookup
     from cute_attn.lab.copies import conflicts
-    from cute_attn.registry import lookup
     from cute_attn.traits import Traits
 
     counts = {}
@@ -89,9 +89,9 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
 
 
 def test_a_layout_that_a_copy_does_not_divide_is_named(monkeypatch):
+    from cute_attn.compiler.registry import lookup
     from cute_attn.kernels.forward_sm80 import ForwardSm80
     from cute_attn.lab.copies import conflicts
-    from cute_attn.registry import lookup
     from cute_attn.traits import Traits
 
     smem_layout = ForwardSm80.smem_layout

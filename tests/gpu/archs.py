@@ -2,7 +2,8 @@
 
 import torch
 
-from cute_attn import compiler, registry
+from cute_attn import compiler
+from cute_attn.compiler import registry
 
 
 def runnable_archs(op: str = "forward") -> list[str]:

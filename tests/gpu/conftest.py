@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import compiler, launcher, registry
-from cute_attn.backward import kernels_of
+from cute_attn import compiler
+from cute_attn.compiler import registry
+from cute_attn.host import launcher
+from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention, reference, registry
-from cute_attn.backward import kernels_of
+from cute_attn import attention, reference
+from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host.backward import kernels_of
 from tests.gpu.archs import runnable_archs
 from tests.problem import DTYPES, Case
 

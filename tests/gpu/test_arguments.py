@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flash_attn
-from cute_attn.interface import attention_backward
-from cute_attn.kvcache_launcher import BOX_ROWS
+from cute_attn.api.attention import attention_backward
+from cute_attn.host.kvcache_launcher import BOX_ROWS
 from tests.gpu.archs import runnable_archs
 
 LAZY = {

@@ -6,18 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import (
-    attention,
-    attention_backward,
-    attention_varlen,
-    attention_varlen_backward,
-    backward,
-    launcher,
-    reference,
-    registry,
-)
+from cute_attn import attention, attention_backward, attention_varlen, attention_varlen_backward, reference
+from cute_attn.api.attention import draw_rng_state
+from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.interface import draw_rng_state
+from cute_attn.host import backward, launcher
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
 from tests.checks import GRADIENT, check, check_backward
 from tests.gpu.archs import runnable_archs

@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 
-from cute_attn import append, compiler
-from cute_attn.append import append_kv
-from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.kvcache_launcher import BOX_ROWS
-from cute_attn.kvcache_reference import merge, query_positions, rotate
-from cute_attn.merge import merge_attention
+from cute_attn import compiler
+from cute_attn.api import append
+from cute_attn.api.append import append_kv
+from cute_attn.api.kvcache import attention_with_kvcache
+from cute_attn.api.merge import merge_attention
+from cute_attn.host.kvcache_launcher import BOX_ROWS
+from cute_attn.reference.kvcache import merge, query_positions, rotate
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, launcher
+from cute_attn import attention, attention_varlen
+from cute_attn.host import launcher
 from tests.gpu.archs import runnable_archs
 
 pytestmark = pytest.mark.skipif("sm90" not in runnable_archs(), reason="keys are divided on Hopper")

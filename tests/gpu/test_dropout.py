@@ -6,15 +6,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from cute_attn import (
-    attention,
-    attention_backward,
-    attention_varlen,
-    attention_varlen_backward,
-    random_states,
-    reference,
-)
-from cute_attn.interface import draw_rng_state
+from cute_attn import attention, attention_backward, attention_varlen, attention_varlen_backward, reference
+from cute_attn.api.attention import draw_rng_state
+from cute_attn.host import random_states
 from tests.gpu.archs import runnable_archs
 
 ARCHS = runnable_archs()

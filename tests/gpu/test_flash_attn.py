@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, flash_attn, kvcache_reference, reference
+from cute_attn import attention, attention_varlen, flash_attn, reference
+from cute_attn.api.attention import resolve_mask
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.interface import resolve_mask
+from cute_attn.reference import kvcache as kvcache_reference
 from tests.checks import check
 
 CU_Q, CU_K = (0, 70, 70, 203), (0, 90, 131, 400)

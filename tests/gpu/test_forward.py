@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, launcher, registry
+from cute_attn import attention, attention_varlen
+from cute_attn.compiler import registry
+from cute_attn.host import launcher
 from tests.cases import BY_NAME, CASES
 from tests.checks import check_forward
 from tests.gpu.archs import runnable_archs

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cute_attn import attention_backward, attention_varlen_backward, registry
-from cute_attn.backward import kernels_of
+from cute_attn import attention_backward, attention_varlen_backward
+from cute_attn.compiler import registry
+from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import Errors
 from tests.problem import Case, Problem, Start

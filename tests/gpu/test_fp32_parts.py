@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_attn import attention, attention_varlen, reference
-from cute_attn.split_fp32 import SpeculativeForward, as_rows
+from cute_attn.host.split_fp32 import SpeculativeForward, as_rows
 from tests.checks import check
 from tests.problem import Case
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_attn.benchmark.workload import Workload
 from cute_attn.lab import ledger, report
+from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Contender, Gpu, Wrong, needed_kernels
 from cute_attn.lab.race import ab, race
 from cute_attn.lab.tune import tune
@@ -60,7 +60,7 @@ def test_a_race_ranks_the_slow_tile_last():
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    from cute_attn import interface
+    from cute_attn.api import attention as interface
 
     attention = interface.attention
 
@@ -103,7 +103,8 @@ def test_an_ab_with_a_prediction_is_in_the_ledger(tmp_path):
 
 
 def test_what_a_contender_needs_is_built_beforehand():
-    from cute_attn import compiler, registry
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
 
     gpu, contenders = Gpu(), [Contender(NAME), Contender(NAME, SLOW)]
     gpu.build(contenders, [WORKLOAD])

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention, attention_backward, registry
-from cute_attn.backward import kernels_of
+from cute_attn import attention, attention_backward
+from cute_attn.compiler import registry
+from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits, head_dim_multiple
 from tests.checks import CANCELLATION, GRADIENT, check
 from tests.gpu.archs import runnable_archs

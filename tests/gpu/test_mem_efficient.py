@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from cute_attn import attention, registry
-from cute_attn.backward import kernels_of
+from cute_attn import attention
+from cute_attn.compiler import registry
+from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import CANCELLATION, FORWARD, GRADIENT, Errors, check
 from tests.gpu.archs import runnable_archs

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from cute_attn import attention, attention_backward, attention_varlen, attention_varlen_backward, packed
+from cute_attn import attention, attention_backward, attention_varlen, attention_varlen_backward
 from cute_attn.flash_attn import flash_attn_qkvpacked_func
+from cute_attn.host import fused_qkv
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -22,7 +23,7 @@ def test_gradients_of_packed_tensors_are_parts_of_one(kernel):
     options = {"causal": True, "kernel": kernel, "deterministic": True}
     found = attention_backward(*outputs(*qkv.unbind(-3), causal=True), **options)
     wanted = attention_backward(*outputs(*apart, causal=True), **options)
-    assert packed.are_adjacent(found)
+    assert fused_qkv.are_adjacent(found)
     for own, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=0)
 
@@ -38,7 +39,7 @@ def test_gradients_of_packed_keys_and_values():
 def test_the_gradient_of_qkv_is_not_copied(monkeypatch):
     qkv = torch.randn(2, 130, 3, 4, 64, requires_grad=True, **BF16)
     grads = []
-    for unbind in (lambda x: x.unbind(-3), packed.unbind):
+    for unbind in (lambda x: x.unbind(-3), fused_qkv.unbind):
         out = attention(*unbind(qkv), deterministic=True)
         grads += torch.autograd.grad(out.float().square().sum(), qkv)
 

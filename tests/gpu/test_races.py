@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention_with_kvcache, registry
+from cute_attn import attention_with_kvcache
+from cute_attn.compiler import registry
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 

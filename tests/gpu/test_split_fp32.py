@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_attn import compiler
-from cute_attn.split_fp32 import SplitLauncher
+from cute_attn.host.split_fp32 import SplitLauncher
 from cute_attn.traits import Traits
 
 

@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
-from cute_attn import kvcache_launcher, reference
-from cute_attn import kvcache_reference as ref
+from cute_attn import reference
+from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.kvcache import attention_with_kvcache
+from cute_attn.host import kvcache_launcher
+from cute_attn.reference import kvcache as ref
 from tests.gpu.archs import runnable_archs
 
 ARCHS = runnable_archs("kvcache")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn import attention_backward, registry
-from cute_attn.backward import kernels_of
+from cute_attn import attention_backward
+from cute_attn.compiler import registry
+from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.checks import Errors
 from tests.gpu.test_fp32_backward import BY_NAME, PARTS, assert_alike, run

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import Unsupported, compiler, registry
+from cute_attn import Unsupported, compiler
+from cute_attn.compiler import registry
 from tests.cases import FOR_EVERY_TILE
 from tests.problem import Case
 

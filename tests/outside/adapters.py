@@ -41,12 +41,12 @@ def installed(folder: Path) -> None:
 
 
 def hub(folder: Path) -> None:
-    """transformers' flash_attention_2 and _3 are local kernels that :mod:`cute_attn.hub_command` writes."""
-    from cute_attn import hub_command
+    """transformers' flash_attention_2 and _3 are local kernels that :mod:`cute_attn.cli.hub` writes."""
+    from cute_attn.cli import hub
 
     kernel = Path(tempfile.mkdtemp())
-    hub_command.write(kernel)
-    os.environ["LOCAL_KERNELS"] = hub_command.local_kernels(kernel)
+    hub.write(kernel)
+    os.environ["LOCAL_KERNELS"] = hub.local_kernels(kernel)
 
 
 def flash_attn_3(folder: Path) -> None:

@@ -25,11 +25,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_attn.api.attention import attention, attention_varlen
+from cute_attn.api.kvcache import attention_with_kvcache
+from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn import flash_attn_3
-from cute_attn.head_dims import whole_head_dim
-from cute_attn.interface import attention, attention_varlen
-from cute_attn.kvcache import attention_with_kvcache
-from cute_attn.merge import merge_attention
+from cute_attn.host.head_dims import whole_head_dim
 
 _MAX_MERGED_DIM = 256
 

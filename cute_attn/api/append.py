@@ -1,0 +1,275 @@
+""":func:`append_kv`: new keys and values into a cache, with rotary embedding, and its torch operator."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import launcher
+from cute_attn.host.kvcache_params import (
+    AppendParams,
+    check_append,
+    check_append_for_kernels,
+    check_lengths,
+    check_tensors,
+    named_tensors,
+    readable,
+    with_materialized,
+)
+from cute_attn.host.launcher import as_strided, contiguous_strides
+from cute_attn.host.memory import overwritten
+from cute_attn.host.params import DTYPE_NAMES, check_count, check_writable, regular_strides, rows_are_regular
+from cute_attn.reference import kvcache as kvcache_reference
+from cute_attn.tiles.inference import AppendTile
+from cute_attn.traits import Traits
+
+
+def append_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    check_lengths: bool = False,
+) -> None:
+    """Write new keys and values behind those that a cache has, in place.
+
+    :mod:`cute_attn.reference.kvcache` is the definition; CPU tensors are computed by it. Keys equal it bit for bit.
+    Nothing is read on the host, so that a CUDA graph replays with other lengths and tables.
+
+    Parameters
+    ----------
+    k_cache : Tensor (entries, capacity, nheads_kv, head_dim), or (pages, page_size, nheads_kv, head_dim)
+        fp16 or bf16 on CUDA, any float dtype on the CPU. The last dimension is contiguous, other strides are multiples
+        of 8 elements in any order, on CUDA the data is aligned to 16 bytes; head_dim is a multiple of 8 up to 256, the
+        capacity at most 2**30 - 2**13.
+    v_cache : Tensor
+        As k_cache, with head_dim_v, in memory of its own.
+    k, v : Tensor (batch, rows, nheads_kv, head_dim) and head_dim_v, or packed (total, nheads_kv, head_dim)
+        New rows.
+    cache_seqlens : Tensor (batch,), int32
+        Rows in use before, where the new ones go. Rows beyond the capacity are written nowhere.
+    page_table : Tensor (entries, pages of an entry), int32, optional
+        The pages of each entry, of any size; the capacity is all of them. Entries beyond a sequence's end may have any
+        values.
+    cache_batch_idx : Tensor (batch,), int32, optional
+        Each sequence's entry of the cache or of page_table; by default sequence b has entry b. Where sequences share
+        one, any one's rows remain.
+    cu_seqlens_k_new : Tensor (batch + 1,), int32, optional
+        Where packed sequences of k and v start.
+    rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
+        Rotate the first 2 * pairs elements of new keys, in fp32. At least as many positions as the capacity, unless
+        there are rotary_seqlens; positions beyond them count as the last.
+    rotary_seqlens : Tensor (batch,), int32, optional
+        The position of each sequence's first new row; by default its cache_seqlens.
+    rotary_interleaved : bool
+        Whether pairs are elements (2i, 2i + 1) (GPT-J) rather than (i, i + pairs) (GPT-NeoX).
+    check_lengths : bool
+        Read lengths and tables on the host and raise where they are out of bounds. This waits for the device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted.
+    NotImplementedError
+        A tensor requires a gradient.
+    """
+    params = AppendParams(
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens,
+        page_table,
+        cache_batch_idx,
+        cu_seqlens_k_new,
+        rotary_cos,
+        rotary_sin,
+        rotary_seqlens,
+        rotary_interleaved,
+    )
+    check_tensors(params, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_writable(name, x)
+    refuse_gradients(params, "append_kv")
+    params = with_materialized(params)
+    if check_lengths:
+        check_append(params, batch_of(params))
+        _check_lengths(params)
+    torch.ops.cute_attn.append_kv.default(*params)
+
+
+_check_lengths = check_lengths  # the parameter of the same name hides it
+
+
+def refuse_gradients(params: Any, function: str) -> None:
+    """Raise NotImplementedError where autograd would record the call."""
+    if torch.is_grad_enabled():
+        for name, x in named_tensors(params):
+            if x.requires_grad:
+                raise NotImplementedError(
+                    f"{name} requires a gradient, which {function} does not give; accepted: tensors without one"
+                )
+
+
+def batch_of(params: AppendParams) -> int:
+    """Number of sequences of an append."""
+    seqlens = params.cache_seqlens
+    if seqlens is None or seqlens.dim() != 1:
+        shape = None if seqlens is None else tuple(seqlens.shape)
+        raise ValueError(f"cache_seqlens has shape {shape}; accepted: (batch,)")
+    return seqlens.shape[0]
+
+
+# ---- the operator ----
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")
+_library.define(
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, "
+    "Tensor? cache_batch_idx, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor? rotary_seqlens, bool rotary_interleaved) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def append_cpu(*arguments: Any) -> None:
+    """By the definition."""
+    params = AppendParams._make(arguments)
+    check_append(params, batch_of(params))
+    append_by_definition(params)
+
+
+def append_by_definition(params: AppendParams) -> None:
+    """Of checked parameters with k and v."""
+    assert params.k is not None and params.v is not None and params.cache_seqlens is not None
+    kvcache_reference.append(
+        params.cache,
+        params.k,
+        params.v,
+        params.cache_seqlens,
+        cu_seqlens_k_new=params.cu_seqlens_k_new,
+        rotary=params.rotary,
+    )
+
+
+def append_cuda(*arguments: Any) -> None:
+    """By the append kernel, on the current stream of the cache's device."""
+    params = AppendParams._make(arguments)
+    check_append(params, batch_of(params))
+    check_append_for_kernels(params)
+    launch(params)
+
+
+_library.impl("append_kv", append_cpu, "CPU")
+_library.impl("append_kv", append_cuda, "CUDA")
+
+
+@torch.library.register_fake("cute_attn::append_kv", lib=_library)
+def _append_fake(*arguments: Any) -> None:
+    """Nothing but the caches is written."""
+
+
+# ---- the launch ----
+
+
+def traits_of(params: AppendParams, arch: str, q: Tensor | None) -> Traits:
+    """Of the append kernel; q: queries to rotate."""
+    rotary = "interleaved" if params.rotary_interleaved else "halves"
+    return Traits(
+        "append",
+        arch,
+        DTYPE_NAMES[params.k_cache.dtype],
+        params.k_cache.shape[-1],
+        params.v_cache.shape[-1],
+        varlen=q is not None and q.dim() == 3,
+        rotary="" if params.rotary_cos is None else rotary,
+        rotate_q=q is not None,
+        varlen_new=params.cu_seqlens_k_new is not None,
+        paged=params.page_table is not None,
+        batch_idx=params.cache_batch_idx is not None,
+    )
+
+
+def launch(
+    params: AppendParams, q: Tensor | None = None, cu_seqlens_q: Tensor | None = None, rises: bool = False
+) -> Tensor | None:
+    """Launch the kernel: append, and with ``q`` return its rotated copy.
+
+    Args:
+        params: checked; without k and v nothing is appended.
+        q: queries to rotate, or None.
+        cu_seqlens_q: where packed ones start.
+        rises: whether positions of queries rise within a sequence.
+    """
+    from cute_attn import compiler
+
+    rotated = None
+    with torch.cuda.device(params.k_cache.device):
+        if q is not None:
+            q = readable(q)
+            shape = tuple(q.shape)
+            rotated = launcher.new_empty_strided(q, shape, contiguous_strides(shape), q.dtype)
+        arguments, rows = kernel_arguments(params, q, rotated, cu_seqlens_q, rises)
+        if rows:
+            target = compiler.default_target("sm80")
+            traits = traits_of(params, "sm90" if target == "sm90" else "sm80", q)
+            compiler.compile(traits, None, target).function(*arguments)
+    if params.k is not None:
+        overwritten(params.k_cache, params.v_cache)
+    return rotated
+
+
+def kernel_arguments(
+    params: AppendParams,
+    q: Tensor | None,
+    rotated: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    rises: bool,
+) -> tuple[tuple, int]:
+    """The kernel's arguments as :mod:`cute_attn.kernels.arguments` has them, and how many rows there are."""
+    from cute_attn.device.key_rows import CacheTables
+    from cute_attn.rows.new_rows import Angles, NewKeys, Queries
+
+    first = params.cache_seqlens if params.rotary_seqlens is None else params.rotary_seqlens
+    seqlens = first if params.cache_seqlens is None else params.cache_seqlens
+    if params.k is None or params.v is None or params.k.numel() == 0:
+        # A dimension of 0 rows before an address that is aligned.
+        none = [x[:0] for x in (params.k_cache, params.v_cache)]
+        k, v = (x[:, 0] if params.cu_seqlens_k_new is not None else x for x in none)
+    else:
+        k, v = readable(params.k), readable(params.v)
+    tables = None
+    if params.page_table is not None or params.cache_batch_idx is not None:
+        table = params.page_table
+        tables = CacheTables(None if table is None else _regular(table), params.cache_batch_idx)
+    angles = None
+    if params.rotary_cos is not None and params.rotary_sin is not None:
+        angles = Angles(_regular(params.rotary_cos), _regular(params.rotary_sin), first)
+    queries = None if q is None else Queries(q, rotated, cu_seqlens_q, int(rises))
+    rows = k.numel() // k.shape[-1] // k.shape[-2]
+    if q is not None:
+        rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
+    check_count("k and q have rows", rows)
+    heads = max(k.shape[-2] * (k.shape[-1] + v.shape[-1]), 0 if q is None else q.shape[-2] * q.shape[-1])
+    check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
+    if seqlens is None or seqlens.shape[0] == 0:
+        rows = 0  # what rows there are belong to no sequence
+    new = NewKeys(_regular(k), _regular(v), seqlens, params.cu_seqlens_k_new)
+    return (_regular(params.k_cache), _regular(params.v_cache), tables, new, angles, queries), rows
+
+
+# The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.
+_MAX_ROW = 65_535 * AppendTile().num_threads * 8
+
+
+def _regular(x: Tensor) -> Tensor:
+    """A view with the strides that kernels assume, also of dimensions of size 1."""
+    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))

@@ -1,0 +1,731 @@
+"""The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cute_attn.api import operators
+from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.host import random_states
+from cute_attn.host.bias import with_readable_bias
+from cute_attn.host.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
+from cute_attn.host.memory import materialized
+from cute_attn.host.params import (
+    NUM_TENSORS,
+    PYTORCHS,
+    AttentionParams,
+    check_dense,
+    check_flags,
+    check_starts,
+    check_writable,
+    is_one_of,
+    pack_epilogues,
+    pytorchs_precision,
+)
+from cute_attn.traits import DROPOUTS
+
+Result = Tensor | tuple[Tensor, ...]
+Window = tuple[int | None, int | None]
+RngState = Tensor | tuple[Tensor | int, Tensor | int]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    return_lse: bool = False,
+    return_softmax: bool = False,
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+    backward_tile: Any = None,
+    precision: str | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
+
+    Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues and the mask; the softmax in float32;
+    dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink. :mod:`cute_attn.reference` is the
+    definition; CPU tensors are computed by it, in float32 or float64.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, nheads, head_dim)
+        fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim goes up to 576, seqlens go up to 2**30 - 2**13.
+        Fastest are 16 bits and head dims up to 256, where rows are contiguous and whole 16 bytes that start at
+        multiples of 16. Rows that start anywhere, and other last strides than 1, take another kernel; nothing is
+        copied, but in the forward of head dims above 256. Under autocast fp32 tensors are cast, as by PyTorch's
+        attention.
+    k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
+        As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
+    v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)
+        As k; head_dim_v may differ from head_dim.
+    softmax_scale : float, optional
+        Factor of the products. Default 1 / sqrt(head_dim). On CUDA one of 0 or below is a positive one of a copy of q.
+    causal : bool or {"bottom_right", "top_left"}
+        Whether a query sees no key after its own. Its own is aligned so that the last query sees the last key
+        (True, "bottom_right") or the first query the first key ("top_left").
+    window : (left, right)
+        How many keys before and after its own a query sees, None or -1 for all of them: with
+        ``shift = seqlen_k - seqlen_q`` (0 under "top_left"), query i sees keys i + shift - left to i + shift + right.
+        With causal, right must be None or 0.
+    alibi_slopes : Tensor (nheads,) or (batch, nheads), float32, optional
+        slope * abs(i + shift - j) is subtracted from scores (Press et al. 2021, arXiv:2108.12409).
+    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, seqlen_k or 1), fp16, bf16, fp32 or bool, optional
+        Added to scores; of bool, True takes part. The first dimensions may be missing. Kernels read one whose last
+        dimension is whole and contiguous; of another, and of bool, a copy is made. -inf hides a key. A finite number
+        does not, be it the dtype's smallest: where all keys that a query sees have it, out is their average, as in
+        fp32 (and on CUDA the backward of a row whose LSE leaves no digit for the logarithm of their sum takes all that
+        the mask shows as equal).
+    sinks : Tensor (nheads,), fp16, bf16 or fp32, optional
+        Attention sinks: exp(sink) of its head joins each row's sum of exponentials, and so lse; as one more key that
+        every query sees, whose value is 0 (gpt-oss, arXiv:2508.10925).
+    softcap : float
+        Scores become softcap * tanh(score / softcap); 0 leaves them (Gemma 2, arXiv:2408.00118).
+    dropout_p : float
+        Probability of dropping an element of the softmax, 0 <= dropout_p < 1; kept ones are scaled by
+        1 / (1 - dropout_p).
+    dropout_mask : {"flash", "mem_efficient"}
+        Which of PyTorch's two masks, bit for bit.
+    rng_state : Tensor (2,), int64, optional
+        Seed and offset of the mask, on q's device. Default: from torch's generator of that device, new ones for every
+        replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
+    seqused_k : Tensor (batch,), int32, optional
+        How many keys of each batch exist; what lies beyond is never read.
+    epilogues : sequence of str, or mapping of str to arguments
+        Users' registered epilogues, in order; arguments are tensors and numbers.
+    return_lse : bool
+        Also return the logarithm of each row's sum of exponentials.
+    return_softmax : bool
+        Also return the softmax, for inspection. On CUDA of 16 bits, head dims up to 256 and rows of whole 16 bytes.
+    kernel : str, optional
+        Which kernel to take, "ARCH" or "ARCH:VARIANT" such as "sm80". Default: the newest generation that supports
+        the call.
+    tile : Tile or str, optional
+        A tile, or text that changes fields of the default one, such as "tile_n=32". Where a generation has no such
+        tile, the one before it is taken with a warning, unless kernel names one.
+    deterministic : bool
+        Whether gradients repeat bit for bit (the output always does). Also on under
+        ``torch.use_deterministic_algorithms(True)``. The backward then takes up to 16 times q's size in fp32
+        instead of once, and for the gradient of a broadcast bias 4 bytes a score: see :mod:`cute_attn.host.backward`.
+    backward_tile : Tile or str, optional
+        As tile, for the backward.
+    precision : {"fp32", "tf32"}, optional
+        Of the products of fp32 tensors on CUDA: "fp32" for that of fp32, "tf32" for operands rounded to tf32's 11
+        significant bits, with a third of the products. Default: what torch.backends.cuda.matmul says of PyTorch's own
+        products. A large call at "fp32" takes as much memory again as k and v while it runs, its backward as q, k, v
+        and out, and at "tf32" both half as much.
+    out : Tensor (batch, seqlen_q, nheads, head_dim_v), optional
+        Written and returned in place of a new tensor, without gradients; it shares no memory with other arguments.
+        On CUDA its rows are contiguous and start at multiples of 16 bytes, if those of q, k and v do.
+
+    Returns
+    -------
+    out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
+        Alone, or with more outputs the first of a tuple with, in this order,
+    lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
+        Natural logarithm; -inf, or the sink, where a query sees no key.
+    softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
+        Before dropout. The sign bit of an element that its query sees is set where dropout drops it.
+
+    out and lse are differentiable in q, k, v, bias and sinks; the CPU's also in slopes and in epilogues' tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted.
+    Unsupported
+        No kernel supports the call; a ValueError that gives each kernel's reason.
+    NotImplementedError
+        A CUDA tensor other than q, k, v, bias and sinks requires a gradient.
+    """
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
+    options = (
+        False,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        return_lse,
+        return_softmax,
+        kernel,
+        tile,
+        deterministic,
+        backward_tile,
+        resolve_precision(q, precision),
+    )
+    return _attend(tensors, options, out)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    return_lse: bool = False,
+    return_softmax: bool = False,
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+    backward_tile: Any = None,
+    precision: str | None = None,
+    out: Tensor | None = None,
+) -> Result:
+    """:func:`attention` for sequences of different lengths, packed one after the other.
+
+    Parameters
+    ----------
+    q : Tensor (total_q, nheads, head_dim)
+        Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+    k, v : Tensor (total_k, nheads_kv, head_dim), (total_k, nheads_kv, head_dim_v)
+        As q, with cu_seqlens_k.
+    cu_seqlens_q, cu_seqlens_k : Tensor (batch + 1,), int32
+        Where sequences start, never falling, on q's device. Their values are checked on the CPU only: reading them
+        on CUDA would wait for the device. A sequence may be empty.
+    max_seqlen_q, max_seqlen_k : int
+        The longest sequence, or more. On CUDA, queries beyond it would stay uncomputed. More than all rows together
+        counts as that many, except for the "mem_efficient" mask, which depends on the numbers as stated.
+    seqused_q, seqused_k : Tensor (batch,), int32, optional
+        How many rows of each sequence exist; what lies beyond is never read.
+    bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
+        As for :func:`attention`, indexed by a position in its sequence.
+    softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, epilogues, \
+return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
+        As for :func:`attention`.
+
+    Returns
+    -------
+    out : Tensor (total_q, nheads, head_dim_v)
+        Alone, or the first of a tuple with, in this order, lse and softmax. Rows beyond seqused_q are 0 (lse: -inf);
+        rows of no sequence are not written.
+    lse : Tensor (nheads, total_q)
+    softmax : Tensor (batch, nheads, max_seqlen_q, max_seqlen_k)
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported, NotImplementedError
+        As :func:`attention`.
+    """
+    tensors = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        alibi_slopes,
+        bias,
+        sinks,
+        rng_state,
+    )
+    options = (
+        True,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        return_lse,
+        return_softmax,
+        kernel,
+        tile,
+        deterministic,
+        backward_tile,
+        resolve_precision(q, precision),
+    )
+    return _attend(tensors, options, out)
+
+
+def attention_backward(
+    grad_out: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: RngState | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+    precision: str | None = None,
+    into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients of :func:`attention` from its outputs, or from PyTorch's.
+
+    Of ``aten._flash_attention_forward`` and ``aten._efficient_attention_forward`` pass out and logsumexp, and with
+    dropout their seed and offset as rng_state and the dropout_mask of the same name. (The latter's causal
+    masks are "top_left" for custom_mask_type 1 and "bottom_right" for 2.)
+
+    Parameters
+    ----------
+    grad_out : Tensor (batch, seqlen_q, nheads, head_dim_v) or None
+        The gradient of out; any strides. None for zeros.
+    q, k, v
+        As for :func:`attention`.
+    out : Tensor (batch, seqlen_q, nheads, head_dim_v)
+    lse : Tensor (batch, nheads, seqlen_q), float32
+        May be longer than seqlen_q. Rows that see no key have -inf or, as PyTorch's, +inf. Sinks are part of it.
+    grad_lse : Tensor (batch, nheads, seqlen_q), float32, optional
+        The gradient of lse.
+    wanted : sequence of {"q", "k", "v", "bias", "sinks"}
+        Which gradients to return.
+    rng_state : Tensor (2,), int64 or uint64, or (seed, offset), each a tensor or an int
+        The forward's seed and offset, on any device.
+    tile : Tile or str, optional
+        The backward's.
+    into : sequence of Tensor, optional
+        Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
+        of 16 bytes, in memory of their own. Default: new ones, which are parts of one tensor where q, k and v are.
+    softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, epilogues, \
+kernel, deterministic, precision
+        As the forward's.
+
+    Returns
+    -------
+    tuple of Tensor
+        The wanted gradients, in that order, each of its input's shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`attention`.
+    """
+    state = _rng_state(rng_state, q) if dropout_p else None
+    tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
+    options = _Options(
+        False,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        False,
+        False,
+        kernel,
+        None,
+        deterministic,
+        tile,
+        resolve_precision(q, precision),
+    )
+    params = _params_of(tensors, options)
+    check_dense("lse", lse)
+    if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
+        lse = lse[:, :, : params.max_seqlen_q]
+    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
+
+
+def attention_varlen_backward(
+    grad_out: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    grad_lse: Tensor | None = None,
+    wanted: Sequence[str] = ("q", "k", "v"),
+    softmax_scale: float | None = None,
+    causal: bool | str = False,
+    window: Window = (None, None),
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_mask: str = "flash",
+    rng_state: RngState | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    epilogues: Sequence[str] | Mapping[str, Any] = (),
+    kernel: str | None = None,
+    tile: Any = None,
+    deterministic: bool = False,
+    precision: str | None = None,
+    into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """:func:`attention_backward` for packed sequences: gradients of :func:`attention_varlen`.
+
+    Parameters
+    ----------
+    grad_out, out : Tensor (total_q, nheads, head_dim_v)
+    lse : Tensor (nheads, total_q), or (batch, nheads, max_seqlen_q or more), float32
+        The latter is PyTorch's memory-efficient attention's.
+    others
+        As for :func:`attention_varlen` and :func:`attention_backward`.
+
+    Returns
+    -------
+    tuple of Tensor
+        The wanted gradients; 0 in rows that no sequence owns.
+
+    Raises
+    ------
+    TypeError, ValueError, Unsupported
+        As :func:`attention`.
+    """
+    state = _rng_state(rng_state, q) if dropout_p else None
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, state)
+    options = _Options(
+        True,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window,
+        softcap,
+        dropout_p,
+        dropout_mask,
+        epilogues,
+        False,
+        False,
+        kernel,
+        None,
+        deterministic,
+        tile,
+        resolve_precision(q, precision),
+    )
+    params = _params_of(tensors, options)
+    check_starts("cu_seqlens_q", cu_seqlens_q)
+    check_dense("lse", lse)
+    if lse.dim() == 3:
+        lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
+    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
+
+
+def _backward(
+    params: AttentionParams,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[str],
+    into: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:
+    accepted = [name for name in operators.DIFFERENTIABLE if getattr(params, name) is not None]
+    names = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else (None,)
+    if len(set(names)) != len(names) or not all(name in accepted for name in names):
+        listed = ", ".join(map(repr, accepted))
+        raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {listed}, each once at most")
+    if grad_out is None and grad_lse is None:
+        raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
+    needed = tuple(name in wanted for name in operators.DIFFERENTIABLE)
+    own: dict[str, Tensor] = {}
+    if into is not None:
+        kinds = [type(into)] if isinstance(into, Tensor) else [type(x) for x in into]
+        if (
+            len(kinds) != len(wanted)
+            or isinstance(into, Tensor)
+            or not all(issubclass(x, Tensor) for x in kinds)
+        ):
+            given_kinds = ", ".join(kind.__name__ for kind in kinds)
+            raise TypeError(
+                f"into is of {given_kinds}; accepted: a sequence of one tensor for each of {wanted!r}"
+            )
+        own = dict(zip(wanted, into, strict=True))
+        for name, x in own.items():
+            check_writable(f"d{name}", x)
+    given = tuple(own.get(name) for name in operators.DIFFERENTIABLE)
+    found = operators.backward(params, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
+    grads = dict(zip(operators.DIFFERENTIABLE, found, strict=True))
+    return tuple(grads[name] for name in wanted)  # type: ignore[misc]
+
+
+def _packed_lse(lse: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """(batch, nheads, seqlen) as (nheads, total). Rows that no sequence owns have arbitrary values."""
+    row = torch.arange(total, device=lse.device, dtype=cu_seqlens.dtype)
+    batch = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=lse.shape[0] - 1)
+    position = (row - cu_seqlens[batch]).clamp(0, lse.shape[2] - 1)
+    return lse[batch, :, position].T.contiguous()
+
+
+def _rng_state(rng_state: RngState | None, q: Tensor) -> Tensor | None:
+    """Seed and offset as the kernels read them."""
+    if rng_state is None or not isinstance(q, Tensor):
+        return None
+    if not isinstance(rng_state, Tensor):
+        words = [torch.tensor(_signed(x)) if isinstance(x, int) else x for x in rng_state]
+        rng_state = torch.stack([x.to(q.device).view(torch.int64).flatten()[0] for x in words])
+    if rng_state.dtype == torch.uint64:
+        rng_state = rng_state.view(torch.int64)
+    return rng_state.to(q.device)
+
+
+def _signed(word: int) -> int:
+    """An unsigned word of 64 bits as the signed one of the same bits."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+def draw_rng_state(device: torch.device | str) -> Tensor:
+    """A dropout mask's seed and offset, int64 (2,), from torch's generator of ``device``.
+
+    As a call without ``rng_state`` would draw now. A CUDA graph captures the draw: each replay has new values.
+    """
+    return random_states.draw(torch.device(device)).clone()
+
+
+class _Options(NamedTuple):
+    """A call's arguments beside its tensors, as the caller wrote them."""
+
+    varlen: bool
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool | str
+    window: Window
+    softcap: float
+    dropout_p: float
+    dropout_mask: str
+    epilogues: Sequence[str] | Mapping[str, Any]
+    return_lse: bool
+    return_softmax: bool
+    kernel: str | None
+    tile: Any
+    deterministic: bool
+    backward_tile: Any
+    precision: str
+
+
+def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result:
+    """tensors: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, rng_state.
+
+    given: the fields of _Options.
+    """
+    q = tensors[0]
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
+    if forward_ad._current_level >= 0 and q.is_cuda:
+        operators.refuse_tangents(tensors)
+    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        tensors, given = _under_autocast(tensors), (*given[:-1], "")
+        q = tensors[0]
+    tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
+    # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
+    direct = operators.no_dispatch_mode()
+    if given[_DROPOUT_P] and tensors[-1] is None:
+        tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
+    if out is not None:
+        params = _params_of(tensors, _Options._make(given))
+        return _result(operators.forward_into(params, out), given[_RETURN_LSE])
+    if direct and not given[_EPILOGUES]:
+        seen = recall(tensors, given)
+        if seen is not None:
+            return _result(operators.run(seen.launcher, tensors, (), seen.constant), given[_RETURN_LSE])
+        launcher = known_launcher(tensors, given)
+        if launcher is not None and operators.all_plain(tensors):
+            remember(tensors, given, launcher)
+            return _result(operators.run(launcher, tensors), given[_RETURN_LSE])
+    params = _params_of(tensors, _Options._make(given))
+    tensors, own = params[:NUM_TENSORS], tuple(params.epilogue_tensors)
+    if direct and q.is_cuda and operators.all_plain((*tensors, *own)):
+        outputs = operators.run(launcher_for(params, given), tensors, own)
+    else:
+        outputs = operators.forward(params)
+    return _result(outputs, given[_RETURN_LSE])
+
+
+_MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
+    _Options._fields.index(name) for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse")
+)
+
+
+def _under_autocast(tensors: Tensors) -> Tensors:
+    """The call's fp32 tensors in autocast's dtype, but slopes, which have a dtype of their own."""
+    q, k, v, *rest, bias, sinks, state = tensors
+    dtype = torch.get_autocast_dtype(q.device.type)
+    cast = [
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+        for x in (q, k, v, bias, sinks)
+    ]
+    return (*cast[:3], *rest, *cast[3:], state)
+
+
+def _result(outputs: Outputs, return_lse: bool) -> Result:
+    out, lse, softmax = outputs
+    if softmax is not None:
+        return (out, lse, softmax) if return_lse else (out, softmax)
+    return (out, lse) if return_lse else out
+
+
+def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
+    """The operator's parameters, with every default filled in."""
+    q, k = tensors[:2]
+    required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
+    for name, value in zip(AttentionParams._fields[:NUM_TENSORS], tensors, strict=True):
+        if value is not None or name in required:
+            check_dense(name, value)
+    if not isinstance(options.kernel, str | None):
+        raise TypeError(f"kernel is {options.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_flags(
+        return_lse=options.return_lse,
+        return_softmax=options.return_softmax,
+        deterministic=options.deterministic,
+    )
+    if options.dropout_mask not in DROPOUTS:
+        raise ValueError(
+            f"dropout_mask is {options.dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}"
+        )
+    mask, window_left, window_right = resolve_mask(options.causal, options.window)
+    names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
+    tensors = materialized(tensors)
+    scale = options.softmax_scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    return AttentionParams._make(
+        (
+            *tensors[:-1],
+            tensors[-1] if options.dropout_p else None,
+            materialized(epilogue_tensors),
+            _length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
+            _length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
+            number("softmax_scale", scale),
+            mask,
+            window_left,
+            window_right,
+            number("softcap", options.softcap),
+            options.dropout_mask if options.dropout_p else "",
+            number("dropout_p", options.dropout_p),
+            names,
+            epilogue_numbers,
+            options.return_softmax,
+            options.kernel or "",
+            "" if options.tile is None else str(options.tile),
+            bool(options.deterministic),
+            "" if options.backward_tile is None else str(options.backward_tile),
+            options.precision,
+        )
+    )
+
+
+def _size(x: Tensor) -> int:
+    """The seqlen of a batch, or 0 where x has no such dimension, which the checks reject."""
+    return x.shape[1] if x.dim() > 1 else 0
+
+
+def _length(name: str, value: Any) -> int:
+    is_int = isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    if not is_int:
+        raise TypeError(f"{name} is {value!r}; accepted: a Python int")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """``value``, which is a Python number, as a float; raises TypeError for another."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; accepted: a Python number")
+    return float(value)
+
+
+def resolve_precision(q: Tensor, precision: str | None = None) -> str:
+    """The traits' precision of a call: the one that is named, or for fp32 tensors the one of PyTorch's products.
+
+    Raises
+    ------
+    ValueError
+        precision is not what :func:`attention` describes, or q is no fp32 tensor.
+    """
+    single = isinstance(q, Tensor) and q.dtype == torch.float32
+    if precision is None:
+        # What a compiler traces looks at PyTorch's setting when it runs.
+        following = PYTORCHS if torch.compiler.is_compiling() else pytorchs_precision()
+        return following if single else ""
+    if precision not in ("fp32", "tf32") or not single:
+        accepted = "'fp32', 'tf32', or None" if single else "None, for tensors that are not float32"
+        raise ValueError(f"precision is {precision!r}; accepted: {accepted}")
+    return "" if precision == "fp32" else precision
+
+
+def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
+    """The traits' mask, and its bounds.
+
+    Raises
+    ------
+    ValueError
+        causal or window is not what :func:`attention` describes.
+    """
+    if not is_one_of(causal, (False, True, "bottom_right", "top_left")):
+        raise ValueError(f"causal is {causal!r}; accepted: False, True, 'bottom_right', 'top_left'")
+    if not (isinstance(window, tuple | list) and len(window) == 2):
+        raise ValueError(f"window is {window!r}; accepted: (left, right), each None or a number of keys")
+    left, right = (_bound(window, side) for side in (0, 1))
+    where = "_top_left" if causal == "top_left" else ""
+    if causal:
+        if right not in (0, UNBOUNDED):
+            raise ValueError(f"window is {window!r}; accepted with causal: a right of None or 0")
+        return ("causal" + where, left, 0) if left == UNBOUNDED else ("window" + where, left, 0)
+    return ("", left, right) if left == right == UNBOUNDED else ("window", left, right)
+
+
+def _bound(window: Window, side: int) -> int:
+    bound = window[side]
+    if bound is None or bound == -1:
+        return UNBOUNDED
+    if isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt) or bound < 0:
+        raise ValueError(
+            f"window is {window!r}; accepted: numbers of keys from 0, or None or -1 for no bound"
+        )
+    return min(bound, UNBOUNDED)

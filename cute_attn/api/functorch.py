@@ -1,0 +1,183 @@
+"""Attention under torch.func's transforms: ``grad``, ``vjp``, ``jacrev`` and ``vmap``, in any order.
+
+A batch of calls is one call with all their sequences, or one after the other where they cannot share one: packed
+sequences, users' epilogues, and what belongs to a whole call (sinks, the state of a dropout mask).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.api.operators import DIFFERENTIABLE, NO_GRADIENT
+from cute_attn.host.params import NUM_TENSORS, AttentionParams, check
+
+_FIELDS = AttentionParams._fields[:NUM_TENSORS]
+_BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
+_INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
+_RANKS = {"alibi_slopes": 1, "bias": 4}
+Dims = tuple[int | None, ...]
+
+
+def forward(params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As :func:`cute_attn.api.operators.forward`; a transform is active.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A parameter is wrong.
+    NotImplementedError
+        A gradient that no kernel computes is asked for.
+    """
+    if not params.varlen:  # the values of cu_seqlens, which would be read on the CPU, may be batched
+        check(params)
+    found = _Forward.apply(params[NUM_TENSORS + 1 :], *params[:NUM_TENSORS], *params.epilogue_tensors)
+    return found if params.return_softmax else (*found, None)
+
+
+def _params(rest: tuple, tensors: Sequence[Any]) -> AttentionParams:
+    return AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
+
+
+class _Forward(torch.autograd.Function):
+    """Arguments: a call's parameters that are not tensors, q to rng_state, and users' epilogues' tensors."""
+
+    @staticmethod
+    def forward(rest: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+        params = _params(rest, tensors)
+        found = torch.ops.cute_attn.forward.default(*params)
+        return found if params.return_softmax else found[:2]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        rest, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output[:2])
+        ctx.rest = rest
+        if len(output) > 2:
+            ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
+        *tensors, out, lse = ctx.saved_tensors
+        asked = ctx.needs_input_grad[1:]
+        if asked[_FIELDS.index("alibi_slopes")] or any(asked[NUM_TENSORS:]):
+            raise NotImplementedError(NO_GRADIENT)
+        found: list[Tensor | None] = [None] * len(asked)
+        needed = tuple(asked[i] for i in _INDICES)
+        if any(needed) and not (grad_out is None and grad_lse is None):
+            grads = _Backward.apply(ctx.rest, needed, grad_out, grad_lse, out, lse, *tensors)
+            for i in [i for i, wanted in zip(_INDICES, needed, strict=True) if wanted]:
+                found[i], *grads = grads
+        return None, *found
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, rest: tuple, *tensors: Any) -> tuple[tuple, tuple]:
+        dims = in_dims[1:]
+        if _needs_loop(info, rest, tensors, dims, dims[0]):
+            found = _looped(lambda own: _Forward.apply(rest, *own), info.batch_size, tensors, dims)
+        else:
+            merged = _merged(info.batch_size, tensors, dims)
+            found = [x.unflatten(0, (info.batch_size, -1)) for x in _Forward.apply(rest, *merged)]
+        return tuple(found), (0,) * len(found)
+
+
+class _Backward(torch.autograd.Function):
+    """Arguments: as of :class:`_Forward`, after which gradients are needed, those of out and lse, out and lse.
+
+    Returns those that are needed.
+    """
+
+    @staticmethod
+    def forward(
+        rest: tuple,
+        needed: tuple[bool, ...],
+        grad_out: Tensor | None,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        *tensors: Any,
+    ) -> tuple[Tensor, ...]:
+        given = (grad_out, grad_lse, out, lse, list(needed))
+        grads = torch.ops.cute_attn.backward.default(*given, *_params(rest, tensors))
+        return tuple(x for x, wanted in zip(grads, needed, strict=True) if wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple:
+        raise NotImplementedError("a second derivative of attention is asked for; accepted: first ones")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, rest: tuple, needed: tuple, *given: Any) -> tuple[tuple, tuple]:
+        dims, size = in_dims[2:], info.batch_size
+        outputs, tensors = given[:4], given[4:]
+        if needed[4] or _needs_loop(info, rest, tensors, dims[4:], dims[2]):
+            found = _looped(lambda own: _Backward.apply(rest, needed, *own), size, given, dims)
+            return tuple(found), (0,) * len(found)
+        merged = _merged(size, tensors, dims[4:], own_bias=needed[3])
+        sequences = [_flat(size, x, dim) for x, dim in zip(outputs, dims, strict=False)]
+        found = [x.unflatten(0, (size, -1)) for x in _Backward.apply(rest, needed, *sequences, *merged)]
+        bias, at = tensors[_FIELDS.index("bias")], dims[4 + _FIELDS.index("bias")]
+        if needed[3] and (bias.shape[0] if at is None else bias.movedim(at, 0).shape[1]) == 1:
+            found[-1] = found[-1].sum(1, keepdim=True)
+        return tuple(found), (0,) * len(found)
+
+
+def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, queries: int | None) -> bool:
+    """Whether calls of a batch are made one by one. queries: the batched dimension of q, or of out.
+
+    Raises
+    ------
+    ValueError
+        A dropout mask is drawn under ``randomness="error"``, vmap's default.
+    """
+    params, of = _params(rest, tensors), dict(zip(_FIELDS, dims, strict=False))
+    if params.cu_seqlens_q is not None or params.epilogues or of["sinks"] is not None:
+        return True
+    if not params.dropout:
+        return False
+    if of["rng_state"] is None and info.randomness == "error":
+        raise ValueError('vmap has randomness "error" with dropout; accepted: "same" or "different"')
+    return of["rng_state"] is not None or queries is None or info.randomness == "same"
+
+
+def _looped(call: Any, size: int, given: Sequence[Any], dims: Dims) -> list[Tensor]:
+    """The results of each call, stacked."""
+    if size == 0:
+        raise ValueError("vmap has a batch of 0 such calls; accepted: 1 or more")
+    found = [
+        call([x if dim is None else x.select(dim, i) for x, dim in zip(given, dims, strict=True)])
+        for i in range(size)
+    ]
+    return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+
+def _flat(size: int, x: Tensor | None, dim: int | None) -> Tensor | None:
+    """(batch, ...) of each call as (size * batch, ...)."""
+    if x is None:
+        return None
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _merged(size: int, tensors: Sequence[Any], dims: Dims, *, own_bias: bool = False) -> list[Any]:
+    """The tensors of one call with the sequences of all; own_bias: each sequence has a bias of its own."""
+    of = dict(zip(_FIELDS, zip(tensors, dims, strict=True), strict=False))
+    q, at = of["q"]
+    batch = q.shape[0] if at is None else q.movedim(at, 0).shape[1]
+    merged: dict[str, Any] = {name: x for name, (x, _) in of.items()}
+    for name in _BY_SEQUENCE:
+        merged[name] = _flat(size, *of[name])
+    for name, rank in _RANKS.items():
+        x, dim = of[name]
+        shared = x is not None and dim is None and (x.dim() == 1 or (x.dim() == 4 and x.shape[0] == 1))
+        if x is None or (shared and not (own_bias and name == "bias")):
+            continue
+        x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if x.dim() == 1 + rank and name == "alibi_slopes":  # (nheads,) each
+            x = x.unsqueeze(1)
+        merged[name] = x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+    return [*merged.values(), *tensors[NUM_TENSORS:]]

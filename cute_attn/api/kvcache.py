@@ -1,0 +1,355 @@
+""":func:`attention_with_kvcache`: attention of new queries with a cache of keys and values, and its torch operator.
+
+On CUDA in up to three launches: the append kernel, where there is something to append or to rotate, the kvcache kernel,
+and where the keys of a query block are divided among CTAs the combine kernel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn import reference
+from cute_attn.api import append, operators
+from cute_attn.api.attention import Window, _length, number, resolve_mask
+from cute_attn.host import launcher
+from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
+from cute_attn.host.kvcache_params import (
+    CacheParams,
+    check_append_for_kernels,
+    check_attention,
+    check_cache_addresses,
+    check_tensors,
+    readable,
+    with_materialized,
+)
+from cute_attn.host.kvcache_params import check_lengths as _check_lengths
+from cute_attn.host.memory import is_lazy, overwritten, write_owned
+from cute_attn.host.params import (
+    MAX_SEQLEN,
+    check_apart,
+    check_dense,
+    check_flags,
+    check_starts,
+    check_writable,
+    is_aligned,
+    is_broadcast,
+    is_one_of,
+    rows_are_regular,
+)
+from cute_attn.reference import kvcache as kvcache_reference
+from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
+
+
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: Window = (None, None),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_splits: int = 0,
+    split_keys: int | None = None,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+    tile: Any = None,
+    check_lengths: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with the keys and values of a cache, to which new ones are appended first; no gradients.
+
+    :mod:`cute_attn.reference.kvcache` is the definition; CPU tensors are computed by it. Masks, windows and ALiBi are
+    aligned bottom right: a sequence's last query sees its last key. Nothing is read on the host, so that a CUDA graph
+    replays with other lengths and tables.
+
+    Parameters
+    ----------
+    q : Tensor (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim) with cu_seqlens_q
+        In k_cache's dtype; nheads is a multiple of nheads_kv.
+    k_cache, v_cache, k, v, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens, rotary_interleaved, \
+check_lengths
+        As for :func:`cute_attn.api.append.append_kv`; without k and v nothing is appended.
+    cache_seqlens : Tensor (batch,), int32, or int, optional
+        Rows in use before the append, leftpad counted. Default, without k: the capacity.
+    cache_leftpad : Tensor (batch,), int32, optional
+        The first valid row of each sequence. Positions of rotary embedding count from row 0 all the same.
+    cu_seqlens_q : Tensor (batch + 1,), int32, optional
+        Where packed queries start.
+    max_seqlen_q : int, optional
+        The longest packed sequence, or more. Default: all rows.
+    rotary_cos, rotary_sin : Tensor (positions, pairs), k_cache's dtype, optional
+        Rotate new keys and the queries, in fp32 and then rounded. Query i is at rotary_seqlens[b] + i, by default
+        cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
+    softmax_scale, causal, window, softcap, alibi_slopes, sinks
+        As for :func:`cute_attn.attention`; causal is False or True.
+    tree_mask : Tensor (total_q, words), int32, optional
+        Draft tokens of a tree: bit j of row i, with bit j % 32 of word j // 32, is whether query i sees the j-th of its
+        sequence's last seqlen_q keys, which are the queries' own; it sees all keys before them. total_q: rows of q,
+        batch * seqlen_q or packed; words: max_seqlen_q / 32 or more. Positions of a tree's queries are not its rows: no
+        window and no ALiBi with it, and rotary embedding before the call.
+    num_splits : int
+        How the keys of a query block are divided on CUDA: 0, as the shapes suggest, mostly all key blocks into equal
+        shares for the CTAs that fit the GPU at once; 1, not at all; n up to 512, into n parts. A call repeats bit for
+        bit; other divisions, and with 0 what else is in the batch, change results by rounding.
+    split_keys : int, optional
+        Instead of num_splits: parts of so many keys, a multiple of 128, counted from row 0. Then results do not depend
+        on the batch, bit for bit, while max_seqlen_q and the capacity are the same.
+    out : Tensor, as returned, optional
+        Written and returned in place of a new tensor; it shares no memory with q and the cache.
+    return_lse : bool
+        Also return the logarithm of each row's sum of exponentials.
+    kernel, tile
+        As for :func:`cute_attn.attention`.
+
+    Returns
+    -------
+    out : Tensor, as q with head_dim_v
+        0 where a query sees no key. Rows of packed q that no sequence owns are not written, or where keys are
+        split (``num_splits``) have arbitrary values.
+    lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
+        With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted.
+    Unsupported
+        No kernel supports the call; a ValueError that gives each kernel's reason.
+    NotImplementedError
+        A tensor requires a gradient.
+    """
+    _check_splits(num_splits, split_keys)
+    if causal is not False and causal is not True and not is_one_of(causal, (False, True)):
+        raise ValueError(f"causal is {causal!r}; accepted: False or True, aligned bottom right")
+    if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
+        for name, x in (("q", q), ("k_cache", k_cache)):
+            check_dense(name, x)
+    mask, left, right = resolve_mask(causal, window)
+    packed = cu_seqlens_q is not None
+    longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
+    params = CacheParams(
+        *(q, k_cache, v_cache, k, v, _seqlens(cache_seqlens, q, cu_seqlens_q), page_table, cache_batch_idx),
+        *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, cache_leftpad),
+        cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        tree_mask=tree_mask,
+        max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
+        if packed and max_seqlen_q is not None
+        else longest,
+        softmax_scale=number("softmax_scale", _scale(q) if softmax_scale is None else softmax_scale),
+        mask=mask,
+        window_left=left,
+        window_right=right,
+        softcap=number("softcap", softcap),
+        kernel=kernel or "",
+        tile="" if tile is None else str(tile),
+        num_splits=num_splits,
+        split_keys=split_keys or 0,
+    )
+    # On CUDA a call of known metadata is checked already.
+    plan = known_plan(params) if q.is_cuda and operators.no_dispatch_mode() else None
+    if plan is None:
+        _check_arguments(params)
+        params = with_materialized(params)
+    append.refuse_gradients(params, "attention_with_kvcache")
+    # Shapes are compared with out's below; what a compiler traces is left to the operator's own checks.
+    if check_lengths or (out is not None and plan is None and operators.no_dispatch_mode()):
+        check_attention(params)
+    if check_lengths:
+        _check_lengths(params.append, cache_leftpad)
+    if out is not None:
+        _check_out(out, params)
+    if plan is None:
+        found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
+    else:
+        direct = out if out is not None and _is_written_directly(out) else None
+        found, lse = attend(params, plan, direct)
+    if out is not None and found is not out:
+        found = write_owned(out, found, cu_seqlens_q)
+    return (found, lse) if return_lse else found
+
+
+def _check_arguments(params: CacheParams) -> None:
+    """Types, and what the operator cannot be called with."""
+    check_tensors(params, ("q", "k_cache", "v_cache"))
+    if not isinstance(params.kernel, str):
+        raise TypeError(f"kernel is {params.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_flags(rotary_interleaved=params.rotary_interleaved)
+    if params.k is not None:
+        for name in ("k_cache", "v_cache"):
+            check_writable(name, getattr(params, name))
+
+
+def _is_written_directly(out: Tensor) -> bool:
+    """Whether kernels write ``out``, which is not then copied to."""
+    return rows_are_regular(out) and is_aligned(out) and not is_lazy(out)
+
+
+def _check_out(out: Tensor, params: CacheParams) -> None:
+    shape, dtype, device = params.output_shapes()[0], params.q.dtype, params.q.device
+    check_dense("out", out)
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"out is {tuple(out.shape)} and {out.dtype}; accepted: {shape} and {dtype}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}; accepted: {device}, where q is")
+    if is_broadcast(out) or (out.requires_grad and torch.is_grad_enabled()):
+        what = f"has strides {tuple(out.stride())}" if is_broadcast(out) else "requires a gradient"
+        raise ValueError(
+            f"out {what}; accepted: a tensor to write, each of whose elements has memory of its own"
+        )
+    if operators.no_dispatch_mode():
+        read = [(name, getattr(params, name)) for name in ("q", "k_cache", "v_cache")]
+        check_apart("out", out, read)
+
+
+def _check_splits(num_splits: int, split_keys: int | None) -> None:
+    if not _is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
+        raise ValueError(f"num_splits is {num_splits!r}; accepted: 0 to {MAX_PARTIALS}")
+    if split_keys is None:
+        return
+    if not _is_int(split_keys) or split_keys <= 0 or split_keys % SPLIT_KEYS:
+        raise ValueError(
+            f"split_keys is {split_keys!r}; accepted: multiples of {SPLIT_KEYS} from {SPLIT_KEYS} on"
+        )
+    if num_splits:
+        raise ValueError(
+            f"num_splits is {num_splits} beside split_keys; accepted: 0, its default, with split_keys"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
+    """One length for all sequences as a tensor."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
+        raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
+    if not 0 <= cache_seqlens <= MAX_SEQLEN:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {MAX_SEQLEN}")
+    if cu_seqlens_q is not None:
+        check_starts("cu_seqlens_q", cu_seqlens_q)
+    rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]
+    batch = rows.shape[0] if rows.dim() else 0  # a q without dimensions is refused later
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+
+
+# ---- the operator ----
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    **{kind: kind.__name__ for kind in (float, str, bool)},
+}
+_MUTATED = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
+
+
+def _schema(fields: dict[str, Any]) -> str:
+    """The operator's arguments; it writes new keys and values into the caches."""
+    return ", ".join(f"{_MUTATED.get(name, _TYPES[kind])} {name}" for name, kind in fields.items())
+
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")
+_library.define(
+    f"attention_with_kvcache({_schema(CacheParams.__annotations__)}) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """By the definition."""
+    params = CacheParams._make(arguments)
+    check_attention(params)
+    if params.k is not None:
+        append.append_by_definition(params.append)
+    lengths = kvcache_reference.Lengths(
+        params.append.lengths_after(), params.cache_leftpad, params.cu_seqlens_q
+    )
+    return kvcache_reference.attention(
+        _rotated(params),
+        params.append.cache,
+        params.softmax_scale,
+        lengths,
+        reference.Features(params.mask),
+        params.score_inputs(),
+    )
+
+
+def _rotated(params: CacheParams) -> Tensor:
+    """The queries, turned by the definition where there is a rotary embedding."""
+    rotary, q = params.append.rotary, params.q
+    first = params.cache_seqlens if params.rotary_seqlens is None else params.rotary_seqlens
+    if rotary is None or first is None or not q.numel():
+        return q
+    positions = kvcache_reference.query_positions(first, params.cu_seqlens_q, q.shape[:-2], bool(params.mask))
+    return kvcache_reference.rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
+
+
+def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
+    params = CacheParams._make(arguments)
+    plan = known_plan(params)
+    if plan is None:
+        check_attention(params)
+        check_append_for_kernels(params.append)
+        plan = plan_for(params)
+    return attend(params, plan)
+
+
+def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The launches of a call; out: as kernels write it, or None."""
+    check_cache_addresses(params.append)
+    if params.q.get_device() == launcher._current_device():
+        return _attend(params, plan, out)
+    with torch.cuda.device(params.q.device):
+        return _attend(params, plan, out)
+
+
+def _attend(params: CacheParams, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q = params.q
+    rotates = params.rotary_cos is not None and q.numel() > 0
+    if params.k is not None or rotates:
+        rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
+        q = q if rotated is None else rotated
+    found = plan.launch(params, readable(q), out)
+    if out is not None:
+        overwritten(out)
+    return found
+
+
+_library.impl("attention_with_kvcache", attend_cpu, "CPU")
+_library.impl("attention_with_kvcache", attend_cuda, "CUDA")
+
+
+@torch.library.register_fake("cute_attn::attention_with_kvcache", lib=_library)
+def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    params = CacheParams._make(arguments)
+    out, lse = params.output_shapes()
+    dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
+    return params.q.new_empty(out), params.q.new_empty(lse, dtype=dtype)

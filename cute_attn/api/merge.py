@@ -1,0 +1,192 @@
+""":func:`merge_attention`: one result from partial ones over disjoint sets of keys, and its torch operator."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import launcher
+from cute_attn.host.kvcache_params import readable
+from cute_attn.host.launcher import contiguous_strides
+from cute_attn.host.memory import materialized
+from cute_attn.host.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_dense, check_sinks
+from cute_attn.reference import kvcache as kvcache_reference
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
+from cute_attn.traits import Traits
+
+MAX_HEAD_DIM = 256
+
+
+def merge_attention(
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse over all keys, from partial results over disjoint sets of keys.
+
+    As of a prefix that sequences share and of what follows it. :func:`cute_attn.reference.kvcache.merge` is the
+    definition; CPU tensors are computed by it. Sums have a fixed order: a call repeats bit for bit.
+
+    Parameters
+    ----------
+    outs : Tensor (partials, batch, seqlen_q, nheads, head_dim_v), or packed (partials, total_q, nheads, head_dim_v)
+        fp32, or of any float dtype, which is copied to fp32 on CUDA; or a sequence of partial results, which are
+        copied to one tensor. On CUDA up to 512 partials, head_dim_v a multiple of 8 up to 256.
+    lses : Tensor (partials, batch, nheads, seqlen_q), or packed (partials, nheads, total_q), float32
+        Natural logarithms. Where one is -inf or +inf, that partial result saw no key and its out is not used.
+    sinks : Tensor (nheads,), float32, fp16 or bf16, optional
+        Attention sinks, as of :func:`cute_attn.attention`, which no partial result has in its LSE.
+    dtype : torch.dtype, optional
+        Of out: fp16, bf16 or fp32. Default: outs'.
+
+    Returns
+    -------
+    out : Tensor, as one of outs
+        0 where no partial result saw a key.
+    lse : Tensor, as one of lses
+        -inf there, or the sink.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is described here; the message names it, its value and what is accepted.
+    NotImplementedError
+        A tensor requires a gradient.
+    """
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    check_dense("outs", outs)
+    check_dense("lses", lses)
+    if sinks is not None:
+        check_dense("sinks", sinks)
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(
+            f"dtype is {dtype!r}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
+        )
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (outs, lses, sinks)):
+        raise NotImplementedError(
+            "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
+        )
+    dtype = outs.dtype if dtype is None else dtype
+    out, lse = torch.ops.cute_attn.merge.default(*materialized((outs, lses, sinks)), dtype)
+    return out, lse
+
+
+def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(parts, Tensor):
+        return parts
+    if not isinstance(parts, list | tuple) or not all(isinstance(x, Tensor) for x in parts):
+        raise TypeError(f"{name} is {type(parts).__name__}; accepted: a torch.Tensor, or a list of them")
+    if len({(x.shape, x.dtype, x.device) for x in parts}) != 1:
+        given = ", ".join(str(tuple(x.shape)) for x in parts)
+        raise ValueError(
+            f"{name} has shapes {given}; accepted: one or more of the same shape, dtype and device"
+        )
+    return torch.stack(list(parts))
+
+
+# ---- checks ----
+
+
+def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
+    """Raise TypeError or ValueError for the first wrong argument, on any device."""
+    for name, x in (("outs", outs), ("lses", lses)):
+        if x.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+    if lses.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lses has dtype {lses.dtype}; accepted: torch.float32")
+    if lses.device != outs.device:
+        raise ValueError(f"lses is on {lses.device}; accepted: {outs.device}, where outs is")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+    if outs.dim() not in (4, 5):
+        raise ValueError(
+            f"outs has shape {tuple(outs.shape)}; accepted: (partials, batch, seqlen_q, nheads, head_dim_v) or "
+            "(partials, total_q, nheads, head_dim_v)"
+        )
+    if outs.shape[0] == 0:
+        raise ValueError("outs has 0 partial results; accepted: 1 or more")
+    expected = (*outs.shape[:-3], outs.shape[-2], outs.shape[-3])
+    if tuple(lses.shape) != expected:
+        raise ValueError(
+            f"lses has shape {tuple(lses.shape)}; accepted: {expected}, for outs of shape {tuple(outs.shape)}"
+        )
+    if sinks is not None:
+        if sinks.device != outs.device:
+            raise ValueError(f"sinks is on {sinks.device}; accepted: {outs.device}, where outs is")
+        check_sinks(sinks, outs.shape[-2])
+
+
+def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
+    """Raise for what the kernel does not support. Assumes :func:`check`."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"dtype is {dtype}; accepted on CUDA: {', '.join(map(str, DTYPE_NAMES))}")
+    if lses.dtype != torch.float32:
+        raise TypeError(f"lses has dtype {lses.dtype}; accepted on CUDA: torch.float32")
+    if outs.shape[0] > MAX_PARTIALS:
+        raise ValueError(f"outs has {outs.shape[0]} partial results; accepted on CUDA: up to {MAX_PARTIALS}")
+    dim = outs.shape[-1]
+    if dim % 8 or not 0 < dim <= MAX_HEAD_DIM:
+        raise ValueError(f"outs has head_dim_v {dim}; accepted on CUDA: multiples of 8 up to {MAX_HEAD_DIM}")
+    check_count("outs has rows", outs[0].numel() // dim)
+
+
+# ---- the operator ----
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")
+_library.define(
+    "merge(Tensor outs, Tensor lses, Tensor? sinks, ScalarType dtype) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def merge_cpu(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By the definition."""
+    check(outs, lses, sinks, dtype)
+    out, lse = kvcache_reference.merge(outs, lses, sinks)
+    return out.to(dtype), lse.to(lses.dtype)
+
+
+def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By the combine kernel, on the current stream of outs' device."""
+    check(outs, lses, sinks, dtype)
+    check_for_kernels(outs, lses, dtype)
+    with torch.cuda.device(outs.device):
+        out = launcher.new_empty_strided(outs, *_contiguous(outs), dtype)
+        lse = launcher.new_empty_strided(outs, *_contiguous(lses), torch.float32)
+        if out.numel():
+            _launch(outs, lses, out, lse, sinks)
+    return out, lse
+
+
+def _contiguous(partials: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the result."""
+    shape = tuple(partials.shape[1:])
+    return shape, contiguous_strides(shape)
+
+
+def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Run the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
+    from cute_attn import compiler
+
+    outs = readable(outs.to(torch.float32))
+    if outs.dim() == 4:
+        outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
+    target = compiler.default_target("sm80")
+    arch = "sm90" if target == "sm90" else "sm80"
+    sink_dtype = "" if sinks is None else DTYPE_NAMES[sinks.dtype]
+    traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
+    compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function(outs, lses, out, lse, sinks)
+
+
+_library.impl("merge", merge_cpu, "CPU")
+_library.impl("merge", merge_cuda, "CUDA")
+
+
+@torch.library.register_fake("cute_attn::merge", lib=_library)
+def _merge_fake(
+    outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    check(outs, lses, sinks, dtype)
+    return outs.new_empty(outs.shape[1:], dtype=dtype), lses.new_empty(lses.shape[1:])

@@ -1,0 +1,460 @@
+"""The torch operators ``cute_attn::forward`` and ``::backward``: for CUDA, the CPU, fake tensors, and autograd."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cute_attn import reference
+from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
+from cute_attn.host.launcher import Launcher, Outputs, Tensors, launcher_for
+from cute_attn.host.memory import all_plain, none_overrides, overwritten, write_owned
+from cute_attn.host.params import (
+    NUM_TENSORS,
+    AttentionParams,
+    check,
+    check_apart,
+    check_gradients,
+    check_out,
+)
+
+_library = torch.library.Library("cute_attn", "DEF")
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[str]: "str[]",
+    Sequence[float]: "float[]",
+    int: "SymInt",
+    **{kind: kind.__name__ for kind in (float, str, bool)},
+}
+_ARGUMENTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionParams.__annotations__.items())
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
+_library.define(
+    f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)",
+    tags=_TAGS,
+)
+_INTO = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dsinks"
+_library.define(
+    f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
+    tags=_TAGS,
+)
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+_INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
+_SLOPES = AttentionParams._fields.index("alibi_slopes")
+
+
+def forward(params: AttentionParams) -> Outputs:
+    """out, lse, and softmax or None; through the dispatcher where something observes operators."""
+    if no_dispatch_mode() and all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors)):
+        return (
+            run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
+            if params.q.is_cuda
+            else forward_cpu(params)
+        )
+    if _transforms_are_active():
+        from cute_attn.api import functorch
+
+        return functorch.forward(params)
+    out, lse, softmax = torch.ops.cute_attn.forward.default(*params)
+    return out, lse, softmax if params.return_softmax else None
+
+
+def _transforms_are_active() -> bool:
+    """Whether one of torch.func's transforms is, other than for a compiler."""
+    if torch.compiler.is_compiling():
+        return False
+    top = _function_transforms()
+    return top is not None and top.key() != torch._C._functorch.TransformType.Functionalize
+
+
+def run(
+    launcher: Launcher,
+    tensors: Tensors,
+    epilogue_tensors: tuple[Tensor, ...] = (),
+    constant: bool = False,
+) -> Outputs:
+    """Launch without the dispatcher; recorded by autograd where a tensor requires a gradient.
+
+    constant: no tensor requires a gradient.
+    """
+    if not constant and torch.is_grad_enabled() and _requires_grad(tensors, epilogue_tensors):
+        return Attention.apply(launcher, *tensors, *epilogue_tensors)
+    return launcher.launch(tensors, epilogue_tensors)
+
+
+def forward_into(params: AttentionParams, out: Tensor) -> Outputs:
+    """:func:`forward`, its first result in ``out``."""
+    check(params)
+    check_out(params, out)
+    if no_dispatch_mode():
+        check_apart("out", out, params.tensors())
+        if all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors, out)):
+            return forward_cuda(params, out) if params.q.is_cuda else forward_cpu(params, out)
+    result, *others = forward(params)
+    return write_owned(out, result, params.cu_seqlens_q), *others  # type: ignore[return-value]
+
+
+def backward(
+    params: AttentionParams,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    launcher: Launcher | None = None,
+    into: Gradients = NOTHING,
+) -> Gradients:
+    """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
+
+    launcher: the forward's, if there is one.
+    into: tensors to write gradients into, of all that are needed or of none.
+    """
+    tensors = (*params[:NUM_TENSORS], *params.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
+    # The forward has launched the others as they are.
+    new = tensors if launcher is None else (grad_out, grad_lse)
+    if params.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
+        return gradients(params, grad_out, grad_lse, out, lse, needed, launcher, into)
+    if any(x is not None for x in into):
+        torch.ops.cute_attn.backward_into.default(grad_out, grad_lse, out, lse, *into, *params)
+        return into
+    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *params)
+    return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
+
+
+def no_dispatch_mode() -> bool:
+    """Whether, for plain tensors, an implementation called directly equals the operator.
+
+    The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
+    compilers, tracers, modes, function transforms, profilers. :class:`Attention` records the direct call for autograd.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _function_modes()
+        or _function_transforms() is not None
+        or _tracing_state() is not None
+        or _profiler_enabled()
+    )
+
+
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_profiler_enabled = torch.autograd._profiler_enabled
+
+
+def refuse_tangents(tensors: Tensors) -> None:
+    """Raise where a tensor is a dual one: kernels would return its primal result alone.
+
+    Raises
+    ------
+    NotImplementedError
+        One is.
+    """
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "a forward-mode derivative of attention is asked for; accepted on CUDA: none"
+        )
+
+
+def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+    """Launch the call's kernel on the current stream of q's device. into: out's memory."""
+    outputs = launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors), into)
+    if into is not None:
+        overwritten(into)
+    return outputs
+
+
+# ---- CPU ----
+
+
+def forward_cpu(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+    """The reference, differentiable by autograd. into: out's memory."""
+    if params.q.device.type != "cpu":
+        raise ValueError(f"q is on {params.q.device}; accepted: cuda and cpu tensors")
+    check(params)
+    epilogues: tuple[reference.Epilogue, ...] = ()
+    if params.epilogues:
+        from cute_attn.epilogues.base import user_epilogue
+
+        epilogues = tuple(user_epilogue(name).reference for name in params.epilogue_names)
+    out, lse, softmax = reference.attention(
+        *params[:3],
+        params.softmax_scale,
+        reference.Features(params.mask, params.dropout, epilogues),
+        params.score_inputs(),
+        reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
+        return_softmax=params.return_softmax,
+    )
+    if into is not None:
+        return write_owned(into, out, params.cu_seqlens_q), lse, softmax
+    # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
+    inputs = [getattr(params, name) for name in DIFFERENTIABLE]
+    return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
+
+
+def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
+    """``output``, with a gradient of zeros to each input: autograd raises for an unused one."""
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if not (wanted and torch.is_grad_enabled()):
+        return output
+    return output + sum(x[..., :0].sum().to(output.dtype) for x in wanted)
+
+
+# ---- the operator's implementations ----
+
+
+def _params_of(arguments: tuple) -> AttentionParams:
+    return AttentionParams._make([tuple(x) if isinstance(x, list) else x for x in arguments]).resolved()
+
+
+def _operator(
+    implementation: Callable[[AttentionParams], Outputs],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, softmax = implementation(_params_of(arguments))
+        return out, lse, out.new_empty(0) if softmax is None else softmax
+
+    return run
+
+
+_library.impl("forward", _operator(forward_cuda), "CUDA")
+_library.impl("forward", _operator(forward_cpu), "CPU")
+
+
+@torch.library.register_fake("cute_attn::forward", lib=_library)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    params = _params_of(arguments)
+    out, lse, softmax = params.output_shapes()
+    lse_dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
+    return params.q.new_empty(out), params.q.new_empty(lse, dtype=lse_dtype), params.q.new_empty(softmax)
+
+
+# ---- the gradient ----
+
+
+def _backward_cuda(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    params = _params_of(arguments)
+    return _filled(params, gradients(params, grad_out, grad_lse, out, lse, tuple(needed)))
+
+
+def _backward_cpu(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    params = _params_of(arguments)
+    check(params)
+    check_gradients(params, grad_out, grad_lse, out, lse)
+    inputs = {
+        name: getattr(params, name).detach().requires_grad_()
+        for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
+        if wanted
+    }
+    # A mode or a tracer may run this below the dispatcher's autograd, which is then enabled again.
+    views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with views, graph, torch.enable_grad():
+        outputs = forward_cpu(params._replace(**inputs, return_softmax=False))[:2]
+        loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
+    grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
+    if inputs:
+        found = torch.autograd.grad(loss, tuple(inputs.values()), materialize_grads=True)
+        grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
+    return _filled(params, tuple(grads.values()))  # type: ignore[arg-type]
+
+
+def _loss(
+    outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
+) -> Tensor:
+    """A number whose gradients are those of attention with the ``given`` out and lse, as kernels compute them.
+
+    These may be of more keys than the call has, as where parts of a sequence are merged: probabilities are relative to
+    the given lse.
+    """
+    out, lse = outputs
+    grad_out, grad_lse = grads
+    seen = lse != -math.inf
+    share = torch.where(seen, (torch.where(seen, lse, 0.0) - torch.where(seen, given[1], 0.0)).exp(), 0.0)
+    total = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+    if grad_out is not None:
+        # lse is (..., heads, rows), out (..., rows, heads, dim)
+        total = total + ((grad_out * out).to(lse.dtype).sum(-1).transpose(-1, -2) * share).sum()
+        delta = delta + (grad_out * given[0]).to(lse.dtype).sum(-1).transpose(-1, -2)
+    return total - (delta * share).sum()
+
+
+def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:
+    """One tensor for each, as an operator returns; those not needed are empty."""
+    return tuple(params.q.new_empty(0) if x is None else x for x in grads)
+
+
+def _into(arguments: tuple) -> tuple[Gradients, tuple]:
+    """The tensors to write into, and the rest."""
+    return arguments[: len(DIFFERENTIABLE)], arguments[len(DIFFERENTIABLE) :]
+
+
+def _backward_into_cuda(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> None:
+    into, rest = _into(arguments)
+    needed = tuple(x is not None for x in into)
+    gradients(_params_of(rest), grad_out, grad_lse, out, lse, needed, None, into)
+
+
+def _backward_into_cpu(
+    grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+) -> None:
+    into, rest = _into(arguments)
+    needed = tuple(x is not None for x in into)
+    check_given(_params_of(rest), into, needed, (grad_out, grad_lse, out, lse))
+    found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
+    for own, gradient in zip(into, found, strict=True):
+        if own is not None:
+            own.copy_(gradient)
+
+
+_library.impl("backward_into", _backward_into_cuda, "CUDA")
+_library.impl("backward_into", _backward_into_cpu, "CPU")
+torch.library.register_fake("cute_attn::backward_into", lambda *_: None, lib=_library)
+
+_library.impl("backward", _backward_cuda, "CUDA")
+_library.impl("backward", _backward_cpu, "CPU")
+
+
+@torch.library.register_fake("cute_attn::backward", lib=_library)
+def _backward_fake(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: list[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    params = _params_of(arguments)
+    tensors = (getattr(params, name) for name in DIFFERENTIABLE)
+    return tuple(
+        x.new_empty(x.shape) if wanted else params.q.new_empty(0)
+        for x, wanted in zip(tensors, needed, strict=True)
+    )
+
+
+def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool:
+    """Whether autograd records a call of these.
+
+    Raises:
+        NotImplementedError: a tensor requires a gradient that no kernel computes.
+    """
+    slopes = tensors[_SLOPES]
+    if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
+        raise NotImplementedError(NO_GRADIENT)
+    return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
+
+
+NO_GRADIENT = (
+    "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
+    "accepted: tensors without one, or CPU tensors outside torch.compile"
+)
+
+
+def _save(
+    ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launcher: Launcher | None = None
+) -> None:
+    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
+    out, lse, softmax = outputs
+    ctx.launcher = launcher
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, out, lse)
+    ctx.rest = rest
+    if softmax is not None:
+        ctx.mark_non_differentiable(softmax)
+
+
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+) -> Gradients:
+    if grad_out is None and grad_lse is None:
+        return None, None, None, None, None
+    *tensors, out, lse = ctx.saved_tensors
+    params = AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+    if not torch.is_grad_enabled():
+        return backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
+    with torch.no_grad():
+        grads = backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
+    return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
+
+
+class _Once(torch.autograd.Function):
+    """Marks a gradient, under create_graph, as not differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        """The same."""
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        """Raise."""
+        raise NotImplementedError(
+            "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
+        )
+
+
+class Attention(torch.autograd.Function):
+    """Autograd's node of a direct call; the operator has its own."""
+
+    @staticmethod
+    def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
+        """tensors: q to rng_state, and the epilogues' own."""
+        outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
+        _save(ctx, tensors, launcher.rest, outputs, launcher)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
+        """A gradient, or None, for each argument of forward."""
+        wanted = tuple(ctx.needs_input_grad[1 + index] for index in _INDICES)
+        grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+        return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
+
+
+def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
+    params = _params_of(inputs)
+    # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
+    _requires_grad(params[:NUM_TENSORS], params.epilogue_tensors)
+    _save(ctx, (*params[:NUM_TENSORS], *params.epilogue_tensors), params[NUM_TENSORS + 1 :], output)
+
+
+def _differentiate_operator(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
+) -> tuple:
+    wanted = tuple(bool(ctx.needs_input_grad[index]) for index in _INDICES)
+    grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
+    own = len(ctx.saved_tensors) - 2 - NUM_TENSORS
+    lists = {NUM_TENSORS: own} | {
+        i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)
+    }
+    return tuple(
+        [None] * lists[i] if i in lists else grads.get(i) for i in range(len(AttentionParams._fields))
+    )
+
+
+torch.library.register_autograd(
+    "cute_attn::forward", _differentiate_operator, setup_context=_save_operator, lib=_library
+)

@@ -1,0 +1,101 @@
+"""The commands of the laboratory that need no GPU: verdict and diff."""
+
+import json
+from typing import Annotated
+
+import typer
+
+# Modules that load torch or the DSL are imported inside the commands: --help needs neither.
+from cute_attn.cli.options import AsJson, Name, Target, make_console
+
+Tiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tile", help="Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
+    ),
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("verdict")(verdict_of_tiles)
+    app.command("diff")(difference_of_two)
+
+
+def verdict_of_tiles(
+    name: Name,
+    tiles: Tiles = None,
+    target: Target = None,
+    lines: Annotated[
+        bool,
+        typer.Option("--lines", help="Also the source lines that a steady step spends most instructions on."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
+    from cute_attn.lab.verdict import line_table, table, verdict
+
+    found = [verdict(name, tile or None, target, lines=lines) for tile in tiles or [""]]
+    if as_json:
+        print(json.dumps([one.as_dict() for one in found], indent=1))
+        return
+    console = make_console()
+    console.print(table(*found))
+    for one in found:
+        if one.lines:
+            console.print(line_table(one))
+
+
+def difference_of_two(
+    name: Name,
+    other: Annotated[str | None, typer.Argument(metavar="[NAME2]", help="The other kernel.")] = None,
+    tiles: Tiles = None,
+    at: Annotated[
+        str | None,
+        typer.Option("--at", metavar="REV", help="Build the first side from this git revision's sources."),
+    ] = None,
+    target: Target = None,
+    as_json: AsJson = False,
+) -> None:
+    """How two kernels' machine code differs: verdicts, opcodes, source lines, and the steady steps side by side.
+
+    The sides are two tiles (of one --tile, the default is the other), NAME and NAME2, each with the --tile at its
+    place, or NAME as a git revision has it and as it is now.
+    """
+    from cute_attn.lab.compare import compare
+    from cute_attn.lab.verdict import verdict
+
+    first, second = _sides(name, other, tiles or [], at)
+    if at is None:
+        a = verdict(*first, target, lines=True)
+    else:
+        from cute_attn.lab.revision import verdict_at
+        from cute_attn.traits import Traits
+
+        a = verdict_at(at, Traits.parse(first[0]), first[1] or "", target)
+    found = compare(a, verdict(*second, target, lines=True))
+    if as_json:
+        print(found.json())
+    else:
+        make_console().print(found)
+
+
+Side = tuple[str, str | None]
+"""A kernel's name, and what changes its default tile, or None."""
+
+
+def _sides(name: str, other: str | None, tiles: list[str], at: str | None) -> tuple[Side, Side]:
+    """What is compared."""
+    if len(tiles) > 2:
+        raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
+    given = [tile or None for tile in tiles]
+    if other is None and at is None:
+        if not given:
+            raise ValueError(
+                "there is nothing to compare; accepted: two tiles, two names, or --at a revision"
+            )
+        given = [None, *given] if len(given) == 1 else given
+    elif len(given) == 1:
+        given *= 2
+    first, second = given or [None, None]
+    return (name, first), (other or name, second)

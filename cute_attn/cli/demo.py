@@ -1,0 +1,185 @@
+"""``make demo``: what this project does, in a few minutes; all but the last part without a GPU.
+
+The kernels; the cost of an Ampere and a Hopper one, and what bounds the latter; the score tiles and epilogues of both,
+run on the CPU for every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both
+against torch at Llama-3-8B's shapes.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import cute_attn
+from cute_attn import reference
+from cute_attn.cli import main as commands
+from cute_attn.compiler import registry
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.lab import pictures
+from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.lab.verdict import verdict
+from cute_attn.reference import emulate
+from cute_attn.traits import Traits
+
+FLAGSHIP = "forward-sm80-bf16-d128-causal"
+HOPPER = "forward-sm90-bf16-d128-causal"
+PICTURES = Path("build/pictures")
+LLAMA_3_8B = {"nheads": 32, "nheads_kv": 8, "head_dim": 128, "causal": True}
+
+console = Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def heading(text: str) -> None:
+    console.print(f"\n[bold]{text}")
+
+
+def main() -> None:
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    heading("The kernels, and the tile each takes by default")
+    commands.list_kernels()
+    heading("What the same attention costs as an Ampere and as a Hopper kernel, each on its own GPU")
+    built = (
+        cute_attn.compile(name, target=target) for name, target in ((FLAGSHIP, "sm80"), (HOPPER, "sm90"))
+    )
+    console.print(commands.cost_table(*built))
+    heading("What bounds a steady step of the Hopper one, from its machine code")
+    console.print(verdict(HOPPER, target="sm90"))
+    wrong = epilogues_on_the_cpu() + attention_on_the_cpu() + drop_in_on_the_cpu()
+    heading("The layouts of both")
+    for name in (FLAGSHIP, HOPPER):
+        for path in pictures.pictures(registry.lookup(Traits.parse(name)), PICTURES):
+            console.print(f"  {path}")
+    if torch.cuda.is_available():
+        wrong += kernel_against_torch()
+        speed_against_torch()
+    else:
+        console.print(
+            "\nNo GPU here: with one, the kernels would now run against torch at Llama-3-8B's shapes."
+        )
+    console.print(f"\n{'[red]' + wrong if wrong else 'All agree.'} {time.perf_counter() - start:.0f} s")
+    if wrong:
+        sys.exit(1)
+
+
+def epilogues_on_the_cpu() -> str:
+    """The kernels' own MMA tiling and epilogues, for every thread, against the same formulas in torch."""
+    heading(
+        "The kernels' score tiles on this CPU: the real tiling and epilogues for every thread, against torch"
+    )
+    seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
+    shape = (2, 4, seqlen_q, seqlen_k)
+    products = torch.randn(2, 4, seqlen_q, 128) @ torch.randn(2, 4, 128, seqlen_k)
+    batch, head, query, key = (
+        torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)
+    )
+    coords = reference.ScoreCoords(batch, head, query, key, 4, seqlen_q, seqlen_k, seqlen_q, seqlen_k, False)
+    wrong = ""
+    for features, inputs in (
+        ("causal", ScoreInputs()),
+        ("window", ScoreInputs(window_left=40, window_right=3)),
+        ("softcap", ScoreInputs(softcap=2.0)),
+        ("alibi", ScoreInputs(alibi_slopes=torch.rand(2, 4))),
+    ):
+        for arch in ("sm80", "sm90"):
+            traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
+            ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
+            mask = reference.Features(traits.mask)
+            expected = reference.modify_scores(products * scale, coords, mask, inputs)
+            wrong += _compare(f"{arch} {features}", ours, expected)
+    return wrong
+
+
+def attention_on_the_cpu() -> str:
+    """The operator on CPU tensors, which the reference computes, against torch's own attention."""
+    heading("Attention on CPU tensors, against torch's scaled_dot_product_attention")
+    q, k, v = (torch.randn(2, 256, heads, 64) for heads in (8, 2, 2))
+    ours = cute_attn.attention(q, k, v, causal=True)
+    by_heads = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        by_heads[0], by_heads[1], by_heads[2], is_causal=True, enable_gqa=True
+    )
+    assert isinstance(ours, Tensor)
+    return _compare("causal, 8 heads on 2", ours, expected.transpose(1, 2))
+
+
+def drop_in_on_the_cpu() -> str:
+    """Which of PyTorch's calls activate() serves on a GPU; and one of PyTorch's operators overridden, here."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cute_attn import sdpa
+
+    heading("PyTorch's scaled_dot_product_attention after cute_attn.sdpa.activate(), on a GPU")
+    with FakeTensorMode():
+        for what, shape, dtype, masked in (
+            ("Llama-3-8B", (2, 32, 4096, 128), torch.bfloat16, False),
+            ("the same, padded", (2, 32, 4096, 128), torch.bfloat16, True),
+            ("DiT-XL", (16, 16, 1024, 72), torch.float16, False),
+            ("in double precision", (2, 32, 4096, 128), torch.float64, False),
+        ):
+            q = torch.empty(shape, dtype=dtype, device="cuda")
+            mask = torch.empty(2, 1, 1, 4096, dtype=torch.bool, device="cuda") if masked else None
+            console.print(f"  {what:24} {sdpa.reason(q, q, q, mask) or 'served'}", highlight=False)
+    q, k, v = (torch.randn(2, 8, 200, 64, dtype=torch.float16) for _ in range(3))
+    activation = sdpa.Activation(sdpa.Options(), "CPU")
+    try:
+        ours = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    finally:
+        activation.remove()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True
+    )
+    return _compare("its operator, overridden", ours, expected.half())
+
+
+def _compare(what: str, ours: Tensor, expected: Tensor) -> str:
+    """Print the largest difference; returns a sentence if it exceeds rounding, or if other elements are masked."""
+    finite = expected.isfinite()
+    difference = float((ours - expected)[finite].abs().max())
+    rounding = 16 * torch.finfo(expected.dtype).eps * float(expected[finite].abs().max())
+    agrees = bool((ours.isfinite() == finite).all()) and difference <= rounding
+    console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
+    return "" if agrees else f"{what} is wrong. "
+
+
+def kernel_against_torch() -> str:
+    """The kernels that this GPU runs, against the reference in float64."""
+    from cute_attn.compiler import default_target
+    from cute_attn.lab import check
+
+    heading("The kernels on this GPU, against the reference in float64")
+    wrong = ""
+    shape = Workload(1, 2048, **LLAMA_3_8B)  # type: ignore[arg-type]
+    for traits in map(Traits.parse, (FLAGSHIP, HOPPER)):
+        if default_target(traits.arch) not in registry.RUNS_ON[traits.arch]:
+            continue
+        for workload, accuracy in check.check_workloads(traits, [shape]):
+            outcome = "ok" if accuracy.passed else "[red]wrong"
+            console.print(
+                f"  {traits.arch} {workload.name:40} error {accuracy.error:.1e}, "
+                f"plain torch's {accuracy.plain:.1e}  {outcome}"
+            )
+            wrong += "" if accuracy.passed else f"{traits.arch} {workload.name} is wrong. "
+    return wrong
+
+
+def speed_against_torch() -> None:
+    """Llama-3-8B's attention, against torch's backends, in one run."""
+    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
+    from cute_attn.lab.benchmark.results import time_workloads
+
+    heading("Llama-3-8B's attention on this GPU: 32 query heads on 8, d128, causal")
+    rivals = own_kernels() | {name: PEERS[name] for name in ("fa2", "cudnn", "mem_efficient")}
+    workloads = [Workload(8192 // seqlen, seqlen, **LLAMA_3_8B) for seqlen in (2048, 8192)]  # type: ignore[arg-type]
+    result = time_workloads(workloads, rivals)
+    for row in result["rows"]:
+        numbers = row["error"] if "error" in row else f"{row['ms']:8.3f} ms {row['value']:6.0f} TFLOP/s"
+        console.print(f"  {row['workload']:40} {row['impl']:24} {numbers}", highlight=False)
+    console.print(f"  {result['gpu']}, {result['clock_mhz']} MHz under load, medians")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""The ``cute-attn`` command: list, compile, check, time and draw kernels, and keep their cache.
+
+A kernel is named by its traits: ``forward-sm80-bf16-d128-causal-dropout``. A wrong call prints one sentence and exits
+with status 2.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
+from cute_attn.cli import code, gpu, hub, run, table
+from cute_attn.cli.options import AsJson, Name, Target, TileText, make_console
+from cute_attn.traits import Traits
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
+app.add_typer(cache_app, name="cache")
+
+# The instructions that a cost table lists.
+_NOTABLE = {
+    "tensor cores": ("HMMA", "HGMMA", "IMMA", "QGMMA"),
+    "async copies": ("LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP"),
+    "matrix loads, stores": ("LDSM", "STSM"),
+    "shared memory": ("LDS", "STS"),
+    "global memory": ("LDG", "STG", "RED", "ATOMG"),
+    "special functions": ("MUFU",),
+    "local memory": ("LDL", "STL"),
+    "barriers": ("BAR", "SYNCS", "WARPSYNC"),
+}
+
+
+def main() -> None:
+    """Run the command; errors in arguments or files become one sentence."""
+    try:
+        app()
+    except (ValueError, KeyError, NotImplementedError, OSError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _load(path: Path) -> None:
+    """Run a user's file, which registers variants and epilogues."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"--load is {str(path)!r}; accepted: a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+
+
+@app.callback()
+def load(
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--load", help="A Python file that registers your kernels or epilogues; may be repeated."
+        ),
+    ] = None,
+) -> None:
+    for file in files or ():
+        _load(file)
+
+
+@app.command("list")
+def list_kernels(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    target: Target = None,
+    as_json: AsJson = False,
+) -> None:
+    """Kernels with their default tiles, or why there is none; for NAMEs, or for a choice of traits.
+
+    Below a default tile, the tiles that replace it for some calls, and for which.
+    """
+    from cute_attn.compiler import registry
+    from cute_attn.tiles import TARGETS
+
+    if target is not None and target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    if names:
+        wanted = [(Traits.parse(name), t) for name in names for t in ([target] if target else TARGETS)]
+    else:
+        wanted = [
+            (traits, t)
+            for traits, t in registry.defaults()
+            if t == (target or t) and traits == Traits(traits.op, traits.arch, traits.dtype, traits.head_dim)
+        ]
+    rows = [_listed(traits, t) for traits, t in wanted]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("kernel", "targets", "default tile", "shared memory", "registers", title=_registered())
+    for row, targets in _by_target(rows):
+        if row["reason"]:
+            table.add_row(row["name"], targets, f"[red]{row['reason']}")
+        else:
+            memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
+            table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
+            for other in row["other_tiles"]:
+                table.add_row(f"  for {other['for']}", targets, _spaced(other["tile"]))
+    make_console().print(table)
+
+
+def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Rows that differ in the target alone, merged, with their targets."""
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for row in rows:
+        key = str([row["name"], row["tile"], row["reason"]])
+        groups.setdefault(key, (row, []))[1].append(row["target"])
+    return [(row, " ".join(targets)) for row, targets in groups.values()]
+
+
+def _registered() -> str:
+    from cute_attn.compiler import registry
+
+    return "registered: " + ", ".join(map(registry.label, registry.KERNELS))
+
+
+def _listed(traits: Traits, target: str) -> dict[str, Any]:
+    from cute_attn.compiler import registry
+
+    row: dict[str, Any] = {"name": traits.name, "target": target, "tile": None, "reason": None}
+    try:
+        kernel = registry.lookup(traits, None, target)
+    except registry.Unsupported as error:
+        return row | {"reason": str(error)}
+    return row | {
+        "tile": str(kernel.tile),
+        "shared_memory_bytes": kernel.tile.smem_bytes(traits),
+        "registers": kernel.tile.registers(traits),
+        "other_tiles": [{"for": when, "tile": str(tile)} for when, tile in registry.other_tiles(kernel)],
+    }
+
+
+@app.command("compile")
+def compile_kernel(
+    name: Name,
+    tile: TileText = "",
+    target: Target = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write PTX, cubin and SASS into this folder.")
+    ] = None,
+) -> None:
+    """Build a kernel, with or without a GPU, and print what it costs."""
+    from cute_attn.compiler import compile
+
+    compiled = compile(name, tile or None, target)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
+        (output / f"{base}.ptx").write_text(compiled.ptx)
+        (output / f"{base}.cubin").write_bytes(compiled.cubin)
+        (output / f"{base}.sass").write_text(compiled.sass)
+    if as_json:
+        print(json.dumps(summary(compiled), indent=1))
+    else:
+        make_console().print(cost_table(compiled))
+
+
+def summary(compiled: Any) -> dict[str, Any]:
+    """What ``compile --json`` prints of a compiled kernel."""
+    return {
+        "name": compiled.name,
+        "target": compiled.target,
+        "tile": asdict(compiled.tile),
+        "resources": asdict(compiled.resources),
+        "instructions": compiled.instructions,
+        "seconds": compiled.seconds,
+    }
+
+
+def cost_table(*kernels: Any) -> Table:
+    """What compiled kernels cost, a column each."""
+    columns = [_costs(compiled) for compiled in kernels]
+    table = Table("", *(f"{compiled.name} on {compiled.target}" for compiled in kernels))
+    for what in dict.fromkeys(key for column in columns for key in column):
+        table.add_row(what, *(column.get(what, "-") for column in columns))
+    return table
+
+
+def _costs(compiled: Any) -> dict[str, str]:
+    resources, instructions = compiled.resources, compiled.instructions
+    spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
+    costs = {
+        "tile": _spaced(compiled.tile),
+        "registers a thread": str(resources.registers),
+        "shared memory a block": f"{resources.shared_memory_bytes:,} bytes",
+        "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
+        "local memory a thread": f"{resources.local_bytes} bytes",
+    }
+    if compiled.warnings:
+        costs["ptxas"] = "[red]" + " ".join(compiled.warnings)
+    for kind, mnemonics in _NOTABLE.items():
+        counts = [f"{m} {instructions[m]}" for m in mnemonics if m in instructions]
+        if counts:
+            costs[kind] = ", ".join(counts)
+    costs["all instructions"] = f"{sum(instructions.values()):,}"
+    costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
+    return costs
+
+
+def _spaced(tile: Any) -> str:
+    """A tile's text with spaces, which lets it wrap."""
+    return str(tile).replace(",", ", ")
+
+
+@app.command("check")
+def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None:
+    """Check a tile's fit, the layouts of shared memory, a build for spills and, on a GPU, against the reference."""
+    import torch
+
+    from cute_attn.compiler import compile, default_target, registry
+    from cute_attn.compiler.smem_layouts import smem_reasons
+    from cute_attn.tiles import SHARED_MEMORY_BYTES
+
+    traits = Traits.parse(name)
+    console = make_console()
+    table = Table("target", "fits", title=traits.name)
+    for on in (target,) if target else registry.RUNS_ON.get(traits.arch, ()):
+        try:
+            fitting = registry.lookup(traits, tile or None, on).tile
+            fits = f"{fitting.smem_bytes(traits):,} of {SHARED_MEMORY_BYTES[on]:,} bytes of shared memory"
+        except registry.Unsupported as error:
+            fits = f"[red]{error}"
+        table.add_row(on, fits)
+    console.print(table)
+
+    kernel = registry.lookup(traits, tile or None, target or default_target(traits.arch))
+    if reasons := list(smem_reasons(kernel)):
+        console.print(f"[red]failed: {'; '.join(reasons)}")
+        raise typer.Exit(1)
+    compiled = compile(traits, tile or None, target)
+    console.print(cost_table(compiled))
+    problems = list(compiled.warnings)
+    if compiled.resources.spill_store_bytes or compiled.resources.local_bytes:
+        problems.append("it spills registers")
+    declared = compiled.tile.smem_bytes(traits)
+    if compiled.resources.shared_memory_bytes > declared:
+        problems.append(f"it takes more shared memory than the {declared} bytes its tile states")
+    runs = torch.cuda.is_available()
+    if runs:
+        problems += _check_on_gpu(console, traits, tile)
+    if problems:
+        console.print(f"[red]failed: {'; '.join(problems)}")
+        raise typer.Exit(1)
+    console.print("passed" if runs else "built, not run: there is no GPU to compare it with the reference on")
+
+
+def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
+    from cute_attn.lab import check
+
+    table = Table("workload", "error", "plain torch's", "allowed", "")
+    failed = 0
+    for workload, accuracy in check.check_workloads(traits, check.small_workloads(traits), tile or None):
+        failed += not accuracy.passed
+        numbers = (f"{x:.2e}" for x in (accuracy.error, accuracy.plain, accuracy.allowed))
+        table.add_row(workload.name, *numbers, "ok" if accuracy.passed else "[red]wrong")
+    console.print(table)
+    return [f"{failed} workloads are wrong"] if failed else []
+
+
+@app.command("bench")
+def bench_kernel(
+    name: Name,
+    tile: TileText = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time torch's backends and FlashAttention-4.")
+    ] = False,
+    seqlens: Annotated[
+        list[int] | None, typer.Option("--seqlen", help="Sequence lengths; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a kernel on the GPU, alone or with its peers in the same run."""
+    import torch
+
+    from cute_attn.lab.benchmark.peers import PEERS, ours
+    from cute_attn.lab.benchmark.workload import of_traits
+
+    traits = Traits.parse(name)
+    workloads = [of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU; timing a kernel needs one")
+    from cute_attn.lab.benchmark.results import time_workloads
+
+    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    rivals = {f"cute_attn/{traits.op}-{kernel}": ours(kernel, tile or None)} | (PEERS if peers else {})
+    result = time_workloads(workloads, rivals)
+    if as_json:
+        print(json.dumps(result, indent=1))
+        return
+    table = Table(
+        "workload", "by", "ms", "TFLOP/s", title=f"{result['gpu']}, {result['clock_mhz']} MHz under load"
+    )
+    for row in result["rows"]:
+        numbers = (row["error"], "") if "error" in row else (f"{row['ms']:.3f}", f"{row['value']:.0f}")
+        table.add_row(row["workload"], row["impl"], *numbers)
+    make_console().print(table)
+
+
+@app.command("show")
+def show_kernel(
+    name: Name,
+    tile: TileText = "",
+    target: Target = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write into.")] = Path(
+        "pictures"
+    ),
+    svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
+) -> None:
+    """Draw a kernel's shared-memory layouts, copies and MMA."""
+    from cute_attn.compiler import registry
+    from cute_attn.lab.pictures import pictures
+
+    kernel = registry.lookup(Traits.parse(name), tile or None, target)
+    for path in pictures(kernel, output, ".svg" if svg else ".png"):
+        print(path)
+
+
+@cache_app.command("list")
+def cache_list(as_json: AsJson = False) -> None:
+    """What is on disk, the most recently used first."""
+    cache = _cache()
+    entries = cache.entries()
+    if as_json:
+        print(
+            json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
+        )
+        return
+    title = f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    table = Table("kernel", "target", "tile", "built in", "key", title=title)
+    for entry in entries:
+        meta = entry.meta
+        tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
+        table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
+    make_console().print(table)
+
+
+@cache_app.command("prune")
+def cache_prune(
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0, help="Remove what was not used for so many days.")
+    ] = 30,
+    everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
+) -> None:
+    """Remove kernels that are no longer used, and broken ones."""
+    cache = _cache()
+    count, size = cache.prune(None if everything else older_than * 86400)
+    print(f"removed {count} kernels, {size / 1e6:.1f} MB from {cache.root}")
+
+
+@cache_app.command("prebuild")
+def cache_prebuild(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    tile: TileText = "",
+    target: Target = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
+) -> None:
+    """Build NAMEs, or every default kernel, in parallel processes."""
+    from cute_attn.compiler import prebuild, registry
+
+    if names:
+        requests: list[tuple[Traits, Any, str | None]] = [
+            (Traits.parse(n), tile or None, target) for n in names
+        ]
+    else:
+        requests = [(t, tile or None, on) for t, on in registry.defaults() if target in (None, on)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    failed = 0
+    with Progress(*columns) as progress:
+        task = progress.add_task("building", total=len(requests))
+        for built in prebuild(requests, workers):
+            progress.advance(task)
+            if built.error is not None:
+                failed += 1
+                progress.console.print(f"[red]{built.traits.name}: {built.error}")
+            elif built.seconds:
+                progress.console.print(f"{built.traits.name}  {built.seconds:.1f} s")
+    if failed:
+        raise ValueError(f"{failed} of {len(requests)} kernels could not be built")
+
+
+def _cache() -> Any:
+    from cute_attn.compiler.cache import default_cache
+
+    cache = default_cache()
+    if cache is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; the cache commands need the disk cache")
+    return cache
+
+
+code.add_to(app)
+gpu.add_to(app)
+table.add_to(app)
+run.add_to(app)
+hub.add_to(app)

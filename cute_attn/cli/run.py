@@ -1,0 +1,293 @@
+"""``cute-attn run``: a program, unedited, with PyTorch's attention on the kernels, and a table of what happened.
+
+The program decides when torch is loaded, and when CUDA starts: what it sets in the environment before that counts. So
+nothing here loads torch; calls are served from when the program does. The table is made when the process ends, after
+the program's threads.
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib.abc
+import json
+import os
+import pkgutil
+import platform
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cute_attn.sdpa.options import Options
+
+_HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("run", context_settings=_HELP, no_args_is_help=True)(run)
+
+
+def run(
+    program: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT|MODULE [ARG]...", help="The program and its arguments.")
+    ],
+    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
+    backends: Annotated[
+        str, typer.Option(help="Whose calls to serve: some of flash,efficient,cudnn.")
+    ] = "flash,efficient,cudnn",
+    shadow: Annotated[
+        int, typer.Option(min=0, help="Compute so many calls of each signature by PyTorch as well.")
+    ] = 0,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the table into this file.")] = None,
+) -> None:
+    """Run a program with scaled_dot_product_attention and varlen_attn on the kernels.
+
+    Afterwards a table on stderr has its calls by signature, those through cute_attn.transformers and
+    cute_attn.flash_attn as well: how often, served or why not and, with --shadow, the largest difference from PyTorch's
+    result, microseconds of both, and what the whole run gains. Calls that PyTorch computes by plain matrix products
+    reach no kernel and are not listed. Without a GPU nothing is served, and the table says what there is to serve.
+
+    The program is a Python file, a folder or zip file with a __main__.py, or with -m a module. Under torchrun the first
+    rank reports. Processes that the program itself starts afresh, as torch.multiprocessing.spawn does, are not served:
+    call cute_attn.sdpa.activate() in them. Forked ones are served and not listed.
+    """
+    check_program(program[0], module)
+    options = Options(tuple(filter(None, backends.split(","))))
+    reports = os.environ.get("RANK", "0") == "0"
+    file = None if output is None or not reports else output.open("a")
+    execution = Execution(" ".join(program), options, shadow, file, reports)
+    atexit.register(execution.end)  # what the program registers comes before it
+    after_import("torch", execution.begin)
+    status = execute(program, module)
+    if status < 0:
+        execution.signal = -status
+    raise typer.Exit(max(status, 0))
+
+
+@contextlib.contextmanager
+def without_starting_cuda() -> Iterator[None]:
+    """Meanwhile torch looks for GPUs by NVML, where there is one: to ask CUDA would start it, before the program may.
+
+    Modules that are imported ask as well: TVM FFI does.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+@dataclass
+class Execution:
+    """A program that is being run and watched.
+
+    Attributes:
+        program: as text.
+        options: by which calls are served.
+        shadow: how many calls of each signature to compare.
+        output: where the table is written as JSON, or None.
+        reports: whether this process prints the table.
+        signal: that ended the program, or 0.
+    """
+
+    program: str
+    options: Options
+    shadow: int
+    output: TextIO | None
+    reports: bool
+    signal: int = 0
+    _process: int = field(default_factory=os.getpid)
+    _start: float = field(default_factory=time.perf_counter)
+    _observer: Any = None
+    _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @without_starting_cuda()
+    def begin(self) -> None:
+        """Serve and watch calls; torch was loaded, and CUDA has not started."""
+        import torch
+
+        from cute_attn.sdpa.observe import Observer
+        from cute_attn.sdpa.overrides import Activation
+
+        self._observer = Observer(self.shadow)
+        if torch.cuda.is_available():
+            self._active.callback(Activation(self.options).remove)
+            self._active.enter_context(self._observer.watching())
+        else:
+            self._active.enter_context(self._observer.watching_functions())
+
+    def end(self) -> None:
+        """Report, and end as the program did. A forked process does neither."""
+        if os.getpid() != self._process:
+            return
+        self._active.close()
+        if self.reports:
+            report(self._observer, self.program, time.perf_counter() - self._start, self.output)
+        if self.signal:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
+
+
+# ---- the program ----
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call ``then`` once the module ``name`` is loaded, at once if it is."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the others do, and calls a function after it was executed.
+
+    Libraries look for a module's specification long before it is imported, so that this stays until then.
+    """
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """The module's specification, with a loader that calls the function."""
+        if name != self.name:
+            return None
+        others = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._execute, spec.loader)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, loader: Any, module: Any) -> None:
+        del loader.exec_module  # its class's is left
+        loader.exec_module(module)
+        sys.meta_path.remove(self)
+        self.then()
+
+
+def check_program(name: str, module: bool) -> None:
+    """Raise ValueError for what Python could not run."""
+    if module:
+        return
+    importer = pkgutil.get_importer(name)  # of a folder or a zip file
+    if importer is None and Path(name).is_file():
+        return
+    if importer is None or importer.find_spec("__main__", None) is None:
+        raise ValueError(
+            f"the program is {name!r}; accepted: a Python file, a folder or zip file with a __main__.py, or -m and a "
+            "module"
+        )
+
+
+def execute(program: list[str], module: bool) -> int:
+    """Run a program as Python does, with the rest of ``program`` as its arguments.
+
+    Returns its status, below 0 for the signal that interrupted it.
+    """
+    name = program[0]
+    sys.argv = list(program)
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            if pkgutil.get_importer(name) is None:
+                sys.path.insert(0, str(Path(name).resolve().parent))
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, int) or error.code is None:
+            return (error.code or 0) & 0xFF  # of what Python ends with, the system keeps as much
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # the calls until then are reported
+        error.__traceback__ = _of_the_program(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _of_the_program(error: BaseException) -> Any:
+    """The error's traceback, without what runs the program."""
+    own = traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        traceback = traceback.tb_next
+    return traceback or own
+
+
+# ---- the table ----
+
+
+def report(observer: Any, program: str, seconds: float, output: TextIO | None) -> None:
+    """Print the table, and write it as JSON. observer: None where the program did not load torch."""
+    rows = [] if observer is None else sorted(observer.rows.values(), key=lambda row: -(row.gain_us or 0))
+    gains = [row.gain_us for row in rows if row.reason is None and row.gain_us is not None]
+    console = Console(stderr=True)
+    console = console if console.is_terminal else Console(stderr=True, width=160)
+    console.print(table(rows, seconds) if observer is not None else "the program did not load torch")
+    if gains:
+        saved = sum(gains) / 1e6
+        console.print(
+            f"attention on the kernels saves {saved:.3g} s of what would be {seconds + saved:.3g} s, "
+            f"by the {observer.shadow} shadowed calls of each signature"
+        )
+    if output is not None:
+        try:
+            with output:
+                if output.seekable():
+                    output.truncate(0)
+                output.write(json.dumps(summary(rows, program, seconds, gains), indent=1) + "\n")
+        except OSError as error:  # the program's status stays
+            print(f"error: the table was not written: {error}", file=sys.stderr)
+
+
+def table(rows: list[Any], seconds: float) -> Table:
+    """Calls by signature."""
+    served = sum(row.calls for row in rows if row.reason is None)
+    calls = sum(row.calls for row in rows)
+    title = f"{calls} attention calls, {served} on the kernels, in {seconds:.1f} s"
+    names = ("operator", "signature", "calls", "served", "us", "PyTorch's us", "difference", "a call gains")
+    found = Table(*names, title=title)
+    for row in rows:
+        times = [
+            f"{sum(times) / len(times):.1f}" if times else "-" for times in (row.ours_us, row.pytorch_us)
+        ]
+        apart = "-" if row.difference is None else f"{row.difference:.1e}"
+        name = row.operator.removeprefix("_").replace("scaled_dot_product_", "")
+        served_here = "yes" if row.reason is None else "no"
+        found.add_row(name, row.signature, str(row.calls), served_here, *times, apart, row.gain)
+    return found
+
+
+def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -> dict[str, Any]:
+    """The table and the machine, for JSON."""
+    import cute_attn
+
+    torch = sys.modules.get("torch")
+    started = torch is not None and torch.cuda.is_initialized()
+    return {
+        "program": program,
+        "seconds": seconds,
+        "saved_seconds": sum(gains) / 1e6 if gains else None,
+        "gpu": torch.cuda.get_device_name() if torch is not None and started else None,
+        "python": platform.python_version(),
+        "torch": None if torch is None else torch.__version__,
+        "cute_attn": cute_attn.__version__,
+        "rows": [row.as_dict() for row in rows],
+    }

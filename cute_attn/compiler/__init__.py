@@ -1,0 +1,33 @@
+"""From traits and a tile to a kernel that runs: the registry, the build and the cache on disk."""
+
+from cute_attn.compiler.compiled import (
+    CompiledKernel,
+    Request,
+    Resources,
+    as_message,
+    build,
+    build_for_later,
+    compile,
+    default_target,
+    is_built,
+    key_of,
+    prebuild,
+    toolchain,
+    user_modules,
+)
+
+__all__ = [
+    "CompiledKernel",
+    "Request",
+    "Resources",
+    "as_message",
+    "build",
+    "build_for_later",
+    "compile",
+    "default_target",
+    "is_built",
+    "key_of",
+    "prebuild",
+    "toolchain",
+    "user_modules",
+]

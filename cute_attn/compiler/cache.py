@@ -1,0 +1,311 @@
+"""Compiled kernels on disk: one file a kernel, written whole or not at all; a corrupt one is a miss.
+
+Kernels are loaded as native code. So the cache is for its user alone (mode 0700), and what another user owns or may
+write is not loaded. A file's digest covers its key, and what was checked is what is loaded: whoever may rename folders
+above the cache can make kernels go missing, and no more.
+"""
+
+import itertools
+import json
+import os
+import pwd
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_attn.compiler.fingerprint import digest
+
+OBJECT, CUBIN, PTX = "kernel.o", "kernel.cubin", "kernel.ptx"
+ELSEWHERE = "CUTE_ATTN_CACHE_DIR names another folder"
+_PARTS = (OBJECT, CUBIN, PTX)
+_NAMES = ("kernels", "locks")
+_FORMAT = 2
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel as it is kept, in memory or on disk.
+
+    Attributes:
+        key: what it is found under.
+        meta: name, target, tile, resources, warnings, seconds, ...
+        parts: its ``OBJECT``, ``CUBIN`` and ``PTX``.
+    """
+
+    key: str
+    meta: dict[str, Any]
+    parts: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A kernel on disk, without its contents.
+
+    Attributes:
+        key, meta: as of an :class:`Entry`.
+        size: bytes of its file.
+        last_used: seconds since the epoch.
+    """
+
+    key: str
+    meta: dict[str, Any]
+    size: int
+    last_used: float
+
+
+class CacheUnusable(ValueError):
+    """There is no folder for the cache, or its contents cannot be trusted."""
+
+
+class DiskCache:
+    """Kernels below one folder, shared by any number of processes.
+
+    A file is renamed into place once complete, so a reader sees all of it or none, and any number may write at once.
+    One whose digest does not match counts as absent, and the next :meth:`put` replaces it; so does one that is not the
+    user's own, with a warning.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._kernels, self._locks = (root / name for name in _NAMES)
+
+    def prepare(self) -> None:
+        """Make the cache's folders, for this user alone. A folder that exists may be read-only.
+
+        A folder that holds more than the cache, such as ``/tmp``, is left as it is.
+
+        Raises:
+            CacheUnusable: one cannot be made, or is not this user's own.
+        """
+        for folder in (self.root, self._kernels):
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                status = folder.stat()
+                if status.st_uid == os.geteuid() and status.st_mode & 0o077 and self._holds_nothing_else():
+                    with suppress(OSError):  # it is read-only
+                        folder.chmod(0o700)
+                        status = folder.stat()
+            except OSError as error:
+                raise CacheUnusable(
+                    f"the cache {self.root} cannot be made or read ({error}); {ELSEWHERE}"
+                ) from None
+            reason = _not_own(folder, status)
+            if reason is not None:
+                raise CacheUnusable(reason)
+
+    def _holds_nothing_else(self) -> bool:
+        return all(name in _NAMES or name.startswith("new-") for name in os.listdir(self.root))
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of that key, checked, or None. Its time of last use becomes now."""
+        path = self._kernels / key
+        found = _read(path)
+        if found is None:
+            return None
+        with suppress(OSError):  # it is read-only, or was removed meanwhile
+            os.utime(path)
+        return found[0]
+
+    def put(self, entry: Entry) -> None:
+        """Store an entry, in place of the one of that key.
+
+        Raises:
+            OSError: it could not be written.
+            CacheUnusable: as of :meth:`prepare`.
+        """
+        self.prepare()
+        descriptor, scratch = tempfile.mkstemp(dir=self.root, prefix="new-")  # for this user alone
+        try:
+            with open(descriptor, "wb") as file:
+                file.writelines(_packed(entry))
+            os.replace(scratch, self._kernels / entry.key)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(scratch)
+            raise
+
+    @contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Held by the process that builds a kernel; others wait and then find it built.
+
+        Where the cache cannot be written it locks nothing: nobody would find what was built.
+        """
+        from filelock import FileLock
+
+        with ExitStack() as held:
+            with suppress(OSError):
+                self._locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+                held.enter_context(FileLock(self._lock_file(key)))
+            yield
+
+    def _lock_file(self, key: str) -> Path:
+        return self._locks / f"{key}.lock"
+
+    def entries(self) -> list[Listed]:
+        """All sound entries, the most recently used first."""
+        found = [found[1] for path in self._stored() if (found := _read(path)) is not None]
+        return sorted(found, key=lambda listed: -listed.last_used)
+
+    def _stored(self) -> list[Path]:
+        return list(self._kernels.iterdir()) if self._kernels.is_dir() else []
+
+    def prune(self, older_than: float | None = None) -> tuple[int, int]:
+        """Remove entries not used for ``older_than`` seconds (None: all), and broken ones.
+
+        Returns:
+            the number of removed entries, and their bytes.
+        """
+        now = time.time()
+        count = size = 0
+        for path in self._stored():
+            found = _read(path)
+            if found is not None and older_than is not None and now - found[1].last_used < older_than:
+                continue
+            size += _remove(path)
+            count += 1
+            self._remove_lock(path.name)
+        for leftover in self.root.glob("new-*"):  # of a process killed while writing
+            with suppress(FileNotFoundError):  # it has just been renamed
+                if now - leftover.stat().st_mtime > 3600:
+                    _remove(leftover)
+        return count, size
+
+    def _remove_lock(self, key: str) -> None:
+        """Unless a process that builds the kernel holds it."""
+        from filelock import FileLock
+
+        path = self._lock_file(key)
+        with suppress(OSError):  # Timeout is one
+            if path.exists():
+                with FileLock(path, timeout=0):
+                    path.unlink(missing_ok=True)
+
+
+def _packed(entry: Entry) -> list[bytes]:
+    """A line of JSON, then the parts."""
+    parts = [entry.parts[name] for name in _PARTS]
+    header = {
+        "format": _FORMAT,
+        "digest": _digest(entry.key, entry.meta, parts),
+        "sizes": [len(part) for part in parts],
+        "meta": entry.meta,
+    }
+    return [json.dumps(header).encode(), b"\n", *parts]
+
+
+def _read(path: Path) -> tuple[Entry, Listed] | None:
+    """What a file holds, if it is sound and this user's own."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())  # of what is read, whatever the path names by then
+            reason = _not_own(path, status)
+            if reason is not None:
+                warn_once(reason)
+                return None
+            line, _, rest = file.read().partition(b"\n")
+        header = json.loads(line)
+        ends = list(itertools.accumulate(header["sizes"]))
+        parts = [rest[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        sound = header["format"] == _FORMAT and header["digest"] == _digest(path.name, header["meta"], parts)
+        entry = Entry(path.name, header["meta"], dict(zip(_PARTS, parts, strict=True)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (entry, Listed(entry.key, entry.meta, status.st_size, status.st_mtime)) if sound else None
+
+
+def _digest(key: str, meta: dict[str, Any], parts: list[bytes]) -> str:
+    return digest(key.encode(), json.dumps(meta, sort_keys=True).encode(), *parts)
+
+
+def _remove(path: Path) -> int:
+    """Remove a file, or a folder that was put there; returns its bytes."""
+    with suppress(OSError):  # another process removed it
+        if path.is_dir():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            size = path.stat().st_size
+            path.unlink()
+        return size
+    return 0
+
+
+def _not_own(path: Path, status: os.stat_result) -> str | None:
+    """Why what lies there is not loaded, or None where this user alone owns and may write it."""
+    user = os.geteuid()
+    if status.st_uid == user and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    why = "may be written by others" if status.st_uid == user else f"belongs to user {status.st_uid}"
+    return (
+        f"{path} {why}, so no kernel is loaded from there; accepted: what user {user} alone owns and may write "
+        f"({ELSEWHERE})"
+    )
+
+
+def warn_once(reason: str) -> None:
+    """Warn, once a process for each reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(reason, stacklevel=2)
+
+
+def caches_folder() -> Path:
+    """The user's folder for caches: ``XDG_CACHE_HOME`` where that is an absolute path, else ``~/.cache``.
+
+    Raises:
+        CacheUnusable: the user has no home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if os.path.isabs(given) else _home() / ".cache"
+
+
+def _home() -> Path:
+    home = os.environ.get("HOME")
+    if not home:
+        with suppress(KeyError):
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    if not home:
+        raise CacheUnusable(
+            f"HOME is not set and user {os.getuid()} has no home, so there is no folder for compiled kernels; "
+            "accepted: a folder as CUTE_ATTN_CACHE_DIR"
+        )
+    return Path(home).absolute()
+
+
+def default_cache() -> DiskCache | None:
+    """The user's cache: ``CUTE_ATTN_CACHE_DIR``, or ``cute_attn`` in the user's folder for caches.
+
+    None where ``CUTE_ATTN_CACHE`` is ``0``.
+
+    Raises:
+        CacheUnusable: the user has no home.
+    """
+    if os.environ.get("CUTE_ATTN_CACHE", "1") == "0":
+        return None
+    given = os.environ.get("CUTE_ATTN_CACHE_DIR")
+    if not given:
+        return DiskCache(caches_folder() / "cute_attn")
+    folder = Path(given)
+    if folder.parts[:1] == ("~",):
+        folder = _home().joinpath(*folder.parts[1:])
+    return DiskCache(folder.absolute())
+
+
+def usable_cache() -> DiskCache | None:
+    """:func:`default_cache`, prepared; None where there is none, with a warning unless it is switched off."""
+    try:
+        cache = default_cache()
+        if cache is not None:
+            cache.prepare()
+    except CacheUnusable as reason:
+        warn_once(f"compiled kernels stay in this process: {reason}")
+        return None
+    return cache

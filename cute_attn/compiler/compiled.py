@@ -1,0 +1,433 @@
+"""From traits and a tile to a kernel that runs, cached in memory and on disk.
+
+    compiled = compile("forward-sm80-bf16-d128-causal", target="sm90")
+    compiled.resources.registers, compiled.instructions["HMMA"], compiled.ptx
+
+Only launching a kernel needs a GPU or a driver.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import os
+import queue
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cute_attn.compiler import cubin as _cubin
+from cute_attn.compiler.cache import (
+    CUBIN,
+    ELSEWHERE,
+    OBJECT,
+    PTX,
+    CacheUnusable,
+    DiskCache,
+    Entry,
+    default_cache,
+    usable_cache,
+    warn_once,
+)
+from cute_attn.compiler.cubin import Resources
+from cute_attn.compiler.fingerprint import cache_key, toolchain
+from cute_attn.compiler.workers import Worker
+from cute_attn.traits import Traits
+
+__all__ = ["CompiledKernel", "Resources", "compile", "default_target", "prebuild", "toolchain"]
+
+# The compiler's names of the targets.
+_GPU_ARCH = {"sm80": "sm_80", "sm86": "sm_86", "sm89": "sm_89", "sm90": "sm_90a"}
+
+# All but the architecture and what names a folder. Options in brackets (cute.compile[...]) are dropped beside these.
+_OPTIONS = "--enable-tvm-ffi --keep-ptx --keep-cubin remarks{ptx}"
+
+_LINE_INFO = " --generate-line-info"
+
+_requests: dict[tuple[Any, Any, Any, bool], "CompiledKernel"] = {}
+_kernels: dict[str, "CompiledKernel"] = {}
+# The compiler replaces the process's stdout and stderr while it works, so a process builds one kernel at a time; see
+# prebuild.
+_building = threading.RLock()
+_streams: tuple[Any, Any] | None = None
+"""The process's stdout and stderr, while a kernel is built."""
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    global _streams
+    with _building:
+        before, _streams = _streams, (sys.stdout, sys.stderr)
+        try:
+            yield
+        finally:
+            _streams = before
+
+
+def _leave_build_to_parent() -> None:
+    """In a forked child: the thread that was building is not there to end it."""
+    global _building, _streams
+    _building = threading.RLock()
+    if _streams is not None:
+        (sys.stdout, sys.stderr), _streams = _streams, None
+
+
+os.register_at_fork(after_in_child=_leave_build_to_parent)
+in_prebuild_worker = False
+"""Whether this process is one of :func:`prebuild`'s, where users' modules must not call it again."""
+
+
+class CompiledKernel:
+    """A kernel built for one target. Calling it launches it on the current stream, with the kernel's own arguments.
+
+    Attributes:
+        traits, tile, target: what was built.
+        resources: registers, shared memory, spills and local memory.
+        warnings: ptxas's: serialised wgmma (C7510 to C7518) or ignored setmaxnreg (C7508).
+        key: the key it is cached under.
+        seconds: what building it took.
+        from_cache: whether this process found it on disk.
+        not_stored: why later processes will not find it on disk, or None.
+    """
+
+    def __init__(
+        self, kernel: Any, target: str, entry: Entry, from_cache: bool, not_stored: str | None = None
+    ) -> None:
+        self.traits = kernel.traits
+        self.tile = kernel.tile
+        self.target = target
+        self.key = entry.key
+        self.from_cache = from_cache
+        self.not_stored = not_stored
+        self.seconds: float = entry.meta["seconds"]
+        self.resources = Resources(**entry.meta["resources"])
+        self.warnings: tuple[str, ...] = tuple(entry.meta["warnings"])
+        self._classes = kernel_classes(type(kernel), kernel.traits)
+        self._entry = entry
+
+    @property
+    def name(self) -> str:
+        return self.traits.name
+
+    @functools.cached_property
+    def function(self) -> Callable[..., None]:
+        """The launching function, loaded on first use; a hot path keeps it."""
+        from cutlass.cute.runtime import load_module
+
+        # From memory: the file may have gone, or be another, since it was checked.
+        with open(os.memfd_create("cute_attn"), "wb") as file:
+            file.write(self._entry.parts[OBJECT])
+            file.flush()
+            module = load_module(f"/proc/self/fd/{file.fileno()}", enable_tvm_ffi=True)
+        return getattr(module, self._entry.meta["function"])
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    @property
+    def ptx(self) -> str:
+        return self._entry.parts[PTX].decode().rstrip("\0")
+
+    @property
+    def cubin(self) -> bytes:
+        return self._entry.parts[CUBIN]
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The machine code, as nvdisasm prints it (FileNotFoundError where there is no nvdisasm)."""
+        return _cubin.disassemble(self.cubin)
+
+    @property
+    def instructions(self) -> dict[str, int]:
+        """Machine instructions in the code, by mnemonic, most frequent first."""
+        return _cubin.count_instructions(self.sass)
+
+    def __repr__(self) -> str:
+        return f"CompiledKernel({self.name}, {self.tile}, target={self.target})"
+
+
+def compile(
+    traits: Traits | str, tile: Any = None, target: str | None = None, *, lines: bool = False
+) -> CompiledKernel:
+    """Build a kernel, or load it from the cache.
+
+    Args:
+        traits: what to compute, or its name.
+        tile: how; a tile, or text such as ``"tile_n=64,num_stages=2"`` that overrides the default one.
+        target: ``"sm80"``, ``"sm86"``, ``"sm89"`` or ``"sm90"``; by default the GPU that is present, and without one
+            the kernel's own generation.
+        lines: build it with line info: the same machine code, and the source line of each instruction beside it.
+
+    Raises:
+        ValueError: the name, the tile's text or the target is not one; or a user's kernel has a shared-memory layout
+            with two elements in one place, or with more memory than its tile has for it.
+        Unsupported: no kernel supports the traits, or the tile does not fit them or the target.
+    """
+    if isinstance(traits, str):
+        traits = Traits.parse(traits)
+    target = target or default_target(traits.arch)
+    request = (traits, tile, target, lines)
+    known = _requests.get(request)
+    if known is not None and known._classes == kernel_classes(known._classes[0], traits):
+        return known
+
+    from cute_attn.compiler import registry  # loads the kernels, and with them the DSL
+
+    compiled = _requests[request] = build(registry.lookup(traits, tile, target), target, lines=lines)
+    return compiled
+
+
+def build(kernel: Any, target: str, *, lines: bool = False) -> CompiledKernel:
+    """As :func:`compile`, for a kernel that ``registry.lookup`` returned for that target."""
+    key = key_of(kernel, target, lines=lines)
+    known = _kernels.get(key)
+    if known is not None:
+        return known
+    cache = usable_cache()
+    entry = cache.get(key) if cache is not None else None
+    if entry is not None:
+        return _kernels.setdefault(key, CompiledKernel(kernel, target, entry, from_cache=True))
+    with _alone():
+        if key not in _kernels:  # another thread may have built it meanwhile
+            _kernels[key] = _build_once(cache, kernel, target, key, _options(target, lines))
+        return _kernels[key]
+
+
+def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
+    """The key that :func:`build` caches it under."""
+    classes = kernel_classes(type(kernel), kernel.traits)
+    return cache_key(kernel.traits, kernel.tile, target, _options(target, lines), classes)
+
+
+def _options(target: str, lines: bool) -> str:
+    return f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}" + (_LINE_INFO if lines else "")
+
+
+def is_built(kernel: Any, target: str) -> bool:
+    """Whether :func:`build` would find it, in memory or on disk."""
+    key, cache = key_of(kernel, target), usable_cache()
+    return key in _kernels or (cache is not None and cache.get(key) is not None)
+
+
+def kernel_classes(kernel_class: type, traits: Traits) -> tuple[type, ...]:
+    """The classes whose sources shape a kernel: its own, and its traits' users' epilogues."""
+    if not (traits.variant or traits.epilogues):
+        return (kernel_class,)
+    from cute_attn.compiler import registry
+    from cute_attn.epilogues.base import user_epilogue
+
+    current = registry.kernel_class(traits) or kernel_class
+    return (current, *(user_epilogue(name) for name in traits.epilogues))
+
+
+def default_target(arch: str) -> str:
+    """The target of torch's current GPU, or without one ``arch``, a kernel's generation.
+
+    Raises:
+        ValueError: no kernel is built for the GPU's generation.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return arch
+    return _device_target(torch.cuda.current_device())
+
+
+@functools.cache
+def _device_target(device: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 9:
+        return "sm90"
+    if major == 8:
+        return {6: "sm86", 9: "sm89"}.get(minor, "sm80")
+    raise ValueError(
+        f"the GPU's compute capability is {major}.{minor}; accepted: 8.0 to 9.0, which {', '.join(_GPU_ARCH)} stand for"
+    )
+
+
+def _build_once(cache: DiskCache | None, kernel: Any, target: str, key: str, options: str) -> CompiledKernel:
+    """Build it, unless another process does and stores it."""
+    with cache.lock(key) if cache is not None else contextlib.nullcontext():
+        entry = cache.get(key) if cache is not None else None
+        if entry is not None:
+            return CompiledKernel(kernel, target, entry, from_cache=True)
+        entry = _build(kernel, target, key, options)
+        return CompiledKernel(kernel, target, entry, False, _store(cache, entry))
+
+
+def _store(cache: DiskCache | None, entry: Entry) -> str | None:
+    """Why it could not be stored, or None where it was."""
+    if cache is None:
+        return "there is no disk cache"
+    try:
+        cache.put(entry)
+        return None
+    except CacheUnusable as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"the cache {cache.root} cannot be written ({error.strerror or error}); {ELSEWHERE}"
+    warn_once(f"compiled kernels stay in this process: {reason}")
+    return reason
+
+
+def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    start = time.perf_counter()
+    _check_layouts(kernel)
+    function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as name:
+        folder = Path(name)
+        places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
+        compiled.export_to_c(str(folder / OBJECT), function_name=function)
+        parts = {
+            OBJECT: (folder / OBJECT).read_bytes(),
+            CUBIN: bytes(compiled.__cubin__),
+            PTX: compiled.__ptx__.encode(),
+        }
+        remarks = (folder / "remarks").read_text("utf-8", "replace")
+        module = str(compiled.ir_module)
+    resources = _cubin.read_resources(parts[CUBIN], remarks, module)
+    meta = {
+        "name": kernel.traits.name,
+        "tile": asdict(kernel.tile),
+        "target": target,
+        "resources": asdict(resources),
+        "warnings": list(_cubin.read_warnings(remarks)),
+        "seconds": round(time.perf_counter() - start, 3),
+        "function": function,
+        "toolchain": toolchain(),
+    }
+    return Entry(key, meta, parts)
+
+
+def _check_layouts(kernel: Any) -> None:
+    """Of a user's kernel, whose layouts no test has seen: elements in one place would be computed without a sign."""
+    from cute_attn.compiler.smem_layouts import smem_reasons
+
+    if type(kernel).__module__.startswith("cute_attn."):
+        return
+    reason = next(smem_reasons(kernel), None)
+    if reason is not None:
+        raise ValueError(f"{kernel.traits}: {reason}")
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """The result of one request to :func:`prebuild`.
+
+    Attributes:
+        traits, tile, target: the request.
+        seconds: what building it took, 0 where it was on disk.
+        error: or None.
+    """
+
+    traits: Traits
+    tile: Any
+    target: str | None
+    seconds: float
+    error: str | None
+
+
+Request = tuple[Traits, Any, str | None]
+"""Traits, a tile or its text or None, a target or None."""
+
+
+def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterator[Prebuilt]:
+    """Build many kernels into the disk cache in parallel processes; yields each when built.
+
+    The processes load the files that register the requests' variants and epilogues, but not the running script: kernels
+    with a class of the script are built by this process.
+
+    Args:
+        requests: (traits, tile or None, target or None) each.
+        workers: processes; by default one a core.
+
+    Raises:
+        ValueError: the disk cache is off or cannot be used, or a loaded file calls this.
+    """
+    if in_prebuild_worker:
+        raise ValueError(
+            "a module that registers kernels calls prebuild when it is imported; accepted: a script"
+        )
+    cache = default_cache()
+    if cache is None:
+        raise ValueError("CUTE_ATTN_CACHE is '0'; prebuilding needs the disk cache")
+    cache.prepare()
+    wanted = list(dict.fromkeys(requests))
+    modules = {request: user_modules(request) for request in wanted}
+    own = [request for request in wanted if "__main__" in modules[request]]
+    yield from _build_in_processes([request for request in wanted if request not in own], modules, workers)
+    for request in own:
+        yield Prebuilt(*request, *build_for_later(*request))
+
+
+def build_for_later(traits: Traits | str, tile: Any, target: str | None) -> tuple[float, str | None]:
+    """Build one kernel into the disk cache: the seconds that took, 0 where it was there, and an error or None."""
+    try:
+        compiled = compile(traits, tile, target)
+    except Exception as failure:  # the result of that request
+        return 0.0, f"{type(failure).__name__}: {failure}"
+    return (0.0 if compiled.from_cache else compiled.seconds), compiled.not_stored
+
+
+def user_modules(request: Request) -> dict[str, str]:
+    """Names and files of the modules that define a request's tile, variant and epilogues."""
+    from cute_attn.compiler import registry
+
+    traits, tile, _ = request
+    classes: tuple[type, ...] = () if tile is None else (type(tile),)
+    base = registry.kernel_class(traits)
+    if base is not None and (traits.variant or traits.epilogues):
+        with contextlib.suppress(KeyError):  # building it reports what is not registered
+            classes += kernel_classes(base, traits)
+    ours = ("cute_attn", "builtins")
+    names = dict.fromkeys(cls.__module__ for cls in classes if cls.__module__.partition(".")[0] not in ours)
+    return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
+
+
+def _build_in_processes(
+    requests: list[Request], modules: dict[Request, dict[str, str]], workers: int | None
+) -> Iterator[Prebuilt]:
+    if not requests:
+        return
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    count = max(1, min(workers or os.cpu_count() or 1, len(requests)))
+    processes = [Worker("cute_attn.compiler.prebuild_worker") for _ in range(count)]
+    for worker in processes:
+        idle.put(worker)
+
+    def build(request: Request) -> dict[str, Any]:
+        worker = idle.get()
+        try:
+            return worker.ask(as_message(request, modules[request]))
+        finally:
+            idle.put(worker)
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(processes))
+    try:
+        futures = {pool.submit(build, request): request for request in requests}
+        for future in concurrent.futures.as_completed(futures):
+            answer = future.result()
+            yield Prebuilt(*futures[future], answer.get("seconds", 0.0), answer["error"])
+    finally:  # also where the caller stops early
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in processes:
+            worker.stop()
+
+
+def as_message(request: Request, modules: dict[str, str]) -> dict[str, Any]:
+    """A request and its :func:`user_modules` as :mod:`cute_attn.compiler.prebuild_worker` reads them."""
+    traits, tile, target = request
+    text = None if tile is None else str(tile)
+    return {"traits": traits.name, "tile": text, "target": target, "modules": modules}

@@ -1,0 +1,159 @@
+"""The key under which a compiled kernel is cached: everything that decides its code, hashed.
+
+Traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sources: this package's and ``layouts``'
+(the folders that shape a kernel) and, for a user's kernel or epilogue, its file and the user's files that it imports.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cute_attn import _imported_at
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LAYOUTS = _PACKAGE.parent / "layouts"
+_SHAPING = ("traits.py", "tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
+"""Of the package, what shapes a kernel or what is kept with it; nothing in these imports from other folders."""
+_DISTRIBUTIONS = {
+    "cutlass_dsl": "nvidia-cutlass-dsl",
+    "tvm_ffi": "apache-tvm-ffi",
+}
+
+
+@functools.cache
+def toolchain() -> dict[str, str]:
+    """Versions of what turns a kernel's source into code, by name.
+
+    ``ptx_toolkit`` is the CUDA version inside the DSL's compiler: its cu12 and cu13 flavours emit different PTX.
+    """
+    from cutlass import CUDA_VERSION
+
+    return {
+        **{name: importlib.metadata.version(wheel) for name, wheel in _DISTRIBUTIONS.items()},
+        "ptx_toolkit": f"{CUDA_VERSION.major}.{CUDA_VERSION.minor}",
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "platform": f"{sys.platform}-{platform.machine()}",
+    }
+
+
+def cache_key(traits: Any, tile: Any, target: str, options: str, classes: Iterable[type]) -> str:
+    """The key of a kernel that is about to be built, as 40 hexadecimal digits.
+
+    Args:
+        traits, tile: dataclasses; each of their fields counts.
+        target: the GPU that is built for.
+        options: the compiler's options, without paths.
+        classes: the kernel's class and its traits' epilogues; their own and their bases' sources count.
+    """
+    classes = tuple(classes)
+    parts = {
+        "traits": asdict(traits),
+        "tile": [type(tile).__qualname__, asdict(tile)],
+        "target": target,
+        "options": options,
+        "classes": [cls.__qualname__ for cls in classes],
+        "toolchain": toolchain(),
+        "environment": _environment(),
+        "package": package_sources(),
+        "user": user_sources(classes),
+    }
+    return digest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _environment() -> dict[str, str]:
+    """The variables through which the DSL takes compile options."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CUTE_DSL_")}
+
+
+def digest(*parts: bytes) -> str:
+    """SHA-256 over the parts and their lengths, as 40 hexadecimal digits."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.hexdigest()[:40]
+
+
+@functools.cache
+def package_sources() -> str:
+    """Digest of the package's own sources, read once a process.
+
+    Where one changed after this process imported the package, what runs may be older than what is read: then the
+    digest is unique, so that no later process finds a stale kernel under it.
+    """
+    parts, newest = [], 0.0
+    for root in (_PACKAGE, _LAYOUTS):
+        for path in sorted(root.rglob("*.py")):
+            place = path.relative_to(root.parent)
+            if root == _PACKAGE and place.parts[1] not in _SHAPING:
+                continue
+            parts += [place.as_posix().encode(), path.read_bytes()]
+            newest = max(newest, path.stat().st_mtime)
+    if newest > _imported_at:
+        parts.append(os.urandom(16))
+    return digest(*parts)
+
+
+def user_sources(classes: Iterable[type]) -> str:
+    """Digest of the files, outside the package, that the classes and their bases come from and import."""
+    pending = {
+        module for cls in classes for base in cls.__mro__ if (module := sys.modules.get(base.__module__))
+    }
+    files: dict[str, bytes] = {}
+    while pending:
+        module = pending.pop()
+        path = _user_file(module)
+        if path is not None and str(path) not in files:
+            files[str(path)] = path.read_bytes()
+            pending |= _imported_modules(module, files[str(path)])
+    # A file's folder does not shape code; its name and its contents do.
+    return digest(*sorted(Path(name).name.encode() + b"\0" + source for name, source in files.items()))
+
+
+@functools.cache
+def _installed_roots() -> tuple[Path, ...]:
+    paths = sysconfig.get_paths()
+    roots = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    cutlass = importlib.util.find_spec("cutlass")
+    for place in (cutlass.submodule_search_locations if cutlass else None) or ():
+        roots.add(Path(place).resolve())
+    return (*roots, _PACKAGE, _LAYOUTS)
+
+
+def _user_file(module: ModuleType) -> Path | None:
+    """The module's source file, where it is neither this package's nor an installed one."""
+    try:
+        source = inspect.getsourcefile(module)
+    except TypeError:  # built in
+        return None
+    if source is None or not os.path.isfile(source):
+        return None
+    path = Path(source).resolve()
+    return None if any(path.is_relative_to(root) for root in _installed_roots()) else path
+
+
+def _imported_modules(module: ModuleType, source: bytes) -> set[ModuleType]:
+    """The loaded modules that a module's import statements name."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, module.__package__ or "")
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return {sys.modules[name] for name in names if name in sys.modules}

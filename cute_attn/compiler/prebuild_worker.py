@@ -1,0 +1,67 @@
+"""A process that builds kernels for :func:`cute_attn.compiler.prebuild`: lines of JSON in, lines of JSON out.
+
+    [DIRECTORY, ...]                                                                    first: the module path
+    {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel a line
+    {"seconds": ..., "error": TEXT or null}                                             the result of each
+
+``modules`` register the kernel's variant and epilogues. Not a spawned copy of the calling process, which would run the
+caller's script again.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Build until the input ends. What users' modules print goes to stderr."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.path[:] = json.loads(sys.stdin.readline())
+    for line in sys.stdin:
+        print(json.dumps(build(**json.loads(line))), file=results, flush=True)
+
+
+def build(traits: str, tile: str | None, target: str | None, modules: dict[str, str]) -> dict[str, Any]:
+    """Build one kernel; an error is its result."""
+    from cute_attn.compiler import compiled
+
+    compiled.in_prebuild_worker = True
+    try:
+        for name, file in modules.items():
+            load(name, file)
+    except Exception as failure:
+        return {"seconds": 0.0, "error": f"{type(failure).__name__}: {failure}"}
+    seconds, error = compiled.build_for_later(traits, tile, target)
+    return {"seconds": seconds, "error": error}
+
+
+def load(name: str, file: str) -> None:
+    """Import a module from the caller's file; the path may find another of that name."""
+    if name in sys.modules:
+        return
+    try:
+        found = importlib.util.find_spec(name)
+    except ImportError:  # its package is on no path
+        found = None
+    if found is not None and found.origin and Path(found.origin).resolve() == Path(file).resolve():
+        importlib.import_module(name)
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"module {name!r} comes from {file!r}; accepted: a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+if __name__ == "__main__":
+    main()

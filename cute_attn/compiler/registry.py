@@ -1,0 +1,264 @@
+"""Registry: which kernel computes some traits, with which tile.
+
+``KERNELS`` is a plain dict; :func:`register` adds a kernel of yours. A lookup returns a kernel, or raises with each
+kernel's reason.
+
+The default tile follows from traits and target. A call that names no tile may get another tile of the same kernel,
+which the logger ``cute_attn`` reports at level DEBUG:
+
+* in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
+* in a backward in fp32 of few operations, or of too many rows to split them into parts: the default tile of whole
+  operands;
+* where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
+  address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
+  names a TMA tile raises instead, with the reason.
+"""
+
+import dataclasses
+from typing import Any
+
+from cute_attn.kernels.append_kv import AppendKv
+from cute_attn.kernels.backward_convert import BackwardConvert
+from cute_attn.kernels.backward_preprocess import BackwardPreprocess
+from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
+from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
+from cute_attn.kernels.combine import Combine, CombineShares
+from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
+from cute_attn.kernels.forward_sm80.parts_kernel import ForwardExact, ForwardParts
+from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
+from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
+from cute_attn.kernels.limits import LARGE_HEAD_DIM
+from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
+from cute_attn.kernels.split_fp32 import SplitFp32
+from cute_attn.tiles import TARGETS, Tile
+from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
+
+KERNELS: dict[tuple[str, str, str], Any] = {
+    ("forward", "sm80", ""): ForwardSm80,
+    ("forward", "sm90", ""): ForwardSm90,
+    ("softmax", "sm80", ""): SoftmaxSm80,
+    ("backward", "sm80", ""): BackwardSm80,
+    ("backward", "sm90", ""): BackwardSm90,
+    ("backward_convert", "sm80", ""): BackwardConvert,
+    ("backward_convert", "sm90", ""): BackwardConvert,
+    ("backward_preprocess", "sm80", ""): BackwardPreprocess,
+    ("backward_preprocess", "sm90", ""): BackwardPreprocess,
+    ("append", "sm80", ""): AppendKv,
+    ("append", "sm90", ""): AppendKv,
+    ("kvcache", "sm80", ""): KvcacheSm80,
+    ("kvcache", "sm90", ""): KvcacheSm90,
+    ("combine", "sm80", ""): Combine,
+    ("combine", "sm90", ""): Combine,
+    ("combine_shares", "sm80", ""): CombineShares,
+    ("combine_shares", "sm90", ""): CombineShares,
+    ("forward_split", "sm80", ""): SplitFp32,
+    ("backward_split", "sm80", ""): SplitFp32,
+    ("forward", "sm80", "parts"): ForwardParts,
+    ("forward", "sm80", "exact"): ForwardExact,
+}
+"""(op, arch, variant) -> kernel class."""
+
+LARGE_HEAD_DIMS: dict[tuple[str, str], Any] = {("forward", "sm90"): ForwardLargeSm90}
+"""(op, arch) -> kernel class in place of the one above for head dims beyond ``LARGE_HEAD_DIM``."""
+
+SPECULATIVE_PAIR = ("parts", "exact")
+"""Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
+
+RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
+"""The targets of a kernel's generation."""
+
+
+class Unsupported(ValueError):
+    """No kernel computes these traits with this tile on this target; the message has each kernel's reason."""
+
+
+def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm80") -> Any:
+    """Register a kernel class for traits with that ``variant``.
+
+    Raises:
+        ValueError: the name is taken by another class, or empty.
+    """
+    if not variant:
+        raise ValueError("variant is ''; accepted: a name for the changed kernel, such as 'padded'")
+    key = (op, arch, variant)
+    known = KERNELS.get(key)
+    if known is not None and known.__qualname__ != kernel.__qualname__:
+        raise ValueError(
+            f"variant {variant!r} of {op}-{arch} is taken by {known.__module__}.{known.__qualname__}"
+        )
+    KERNELS[key] = kernel
+    return kernel
+
+
+def label(key: tuple[str, str, str]) -> str:
+    """A registered kernel's name in messages: ``"forward-sm80"``, or ``"forward-sm80:variant"``."""
+    op, arch, variant = key
+    return f"{op}-{arch}" + (f":{variant}" if variant else "")
+
+
+def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = None) -> Any:
+    """The kernel for ``traits`` with its tile: the default one, the one given, or the default changed by a text.
+
+    The default target is the kernel's generation.
+
+    Raises:
+        Unsupported: with the reason of every registered kernel.
+        ValueError: the target or the tile's text is not one.
+    """
+    target = target or traits.arch
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
+    key = (traits.op, traits.arch, traits.variant)
+    kernel = kernel_class(traits)
+    if kernel is None:
+        others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)
+        raise Unsupported(f"no kernel computes {traits}: none is registered as {label(key)}; {others}")
+    if target not in RUNS_ON[traits.arch]:
+        raise Unsupported(f"{label(key)} runs on {', '.join(RUNS_ON[traits.arch])}, not on {target}")
+    reason = kernel.supports(traits)
+    if reason is None:
+        chosen = _tile(kernel, traits, tile, target)
+        reason = chosen.reject(traits, target)
+        if reason is None:
+            return kernel(traits, chosen)
+    raise Unsupported(f"{label(key)} declined {traits}: {reason}")
+
+
+def kernel_class(traits: Traits) -> Any:
+    """The class that is registered for ``traits``, or None."""
+    large = max(traits.head_dim, traits.head_dim_v) > LARGE_HEAD_DIM and not traits.variant
+    found = LARGE_HEAD_DIMS.get((traits.op, traits.arch)) if large else None
+    return found or KERNELS.get((traits.op, traits.arch, traits.variant))
+
+
+def _difference(key: tuple[str, str, str], traits: Traits) -> str:
+    """How a registered kernel differs from the traits."""
+    op, arch, variant = key
+    if op != traits.op:
+        return f"computes {op}"
+    if arch != traits.arch:
+        return f"is {arch}'s"
+    return f"is variant {variant!r}" if variant else "is no variant"
+
+
+def other_tiles(kernel: Any) -> list[tuple[str, Tile]]:
+    """(condition, tile): for which calls a tensor's layout makes a kernel take another than its default tile."""
+    if not getattr(kernel.tile, "bias_stages", 0):
+        return []
+    which = "cannot read or whose gradient it cannot store" if kernel.traits.bias_grad else "cannot read"
+    return [(f"a bias of one row, or that TMA {which}", kernel.without_tma_bias().tile)]
+
+
+def _tile(kernel: Any, traits: Traits, tile: Tile | str | None, target: str) -> Tile:
+    if isinstance(tile, Tile):
+        return tile
+    default = _default_tile(kernel, traits, target)
+    return default.override(tile) if tile else default
+
+
+def _default_tile(kernel: Any, traits: Traits, target: str) -> Tile:
+    """The kernel's own; a part of the backward follows the main kernel's."""
+    if traits.op not in PARTS:
+        return kernel.default_tile(traits, target)
+    main = dataclasses.replace(traits, op="backward", lse_grad=False)
+    return kernel.beside(traits, KERNELS["backward", traits.arch, ""].default_tile(main, target))
+
+
+def defaults() -> list[tuple[Traits, str]]:
+    """(traits, target) pairs that represent the default tiles; tests build a cover of them.
+
+    Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
+    dims; on the targets with the least shared memory what needs the most. A few of the softmax kernel, which has one
+    tile, and of the backward's preprocess and convert.
+    """
+    pairs: list[tuple[Traits, str]] = []
+    for op, arch, variant in KERNELS:
+        if variant:
+            continue
+        targets = RUNS_ON[arch]
+        if op in PARTS:
+            pairs += _part_defaults(op, arch)
+            continue
+        if op == "combine":
+            dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
+            pairs += [(Traits(op, arch, dtype, dim), targets[-1]) for dtype in dims for dim in dims[dtype]]
+            continue
+        if op == "combine_shares":
+            pairs += [
+                (Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _SHARES_FEATURES
+            ]
+            continue
+        if op == "kvcache":
+            pairs += [(Traits(op, arch, "bf16", dim, **extra), targets[-1]) for dim, extra in _CACHE_FEATURES]
+            continue
+        if op == "append":
+            pairs += [(Traits(op, arch, "bf16", 128, **extra), targets[-1]) for extra in _APPEND_FEATURES]
+            continue
+        if op in SPLIT_TENSORS:
+            pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
+            continue
+        if op == "softmax":
+            pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]
+            pairs += [(Traits(op, arch, "fp16", 64, **extra), targets[-1]) for extra in _features(op)]
+            continue
+        for head_dim in (32, 64, 96, 128, 192, 256):
+            for mask in ("", "causal"):
+                for target in sorted({targets[0], targets[-1]}):
+                    pairs.append((Traits(op, arch, "bf16", head_dim, mask=mask), target))
+        for head_dim in (64, 128):
+            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), targets[-1]) for extra in _features(op)]
+        if "sm86" in targets:
+            pairs += [(Traits(op, arch, "bf16", dim, mask="causal"), "sm86") for dim in (64, 128, 256)]
+            pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
+    return pairs
+
+
+_APPEND_FEATURES: list[dict[str, Any]] = [
+    {},
+    {"rotary": "interleaved", "rotate_q": True, "batch_idx": True},
+    {"rotary": "halves", "rotate_q": True, "varlen": True, "varlen_new": True, "paged": True},
+]
+
+
+_CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
+    (128, {"seqused_k": True, "split": "shares"}),
+    (64, {"mask": "causal", "varlen": True, "seqused_k": True, "paged": True, "split": "shares"}),
+    (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "parts"}),
+    (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "shares"}),
+    (128, {"mask": "causal", "seqused_k": True, "paged": True}),
+    (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "shares"}),
+    (64, {"seqused_k": True, "tree": True, "split": "shares"}),
+]
+_SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
+    (128, {"seqused_k": True}),
+    (64, {"mask": "causal", "varlen": True, "seqused_k": True}),
+    (256, {"mask": "window", "seqused_k": True, "leftpad": True}),
+]
+
+
+def _features(op: str) -> list[dict[str, Any]]:
+    """Every feature of an attention kernel once."""
+    grad = {"bias_grad": True} if op == "backward" else {}
+    return [
+        {"mask": "window"},
+        {"mask": "causal", "dropout": "flash"},
+        {"mask": "causal", "dropout": "mem_efficient"},
+        {"bias": "bf16", **grad},
+        {"mask": "causal", "bias": "fp32"},
+        {"alibi": True, "mask": "causal"},
+        {"softcap": True},
+        *([{"mask": "causal", "sinks": "bf16"}] if op == "forward" else []),
+        {"varlen": True, "mask": "causal", "seqused_k": True},
+    ]
+
+
+def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
+    """A part of the backward at head dims whose rows divide differently, and varlen."""
+    targets = RUNS_ON[arch]
+    pairs = [(Traits(op, arch, "bf16", dim), targets[-1]) for dim in (40, 64, 128, 256)]
+    pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))
+    if op == "backward_preprocess":
+        pairs.append((Traits(op, arch, "bf16", 128, lse_grad=True), targets[0]))
+    return pairs

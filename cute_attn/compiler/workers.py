@@ -1,0 +1,66 @@
+"""Processes that answer lines of JSON: ``python -m MODULE``, since a spawned copy would run the caller's script."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Worker:
+    """A process that runs a module, with this process's module path, and answers one message at a time.
+
+    The module reads lines of JSON from its input until that ends, the first one its module path, and answers each
+    later one with a line: see :mod:`cute_attn.compiler.prebuild_worker`.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._stopped = False
+        self._process = self._start()
+
+    def _start(self) -> "subprocess.Popen[str]":
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self._module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # Ctrl-C is the caller's, which stops its workers
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        _send(process, [str(path) for path in sys.path])
+        return process
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer; where the process ends instead, ``{"error": ...}``, and a new one takes the next message."""
+        _send(self._process, message)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        status = self._process.wait()
+        if not self._stopped:
+            self._process = self._start()
+        return {"error": f"the process that built it ended with status {status}"}
+
+    def interrupt(self) -> None:
+        """End the process: the message that it works on is answered with an error."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """At once: what a process writes to the cache is written whole or not at all."""
+        self._stopped = True
+        self._process.terminate()
+        self._process.wait()
+
+
+def _send(process: "subprocess.Popen[str]", message: Any) -> None:
+    """One line; the missing answer shows that a process has ended."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()

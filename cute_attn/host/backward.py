@@ -1,0 +1,694 @@
+"""From the gradients of out and lse to those of q, k, v and bias on CUDA: three launches and their workspace.
+
+    preprocess   out, grad_out, lse, grad_lse  ->  two numbers a query, and dQ accumulators of zeros
+    main         dK, dV, the bias's gradient; adds to the accumulators
+    convert      accumulators  ->  dQ
+
+fp32 q, k, v and grad_out are split into two fp16 parts before the main kernel, or with precision tf32 into one
+(:mod:`cute_attn.host.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
+whether the tensors fit their parts, and one of them returns at once. Small calls that name no tile do without parts.
+
+As in :mod:`cute_attn.host.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
+
+Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
+query and head; the parts, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
+they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Deterministic: dQ as many times as there are
+:func:`cute_attn.host.backward_splits.key_splits`; and for a bias that is broadcast, its gradient before it is summed,
+4 bytes for each score. Otherwise such a gradient is added up in fp32 in the bias's size.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import fused_qkv, launcher
+from cute_attn.host.backward_splits import head_splits, key_splits
+from cute_attn.host.counters import multiprocessors
+from cute_attn.host.launcher import (
+    ScoreArgs,
+    as_strided,
+    choose_kernel,
+    contiguous_strides,
+    launcher_key,
+    user_classes,
+)
+from cute_attn.host.memory import overwritten
+from cute_attn.host.params import (
+    ALIGNMENT_BYTES,
+    MAX_ROWS,
+    NUM_TENSORS,
+    AttentionParams,
+    check,
+    check_alignment,
+    check_apart,
+    check_count,
+    check_for_kernels,
+    check_gradients,
+    check_steps,
+    is_aligned,
+    rows_are_regular,
+)
+from cute_attn.host.slots import prepared
+from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
+from cute_attn.host.split_fp32 import SplitLauncher, can_split
+from cute_attn.traits import PARTS, Traits
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of q, k, v, bias and sinks; None where they are not needed."""
+
+NOTHING: Gradients = (None, None, None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One fp32 allocation: shape, strides and first element of each part.
+
+    Attributes:
+        size: all of it.
+        lse_log2, minus_d, dq, next: (batch, nheads, rows), varlen (nheads, rows), twice; (accumulators, batch, nheads,
+            rows * head_dim), varlen without the batch; (16,), of which 16 bytes are counters.
+    """
+
+    size: int
+    lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
+    minus_d: tuple[tuple[int, ...], tuple[int, ...], int]
+    dq: tuple[tuple[int, ...], tuple[int, ...], int]
+    next: tuple[tuple[int, ...], tuple[int, ...], int]
+
+    @staticmethod
+    def of(params: AttentionParams, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
+        """Rows are padded to whole blocks of tile_m, each varlen sequence's own."""
+        if params.varlen:
+            rows = (params.q.shape[0] // tile_m + params.batch) * tile_m
+            heads: tuple[int, ...] = (params.nheads,)
+        else:
+            rows = -(-params.longest[0] // tile_m) * tile_m
+            heads = (params.batch, params.nheads)
+        shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
+        parts, size = [], 0
+        for shape in shapes:
+            parts.append((shape, contiguous_strides(shape), size))
+            size += math.prod(shape)
+        return Workspace(size, *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasGradient:
+    """How the bias's gradient is computed.
+
+    Attributes:
+        shape, dtype: of the tensor that the kernel writes.
+        seen: shape (batch, nheads, max_seqlen_q, max_seqlen_k) and strides as the kernel addresses it.
+        clear: whether the kernel leaves elements unwritten, or adds to them.
+        sum_over: the dimensions to sum afterwards.
+        result: the bias's dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seen: tuple[tuple[int, ...], tuple[int, ...]]
+    clear: bool
+    sum_over: tuple[int, ...]
+    result: torch.dtype
+
+    @staticmethod
+    def of(params: AttentionParams, deterministic: bool) -> "BiasGradient":
+        """For a call with a bias."""
+        assert params.bias is not None
+        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
+        shape = tuple(params.bias.shape)
+        shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
+        lengths_differ = any(
+            x is not None
+            for x in (params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q, params.seqused_k)
+        )
+        if not shared:
+            clear = bool(params.mask) or lengths_differ
+            return BiasGradient(
+                shape, params.bias.dtype, (full, contiguous_strides(full)), clear, (), params.bias.dtype
+            )
+        if deterministic:
+            seen = (full, contiguous_strides(full))
+            return BiasGradient(full, torch.float32, seen, True, shared, params.bias.dtype)
+        strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
+
+    def allocate(self, like: Tensor, given: Tensor | None = None) -> Tensor:
+        """The tensor that the kernel writes: ``given`` if it can be."""
+        if given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype):
+            if given.is_contiguous() and is_aligned(given):
+                return given.zero_() if self.clear else given
+        gradient = launcher.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
+        return gradient.zero_() if self.clear else gradient
+
+    def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
+        """The bias's gradient from what the kernel wrote, in ``given`` if there is one."""
+        if self.sum_over:
+            gradient = gradient.sum(self.sum_over, keepdim=True)
+        if given is None or given is gradient:
+            return gradient.to(self.result)
+        return given.copy_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardLauncher:
+    """What follows from the metadata of a call and of its outputs' gradients, as a forward's ``Launcher``.
+
+    Attributes:
+        preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
+            there is nothing to compute.
+        split, exact: of a main kernel whose operands are parts: what splits them, and the other main kernel.
+        kernel: the main kernel object, which makes the epilogues' arguments.
+        needed: which of the gradients of q, k, v, bias and sinks are computed.
+        shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
+        parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
+        varlen: whether rows of those may belong to no sequence.
+        aligned: whether the kernels read whole 16 bytes of rows.
+        copy: which of grad_out and out have strides that such kernels do not read.
+        views: as of :class:`cute_attn.host.launcher.Launcher`.
+        workspace: or None where there is nothing to compute.
+        bias: or None without its gradient.
+        num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
+        seqlens: lengths for the main kernel and for the others, or None where some are tensors.
+        score_args: the epilogues' arguments, or None where each call makes its own.
+        rest: the call's arguments that are not tensors.
+        sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
+    """
+
+    preprocess: Callable[..., None] | None
+    main: Callable[..., None] | None
+    convert: Callable[..., None] | None
+    split: SplitLauncher | None
+    exact: Callable[..., None] | None
+    kernel: Any
+    needed: tuple[bool, bool, bool, bool, bool]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    parts: int
+    varlen: bool
+    aligned: bool
+    copy: tuple[bool, bool]
+    views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    workspace: Workspace | None
+    bias: BiasGradient | None
+    num_splits: int
+    split_stride: int
+    multiprocessors: int
+    seqlens: tuple[Any, Any] | None
+    softmax_scale: float
+    dropout_p: float
+    score_args: ScoreArgs | None
+    rest: tuple
+    sign: int = 1
+
+    def launch(
+        self,
+        params: AttentionParams,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None = None,
+    ) -> Gradients:
+        """Allocate everything and launch on the current stream of q's device.
+
+        Args:
+            grads: of out and lse.
+            outputs: out and lse.
+            into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
+                allocate is a part of another.
+        """
+        device = params.q.get_device()
+        if device == launcher._current_device():
+            return self._launch(params, grads, outputs, into)
+        with torch.cuda.device(device):
+            return self._launch(params, grads, outputs, into)
+
+    def _queries(self, params: AttentionParams) -> tuple[Tensor, int] | None:
+        """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
+        if self.aligned or params.q.element_size() != 2:
+            return None
+        return params.q, params.q.shape[-2] // params.k.shape[-2]
+
+    def _launch(
+        self,
+        params: AttentionParams,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None,
+    ) -> Gradients:
+        q = params.q
+        given = into or NOTHING
+        if self.main is None or self.workspace is None:
+            return self._without_keys(params, grads[1], outputs[1], given)
+        params = params.with_positive_scale()
+        grad_out, out = grads[0], outputs[0]
+        if self.aligned:
+            if not _rows_start_aligned(params):  # a launcher that is kept under other tensors' metadata
+                check_alignment(*params[:3])
+            grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
+        lse = outputs[1]
+        if lse.stride(-1) != 1:
+            lse = lse.clone(memory_format=torch.contiguous_format)
+        dq, dk, dv = self._allocate(params, given, into is not None)
+        space = self.workspace
+        memory = launcher.new_empty_strided(q, (space.size,), (1,), torch.float32)
+        lse_log2 = as_strided(memory, *space.lse_log2)
+        minus_d = as_strided(memory, *space.minus_d)
+        accumulators = as_strided(memory, *space.dq)
+        counter = as_strided(memory, *space.next)
+        if self.needed[4] and (self.varlen or params.seqused_q is not None):
+            # Rows between sequences, which the preprocess leaves unwritten.
+            memory[: space.dq[2]].zero_()
+        dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
+        if self.views:
+            viewed: list[Any] = list(params)
+            for index, shape, strides in self.views:
+                viewed[index] = as_strided(viewed[index], shape, strides)
+            params = AttentionParams._make(viewed)
+        seqlens, part_seqlens = self.seqlens or _seqlens(params)
+        keep = 1.0 - self.dropout_p
+        assert self.preprocess is not None
+        cleared = (dq, dk, dv) if self.varlen else None
+        self.preprocess(
+            grad_out,
+            out,
+            lse,
+            grads[1],
+            lse_log2,
+            minus_d,
+            accumulators,
+            counter,
+            cleared,
+            part_seqlens,
+            keep,
+        )
+        shared = (
+            lse_log2,
+            minus_d,
+            accumulators,
+            dk,
+            dv,
+            seqlens,
+            self.softmax_scale,
+            (self.num_splits, self.split_stride, counter, self.multiprocessors),  # a BackwardSchedule
+            self._score_args(params, dbias),
+        )
+        self._main((*params[:3], grad_out), shared)
+        if self.convert is not None:
+            self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep, self._queries(params))
+            if self.sign != 1:
+                dq.mul_(self.sign)
+        if dbias is not None and self.bias is not None:
+            dbias = self.bias.finish(dbias, given[3])
+        needed, nheads_kv = self.needed, params.k.shape[-2]
+        return (
+            dq if needed[0] else None,
+            _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
+            _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
+            dbias,
+            _sinks_gradient(params.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
+        )
+
+    def _main(self, operands: tuple[Tensor, ...], shared: tuple) -> None:
+        """Launch the main kernel on (q, k, v, grad_out), or on their parts and then the other one."""
+        assert self.main is not None
+        if self.split is None:
+            self.main(*operands, *shared, *((None,) if self.kernel.traits.arch == "sm80" else ()))
+            return
+        assert self.exact is not None
+        parts, scales = self.split.launch(operands)
+        self.main(*parts, *shared, scales)
+        self.exact(*operands, *shared, scales)
+
+    def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
+        """What the kernels write dq, dk and dv into."""
+        parts, shapes, found = self.parts, self.shapes, []
+        together: Tensor | None = None
+        if (
+            may_pack
+            and parts
+            and not any(x is not None for x in given[:3])
+            and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - parts :])
+        ):
+            shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
+            together = launcher.new_empty_strided(params.q, shape, contiguous_strides(shape), params.q.dtype)
+        for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
+            own = given[i]
+            if together is not None and i >= 3 - parts:
+                first = (i + parts - 3) * shape[-1] * shape[-2]
+                own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
+            elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
+                own = launcher.new_empty_strided(params.q, shape, strides, params.q.dtype)
+            found.append(own)
+        return found
+
+    def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
+        if self.score_args is not None:
+            return self.score_args.fill(params)
+        if dbias is not None and self.bias is not None:
+            dbias = as_strided(dbias, *self.bias.seen)
+        return self.kernel.score_args(params.score_inputs(dbias))
+
+    def _without_keys(
+        self, params: AttentionParams, grad_lse: Tensor | None, lse: Tensor, given: Gradients
+    ) -> Gradients:
+        """Zeros, but for the sinks of existing rows: their LSE is the sink."""
+        tensors = (params.q, params.k, params.v, params.bias, params.sinks)
+        *zeros, dsinks = (
+            None if not needed or x is None else x.new_zeros(x.shape) if own is None else own.zero_()
+            for x, needed, own in zip(tensors, self.needed, given, strict=True)
+        )
+        if dsinks is not None and grad_lse is not None:
+            rows = torch.where(lse == -math.inf, 0.0, grad_lse)
+            dsinks.copy_(rows.sum(-1) if rows.dim() == 2 else rows.sum((0, 2)))
+        return (*zeros, dsinks)  # type: ignore[return-value]
+
+
+def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
+    """Lengths for the main kernel, and for the preprocess and the convert, which read no keys' lengths."""
+    from cute_attn.device.seqlen import Seqlens
+
+    lengths, longest = params[3:6], params.longest
+    return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+
+
+def _sinks_gradient(
+    sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float, given: Tensor | None
+) -> Tensor:
+    """Of (nheads,) sinks, from what the preprocess wrote: dsink = -sum over rows of exp(sink - LSE) * D.
+
+    exp(sink - LSE) is the share of the sink in a row's softmax. In rows that do not exist LSE is inf or D is 0.
+
+    Args:
+        sinks: the call's.
+        lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
+        given: what to write the gradient into, or None.
+    """
+    assert sinks is not None
+    shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
+    found = (shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2))
+    found = (found / keep).to(sinks.dtype)
+    return found if given is None else given.copy_(found)
+
+
+def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tensor:
+    """dK or dV of each kv head, from (..., nheads_kv * splits, dim), in ``given`` if there is one."""
+    if gradient.shape[-2] == nheads_kv:
+        return gradient
+    divided = gradient.unflatten(-2, (nheads_kv, -1))
+    return divided.sum(-2) if given is None else torch.sum(divided, -2, out=given)
+
+
+def check_given(
+    params: AttentionParams,
+    given: Gradients,
+    needed: tuple[bool, ...],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+) -> None:
+    """Raise where a tensor to write a gradient into does not fit.
+
+    outputs: the gradients of out and lse, out and lse.
+    """
+    names = ("grad_out", "grad_lse", "out", "lse")
+    taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
+    taken += params.tensors()
+    for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
+        if own is None:
+            continue
+        x = getattr(params, name)
+        if not wanted or x is None:
+            raise ValueError(f"d{name} is given, but no gradient of {name} is wanted; accepted: None")
+        for what in ("device", "dtype", "shape"):
+            if getattr(own, what) != getattr(x, what):
+                have, accepted = (str(getattr(y, what)) for y in (own, x))
+                raise ValueError(f"d{name} has {what} {have}; accepted: {accepted}, {name}'s")
+        if own.requires_grad:
+            raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
+        check_apart(f"d{name}", own, taken)
+        taken.append((f"d{name}", own))
+        regular = not own.is_cuda or not params.aligned or (rows_are_regular(own) and is_aligned(own))
+        if name in ("q", "k", "v") and not regular:
+            raise ValueError(
+                f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
+                "16; accepted: rows of contiguous elements that start at multiples of 16 bytes"
+            )
+
+
+def _rows_start_aligned(params: AttentionParams) -> bool:
+    """Whether q, k and v start at multiples of 16 bytes, which metadata does not show."""
+    return not (params.q.data_ptr() | params.k.data_ptr() | params.v.data_ptr()) % ALIGNMENT_BYTES
+
+
+def _readable(x: Tensor, copy: bool) -> Tensor:
+    """``x``, or a copy where kernels of aligned rows cannot read its strides or its address."""
+    if copy or not is_aligned(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+# ---- launchers by metadata ----
+
+_MAX_LAUNCHERS = 4096
+_launchers: dict[tuple[Any, ...], BackwardLauncher] = {}
+
+
+def gradients(
+    params: AttentionParams,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    forward: launcher.Launcher | None = None,
+    into: Gradients | None = None,
+) -> Gradients:
+    """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
+
+    Deterministic by the parameter, or under ``torch.use_deterministic_algorithms``.
+
+    Args:
+        grad_out, grad_lse: None for one that is zero.
+        forward: the forward's launcher, if there is one: a shorter key.
+        into: see :meth:`BackwardLauncher.launch`.
+
+    Raises:
+        TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
+    """
+    if grad_out is None:  # one row of zeros, broadcast
+        shape, _, _ = params.output_shapes()
+        grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
+    found = launcher_for(params, grad_out, grad_lse, out, lse, needed, forward)
+    written = [x for x in into or () if x is not None]
+    if into is not None and written:
+        check_given(params, into, needed, (grad_out, grad_lse, out, lse))
+    grads = found.launch(params, (grad_out, grad_lse), (out, lse), into)
+    if written:
+        overwritten(*written)
+    return grads
+
+
+def launcher_for(
+    params: AttentionParams,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    needed: tuple[bool, ...],
+    forward: launcher.Launcher | None = None,
+) -> BackwardLauncher:
+    """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
+    deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
+    classes = user_classes(params, "backward")
+    key: tuple[Any, ...]
+    if forward is not None and not classes:
+        # Saved tensors may return with other strides, for example after offloading to the host.
+        given = (params.alibi_slopes, params.bias, params.sinks)
+        seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, *given)
+        strides = [None if x is None else x.stride() for x in seen]
+        aligned = params.bias is None or is_aligned(params.bias)
+        key = (forward, needed, deterministic, aligned, _rows_start_aligned(params), *strides)
+    else:
+        tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
+        options = (params[NUM_TENSORS + 1 :], needed, deterministic, classes, _rows_start_aligned(params))
+        key = launcher_key(tensors, options)
+    backward_launcher = _launchers.get(key)
+    if backward_launcher is None:
+        check(params)
+        check_for_kernels(params, unaligned=True)
+        check_gradients(params, grad_out, grad_lse, out, lse)
+        backward_launcher = _make_launcher(params, grad_out, grad_lse, out, needed, deterministic)
+        if len(_launchers) >= _MAX_LAUNCHERS:
+            _launchers.clear()
+        _launchers[key] = backward_launcher
+    return backward_launcher
+
+
+def _make_launcher(
+    params: AttentionParams,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    needed: tuple[bool, ...],
+    deterministic: bool,
+) -> BackwardLauncher:
+    shapes = tuple(tuple(x.shape) for x in params[:3])
+    sign, rest, aligned = params.scale_sign, params[NUM_TENSORS + 1 :], params.aligned
+    params = params.with_positive_scale()
+    backward_launcher = BackwardLauncher(
+        preprocess=None,
+        main=None,
+        convert=None,
+        split=None,
+        exact=None,
+        kernel=None,
+        needed=needed,  # type: ignore[arg-type]
+        shapes=shapes,
+        strides=tuple(map(contiguous_strides, shapes)),
+        parts=0,
+        varlen=params.varlen,
+        aligned=aligned,
+        copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
+        views=(),
+        workspace=None,
+        bias=None,
+        num_splits=0,
+        split_stride=0,
+        multiprocessors=0,
+        seqlens=None if any(x is not None for x in params[3:7]) else _seqlens(params),
+        softmax_scale=params.softmax_scale,
+        dropout_p=params.dropout_p,
+        score_args=None,
+        rest=rest,
+        sign=sign,
+    )
+    if 0 in (params.batch, *params.longest, out.numel(), params.k.numel()):
+        return backward_launcher
+    from cute_attn import compiler
+    from cute_attn.tiles import padded
+
+    bias = BiasGradient.of(params, deterministic) if needed[3] else None
+    with torch.cuda.device(params.q.device):
+        target = compiler.default_target("sm80")
+        kernel = choose_kernel(
+            params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
+        )
+        if getattr(kernel.tile, "in_parts", False):
+            kernel = _in_parts_or_whole(kernel, params, grad_out, target)
+        traits, tile = kernel.traits, kernel.tile
+        in_parts = getattr(tile, "in_parts", False)
+        wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
+        blocks = -(-params.longest[1] // tile.tile_n)
+        processors = multiprocessors(params.q.get_device())
+        heads_dkv = params.k.shape[-2] * head_splits(params, tile, processors)
+        planes = params.batch * heads_dkv
+        num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
+        check_blocks(params, tile, wanted[1][1].rows, num_splits, heads_dkv)
+        if traits.arch == "sm90":
+            check_steps(params, query_blocks(params, tile.tile_m), tile, min(processors, planes * num_splits))
+        main = compiler.build(kernel, target).function
+        preprocess, convert = (
+            compiler.compile(*one, target).function if used else None
+            for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
+        )
+        split = SplitLauncher.of(traits, "backward_split", target) if in_parts else None
+        exact = compiler.compile(*wanted[-1], target).function if in_parts else None
+    workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
+    return replace(
+        backward_launcher,
+        shapes=shapes,
+        strides=tuple(map(contiguous_strides, shapes)),
+        parts=fused_qkv.parts_packed(params[:3])
+        if all(needed[:3]) and heads_dkv == params.k.shape[-2]
+        else 0,
+        main=main,
+        preprocess=preprocess,
+        convert=convert,
+        split=split,
+        exact=exact,
+        kernel=kernel,
+        views=tuple(launcher.views(params)),
+        workspace=workspace,
+        bias=bias,
+        num_splits=num_splits,
+        split_stride=workspace.dq[1][0] if deterministic else 0,
+        multiprocessors=processors,
+        score_args=ScoreArgs.of(kernel, params, main) if bias is None else None,
+        seqlens=None
+        if backward_launcher.seqlens is None
+        else tuple(prepared(main, x) for x in backward_launcher.seqlens),
+    )
+
+
+def _in_parts_or_whole(kernel: Any, params: AttentionParams, grad_out: Tensor, target: str) -> Any:
+    """A kernel of operands in parts, or of whole ones where the call names no tile and is small, or cannot be split.
+
+    Raises:
+        ValueError: the call names a tile and cannot be split.
+    """
+    few_rows = can_split((*params[:3], grad_out))
+    if params.backward_tile:
+        if not few_rows:
+            raise ValueError(
+                f"q, k, v or grad_out has more than {MAX_SPLIT_ROWS} rows of heads; accepted: fewer, or operands=whole"
+            )
+        return kernel
+    pays = kernel.parts_pay(math.prod(params.q.shape[:-1]), params.longest[1])
+    return kernel if few_rows and pays else kernel.of_whole_operands(target)
+
+
+_MAX_VARLEN_HEADS = 2**25
+"""Of varlen q: their rows of 16 bytes fit 32 bits at any head dim."""
+
+
+def query_blocks(params: AttentionParams, tile_m: int) -> int:
+    """Query blocks of all heads and sequences in the workspace."""
+    blocks = -(-params.longest[0] // tile_m) * params.batch
+    return params.nheads * (params.q.shape[0] // tile_m + params.batch if params.varlen else blocks)
+
+
+def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int, heads_dkv: int) -> None:
+    """Raise where a count of the backward exceeds 32 bits.
+
+    Args:
+        tile: the main kernel's.
+        rows: queries of a CTA of the preprocess.
+        num_splits: how many CTAs divide a sequence's key blocks.
+        heads_dkv: heads of dK and dV before they are added up.
+    """
+    batch, nheads = params.batch, params.nheads
+    blocks = -(-params.longest[0] // tile.tile_m) * (tile.tile_m // rows)
+    splits, spare = batch * num_splits, 0
+    if params.varlen:
+        for name, x, size in (("q", params.q, tile.tile_m), ("k", params.k, tile.tile_n)):
+            what = f"{name} has {x.shape[0]} rows in {batch} sequences, each padded to blocks of {size} rows"
+            check_count(what, (x.shape[0] // size + batch) * size, MAX_ROWS)
+        check_count("q has heads", nheads, _MAX_VARLEN_HEADS)
+        check_count(
+            f"{params.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits
+        )
+        if num_splits * tile.tile_n >= params.longest[1]:  # the grid follows the actual rows
+            splits = min(splits, params.k.shape[0] // tile.tile_n + batch)
+        # Each CTA of the preprocess clears rows that no sequence owns, at a stride.
+        spare = max(params.q.shape[0], params.k.shape[0])
+    what = f"{params.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
+    check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
+    # Each CTA claims one more than there are.
+    what = f"{params.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
+    check_count(what, splits * heads_dkv, MAX_ROWS)
+
+
+def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
+    """(traits, tile) of the main kernel, its preprocess and its convert; of parts also the split and the exact one."""
+    from cute_attn.compiler import registry
+
+    beside, tile = [], main.tile
+    if getattr(tile, "in_parts", False):
+        tile = tile.exact(main.traits)  # the convert's as well
+        beside = [(main.traits.split_fp32("backward_split"), None), (main.traits, tile)]
+    parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
+    tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, tile) for part in parts]
+    return [(main.traits, main.tile), *zip(parts, tiles, strict=True), *beside]

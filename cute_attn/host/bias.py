@@ -1,0 +1,55 @@
+"""Masks and biases of any shape, as kernels read them."""
+
+import torch
+from torch import Tensor
+
+from cute_attn.host.launcher import Tensors
+from cute_attn.host.params import AttentionParams
+
+_BIAS = AttentionParams._fields.index("bias")
+
+
+def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
+    """A call's tensors, q, k, v and so on, with :func:`readable`'s bias.
+
+    max_seqlen_k: of packed sequences; None: k has the keys of a batch.
+    """
+    q, k, bias = tensors[0], tensors[1], tensors[_BIAS]
+    if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
+        return tensors
+    seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
+    # What is wrong is for the checks to say.
+    fine = isinstance(seqlen_k, int | torch.SymInt) and 0 <= seqlen_k < 2**31 and q.is_floating_point()
+    if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
+        return tensors
+    bias = readable(bias, q.dtype, seqlen_k)
+    return (*tensors[:_BIAS], bias, *tensors[_BIAS + 1 :])
+
+
+def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
+    """A bias of four dimensions, the last of which is whole and contiguous.
+
+    Every step is differentiable, and none copies a bias that has it so.
+
+    Args:
+        bias: (..., seqlen_q or 1, seqlen_k or 1), of two to four dimensions, as torch's scaled_dot_product_attention
+            takes it. Of bool, True takes part: 0 of ``dtype``, and -inf elsewhere.
+        dtype: q's.
+        seqlen_k: keys of the longest sequence.
+    """
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
+    bias = four_dims(bias)
+    if bias.shape[3] == 1 and seqlen_k != 1:
+        bias = bias.expand(-1, -1, -1, seqlen_k)
+    return last_contiguous(bias)
+
+
+def four_dims(bias: Tensor) -> Tensor:
+    """With first dimensions of 1 in place of missing ones."""
+    return bias if bias.dim() >= 4 else bias[(None,) * (4 - bias.dim())]
+
+
+def last_contiguous(bias: Tensor) -> Tensor:
+    """A copy where elements of the last dimension are not neighbours."""
+    return bias if bias.stride(-1) == 1 or bias.shape[-1] <= 1 else bias.contiguous()

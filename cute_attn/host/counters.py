@@ -1,0 +1,95 @@
+"""The counters in GPU memory by which persistent forward kernels claim work tiles; see ``ForwardSchedule``.
+
+A kernel resets them at its end, so the launches of a stream share them. A CUDA graph may be replayed beside other
+launches, so each captured launch has its own.
+"""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import tvm_ffi
+from torch import Tensor
+
+from cute_attn.host.slots import array
+
+_NUMBER = 4
+_REPLAYS = 2
+
+_STREAMS = 64
+"""Streams whose counters are allocated together."""
+
+_of_streams: dict[tuple[int, int], Tensor] = {}
+_free: dict[int, list[Tensor]] = {}
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+def work_counters(device: int) -> Tensor:
+    """int32 (4,) for a launch on the current stream of ``device``, which is the current one."""
+    key = (device, _current_stream(device))
+    counters = _of_streams.get(key)
+    if counters is None or _is_capturing():
+        if _is_capturing():
+            return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
+        counters = _of_streams.setdefault(key, _take(device))
+    return counters
+
+
+def schedule(device: int) -> Any:
+    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it."""
+    if _is_capturing():
+        return work_counters(device), multiprocessors(device)
+    key = (device, _current_stream(device))
+    found = _schedules.get(key)
+    if found is None:
+        counters = tvm_ffi.from_dlpack(work_counters(device))
+        found = _schedules[key] = array((counters, multiprocessors(device)))
+    return found
+
+
+_schedules: dict[tuple[int, int], Any] = {}
+
+
+def _take(device: int) -> Tensor:
+    """Counters that no stream has; other threads may take the last ones."""
+    while True:
+        try:
+            return _free[device].pop()
+        except LookupError:
+            _free[device] = _allocate(device)
+
+
+def _allocate(device: int) -> list[Tensor]:
+    """Counters of zeros, ready for any stream.
+
+    In a thread of its own: a thread that warms up a CUDA graph allocates from the graph's pool, where torch accepts no
+    memory that outlives the graph's run.
+    """
+
+    def allocate() -> list[Tensor]:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            counters = torch.zeros(_STREAMS, _NUMBER, dtype=torch.int32, device="cuda")
+            torch.cuda.current_stream().synchronize()
+            return list(counters.unbind())
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(allocate).result()
+
+
+def replayed_tiles() -> int:
+    """Work tiles that forward kernels have replayed since the process began, on all streams, CUDA graphs excluded.
+
+    A tile is replayed where a row's sum exceeds 2^40 under its frozen maximum. Waits for the GPU.
+    """
+    known = list(_of_streams.values())  # other threads add to it
+    return sum(int(counters[_REPLAYS]) for counters in known)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

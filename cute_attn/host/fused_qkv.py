@@ -1,0 +1,83 @@
+"""q, k and v, or k and v, that are parts of one tensor (..., parts, heads, dim), and their gradients as one tensor.
+
+A fused projection leaves q, k and v as views of one tensor. The backward then writes dq, dk and dv into views of one
+tensor as well, as PyTorch's memory-efficient backward does, and :func:`unbind` returns that tensor as the gradient,
+where ``torch.unbind`` would copy all three into a new one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def parts_packed(tensors: Sequence[Tensor]) -> int:
+    """How many of q, k and v, counted from v, may be parts of one tensor by their metadata: 3, 2 or 0."""
+    for parts in (3, 2):
+        if _alike(tensors[-parts:], parts):
+            return parts
+    return 0
+
+
+def are_adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors for which :func:`parts_packed` holds follow each other in memory, part by part."""
+    x = tensors[0]
+    first, step = x.data_ptr(), x.shape[-1] * x.shape[-2] * x.element_size()
+    return all(other.data_ptr() == first + i * step for i, other in enumerate(tensors))
+
+
+def _alike(tensors: Sequence[Tensor], parts: int) -> bool:
+    """Equal shapes and strides, with room for the other parts between two rows, and whole heads without gaps."""
+    x = tensors[0]
+    nheads, dim = x.shape[-2:]
+    heads_adjacent = x.stride(-1) == 1 and (nheads == 1 or x.stride(-2) == dim)
+    return (
+        heads_adjacent
+        and x.stride(-3) >= parts * nheads * dim
+        and all(other.shape == x.shape and other.stride() == x.stride() for other in tensors)
+    )
+
+
+def packed_strides(shape: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Strides of a part of shape (..., heads, dim) of a contiguous (..., parts, heads, dim)."""
+    *rows, nheads, dim = shape
+    strides, step = [dim, 1], parts * nheads * dim
+    for size in reversed(rows):
+        strides.insert(0, step)
+        step *= size
+    return tuple(strides)
+
+
+class _Unbind(torch.autograd.Function):
+    """``x.unbind(-3)`` whose gradient is the tensor of which all gradients are parts, if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of ``x``."""
+        ctx.shape = x.shape
+        return x.unbind(-3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """One tensor, without a copy if it exists already."""
+        *rows, parts, nheads, dim = ctx.shape
+        strides = packed_strides((*rows, nheads, dim), parts)
+        if all(x.stride() == strides for x in grads) and are_adjacent(grads):
+            storage = grads[0].untyped_storage().data_ptr()
+            if all(x.untyped_storage().data_ptr() == storage for x in grads):
+                whole = (*strides[:-2], nheads * dim, dim, 1)
+                return grads[0].as_strided(ctx.shape, whole)
+        return torch.stack(grads, -3)
+
+
+def unbind(packed: Tensor) -> tuple[Tensor, ...]:
+    """``packed.unbind(-3)``: the parts of (..., parts, heads, dim), such as q, k and v of qkv.
+
+    Its gradient is no copy where the backward of :func:`cute_attn.attention` wrote the parts' into one tensor.
+    """
+    from cute_attn.api.operators import no_dispatch_mode
+
+    if packed.requires_grad and torch.is_grad_enabled() and no_dispatch_mode():
+        return _Unbind.apply(packed)
+    return packed.unbind(-3)

@@ -1,0 +1,34 @@
+"""Tensors of callers who pay no attention to kernels: any head dim, any strides."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from cute_attn.host.params import rows_are_regular
+
+_MULTIPLE = 8
+"""Of the head dims that kernels take."""
+
+
+def has_whole_head_dim(x: Tensor) -> bool:
+    """Whether the last dimension is a multiple of 8."""
+    return x.dim() == 0 or x.shape[-1] % _MULTIPLE == 0
+
+
+def pad_head_dim(x: Tensor) -> Tensor:
+    """``x`` with zeros up to a multiple of 8 in its last dimension; itself if it has one.
+
+    Scores do not change; outputs have zeros there as well.
+    """
+    return x if has_whole_head_dim(x) else F.pad(x, (0, -x.shape[-1] % _MULTIPLE))
+
+
+def whole_head_dim(x: Tensor) -> Tensor:
+    """:func:`pad_head_dim` of ``x``, with strides that kernels read; itself if it can be."""
+    if not has_whole_head_dim(x):
+        return pad_head_dim(x)
+    return x if x.dim() == 0 or x.is_contiguous() or rows_are_regular(x) else x.contiguous()
+
+
+def cut_head_dim(x: Tensor, head_dim: int) -> Tensor:
+    """``x`` without what was padded."""
+    return x if x.shape[-1] == head_dim else x[..., :head_dim]

@@ -1,0 +1,467 @@
+"""From the parameters of a call with a cache to its launches on CUDA.
+
+They are the kvcache kernel, and where keys are divided the combine kernel after it.
+
+All that follows from metadata is computed once and kept as a :class:`Plan` under that metadata. Grid and workspace
+follow from the GPU and from shapes alone, and nothing is read on the host, so that a CUDA graph replays with other
+lengths and tables.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import launcher
+from cute_attn.host.counters import multiprocessors, schedule
+from cute_attn.host.kvcache_params import CacheParams
+from cute_attn.host.launcher import as_strided, contiguous_strides, new_empty_strided
+from cute_attn.host.memory import all_plain, clear_owned
+from cute_attn.host.params import (
+    DTYPE_NAMES,
+    MAX_ROWS,
+    check_count,
+    regular_strides,
+    rows_are_regular,
+)
+from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS, CacheCall, CombineSharesTile, CombineTile
+from cute_attn.traits import Traits
+
+WAVES = 3
+"""Work tiles a CTA from which on they are claimed whole: lengths that differ then cost less than shares."""
+EVEN = 8
+"""Keys for each query of a single sequence from which on a mask leaves its units about as many keys."""
+BOX_ROWS = 8
+"""What rows of a page are a multiple of where TMA loads them: a swizzle repeats. Ampere kernels load other pages."""
+FULL_PARTS = 0.9
+"""Part of the CTAs that equal parts of a single sequence's units keep busy, from which on there are no shares."""
+PARTS_AT_ONCE = 128
+"""Partial results of a row that the combine kernel loads at once, where they are many; more take another round."""
+BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
+"""Key blocks that a part has at least where so many CTAs are busy: fewer parts are merged sooner. One sequence of 32
+heads on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
+FULL_WAVES = 0.85
+"""Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How keys are divided: the trait ``split``, and the numbers of ``Partials``."""
+
+    how: str = ""
+    parts: int = 1
+    part_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What follows from a call's metadata. Plans compare by identity.
+
+    Attributes:
+        function: launches the kvcache kernel; None where there is nothing to compute.
+        combine: launches the combine kernel, or None.
+        kernel: the kvcache kernel, which makes the epilogues' arguments.
+        shapes: of out and lse.
+        strides: of out and lse, unless they are given.
+        longest: the most queries of a sequence, and rows of the cache.
+        partials: shapes and strides of the partial results' O and LSE; () without a split.
+        split: how keys are divided.
+        views: shape and strides of k_cache and of v_cache as the kernel takes them, None for their own.
+        score_args: the epilogues' arguments, or None where each call makes its own.
+    """
+
+    function: Callable[..., None] | None
+    combine: Callable[..., None] | None
+    kernel: Any
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    longest: tuple[int, int] = (0, 0)
+    partials: tuple[Layout, ...] = ()
+    split: Split = Split()
+    views: tuple[Layout | None, ...] = ()
+    score_args: tuple | None = None
+
+    def launch(
+        self, params: CacheParams, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Launch on the current stream.
+
+        Args:
+            q: the queries as kernels read them, rotated.
+            out, lse: results of any strides that kernels write, or None to allocate them.
+        """
+        starts = None if out is None else params.cu_seqlens_q
+        if out is None:
+            out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+        if lse is None:
+            lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+        if self.function is None:
+            out = clear_owned(out, starts)
+            if params.sinks is None:
+                return out, lse.fill_(-math.inf)
+            return out, lse.copy_(params.sinks[:, None].expand_as(lse))
+        seqlens, tables, partials = self._seqlens(params), _tables(params), None
+        if self.partials:
+            partials = self._partials(q)
+        tiles, score_args = schedule(q.get_device()), self.score_args
+        if score_args is None:
+            score_args = self.kernel.score_args(_score_inputs(params))
+        k, v = (
+            x if view is None else as_strided(x, *view)
+            for x, view in zip((params.k_cache, params.v_cache), self.views, strict=True)
+        )
+        self.function(
+            *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, tiles, score_args, partials)
+        )
+        if self.split.how == "parts":
+            outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
+            self.combine(partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[misc, union-attr]
+        elif self.split.how == "shares":
+            slots = self.partials[0][0][0] // 2
+            mask_args = score_args[1]
+            self.combine(  # type: ignore[misc]
+                partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots
+            )
+        return out, lse
+
+    def _seqlens(self, params: CacheParams) -> Any:
+        from cute_attn.device.seqlen import Seqlens
+
+        lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
+        return Seqlens(*lengths, *self.longest, params.cache_leftpad, params.added)
+
+    def _partials(self, q: Tensor) -> Any:
+        """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
+        from cute_attn.work.key_parts import Partials
+
+        out, lse = (new_empty_strided(q, *layout, torch.float32) for layout in self.partials)
+        return Partials(out, lse, self.split.parts, self.split.part_keys)
+
+
+def _tables(params: CacheParams) -> Any:
+    from cute_attn.device.key_rows import CacheTables
+
+    table, batch_idx = params.page_table, params.cache_batch_idx
+    if table is None and batch_idx is None:
+        return None
+    if table is not None and table.shape[1] == 1:
+        table = as_strided(table, tuple(table.shape), (table.stride(0), 1))
+    return CacheTables(table, batch_idx)
+
+
+def _view(x: Tensor) -> Layout | None:
+    """The strides that kernels assume, also of dimensions of size 1, where x has others."""
+    return None if rows_are_regular(x) else (tuple(x.shape), regular_strides(x, x.shape))
+
+
+def _score_inputs(params: CacheParams) -> Any:
+    """The epilogues' inputs, slopes for each sequence and head."""
+    inputs, slopes = params.score_inputs(), params.alibi_slopes
+    if slopes is None:
+        return inputs
+    shape = (params.batch, params.q.shape[-2])
+    if tuple(slopes.shape) != shape or slopes.stride(-1) != 1:
+        slopes = as_strided(slopes, shape, regular_strides(slopes, shape))
+    return replace(inputs, alibi_slopes=slopes)
+
+
+# ---- plans by metadata ----
+
+_MAX_PLANS = 4096
+_plans: dict[tuple[Any, ...], Plan] = {}
+_last: launcher.LastCalls = {}
+
+
+def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
+    """The metadata of a call's tensors, and its numbers."""
+    key: list[Any] = []
+    for x in params:
+        if isinstance(x, Tensor):
+            key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
+        else:
+            key.append(x)
+    return tuple(key)
+
+
+def known_plan(params: CacheParams) -> Plan | None:
+    """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
+    tensors, options = params.tensors, params.options
+    seen = launcher.recall(tensors, options, _last)
+    if seen is not None:
+        return seen.launcher
+    try:
+        plan = _plans.get(plan_key(params))
+        if plan is None or not all_plain(tensors):
+            return None
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # an option that cannot be hashed, or a tensor without memory: checks raise
+        return None
+    launcher.remember(tensors, options, plan, _last, biased=False)
+    return plan
+
+
+def plan_for(params: CacheParams) -> Plan:
+    """The plan of a checked call, kept under its metadata.
+
+    Raises:
+        ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
+    """
+    key = plan_key(params)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(params)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def make_plan(params: CacheParams) -> Plan:
+    """The plan of a checked call."""
+    shapes = params.output_shapes()
+    strides = (contiguous_strides(shapes[0]), contiguous_strides(shapes[1]))
+    queries, capacity = params.longest
+    if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
+        return Plan(None, None, None, shapes, strides)
+    from cute_attn import compiler
+
+    with torch.cuda.device(params.q.device):
+        target = compiler.default_target("sm80")
+        processors = multiprocessors(params.q.get_device())
+        kernel, split = choose_kernel(params, target, processors)
+        function = compiler.build(kernel, target).function
+        partial_shapes = _partial_shapes(params, kernel, split, processors)
+        combine = _combine(kernel, split, partial_shapes, params, target)
+    tensors = (params.alibi_slopes, params.sinks, params.tree_mask)
+    constant = all(x is None for x in tensors)
+    return Plan(
+        function,
+        combine,
+        kernel,
+        shapes,
+        strides,
+        longest=(queries, capacity),
+        partials=tuple((shape, contiguous_strides(shape)) for shape in partial_shapes),
+        split=split,
+        views=(_view(params.k_cache), _view(params.v_cache)),
+        score_args=kernel.score_args(params.score_inputs()) if constant else None,
+    )
+
+
+def _combine(
+    kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], params: CacheParams, target: str
+) -> Callable[..., None] | None:
+    from cute_attn import compiler
+    from cute_attn.compiler import registry
+
+    traits = kernel.traits
+    if not split.how:
+        return None
+    # On Hopper its launch overlaps the end of the kernel before it, of either generation.
+    arch = "sm90" if target in registry.RUNS_ON["sm90"] else "sm80"
+    if split.how == "parts":
+        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
+        tile = CombineTile.of(split.parts, eager=not split.part_keys)
+        return compiler.compile(plain, tile, target).function
+    kept = {
+        name: getattr(traits, name)
+        for name in ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k")
+    }
+    own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
+    tile = CombineSharesTile.after(
+        kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2, params.longest[0]
+    )
+    return compiler.compile(own, tile, target).function
+
+
+def _partial_shapes(
+    params: CacheParams, kernel: Any, split: Split, processors: int
+) -> tuple[tuple[int, ...], ...]:
+    dim = params.v_cache.shape[-1]
+    if split.how == "parts":
+        rows = params.q.shape[:-2] if params.cu_seqlens_q is None else (1, params.q.shape[0])
+        heads = params.q.shape[-2]
+        return (split.parts, *rows, heads, dim), (split.parts, rows[0], heads, rows[1])
+    if split.how == "shares":
+        slots = kernel.tile.blocks_per_sm * processors
+        return (2 * slots, kernel.tile.tile_m, dim), (2 * slots, kernel.tile.tile_m)
+    return ()
+
+
+# ---- the kernel and how keys are divided ----
+
+
+def units(params: CacheParams, tile: Any) -> int:
+    """Query blocks of all sequences and packs of heads, at most."""
+    packs = params.k_cache.shape[-2] * -(-params.group // tile.pack_heads)
+    blocks = params.batch * -(-params.longest[0] // tile.queries)
+    if params.cu_seqlens_q is not None:
+        blocks = min(blocks, params.q.shape[0] // tile.queries + params.batch)
+    return packs * blocks
+
+
+def _sinks(params: CacheParams) -> str:
+    return "" if params.sinks is None else DTYPE_NAMES[params.sinks.dtype]
+
+
+def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> Traits:
+    """Of the kvcache kernel. Of parts, which it never completes, the combine kernel adds the sinks."""
+    return Traits(
+        "kvcache",
+        arch,
+        DTYPE_NAMES[params.q.dtype],
+        int(params.q.shape[-1]),
+        int(params.v_cache.shape[-1]),
+        mask=params.mask,
+        softcap=params.softcap > 0,
+        alibi=params.alibi_slopes is not None,
+        sinks="" if split == "parts" else _sinks(params),
+        varlen=params.cu_seqlens_q is not None,
+        seqused_k=params.lengths is not None,
+        varlen_k=params.cu_seqlens_k is not None,
+        paged=params.page_table is not None,
+        batch_idx=params.cache_batch_idx is not None,
+        leftpad=params.cache_leftpad is not None,
+        tree=params.tree_mask is not None,
+        split=split,
+        variant=variant,
+    )
+
+
+def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[Any, Split]:
+    """The kernel with its tile: the newest generation that supports the call, or the named one; and its split.
+
+    Raises:
+        Unsupported: no kernel supports it, with each one's reason.
+    """
+    from cute_attn.compiler import registry
+
+    names = [params.kernel] if params.kernel else _generations(params, target)
+    reasons: list[str] = []
+    for name in names:
+        arch, _, variant = name.partition(":")
+        try:
+            found = _kernel_and_split(params, arch, variant, target, processors)
+        except ValueError as reason:  # Unsupported, or a tile's field that the other generation has
+            if len(names) == 1:
+                raise
+            reasons.append(str(reason))
+            continue
+        if reasons:
+            warnings.warn(f"{found[0].traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
+        return found
+    raise registry.Unsupported("; ".join(reasons))
+
+
+def _generations(params: CacheParams, target: str) -> list[str]:
+    """The generations of kernels that run on a target, the newest first, but for pages that TMA cannot load."""
+    from cute_attn.compiler import registry
+
+    names = [name for name in ("sm90", "sm80") if target in registry.RUNS_ON[name]]
+    return names[-1:] if _page_rows(params) % BOX_ROWS else names
+
+
+def _page_rows(params: CacheParams) -> int:
+    """Rows of a page, 0 without pages."""
+    return 0 if params.page_table is None else params.k_cache.shape[1]
+
+
+def _kernel_and_split(
+    params: CacheParams, arch: str, variant: str, target: str, processors: int
+) -> tuple[Any, Split]:
+    from cute_attn.compiler import registry
+
+    def kernel_of(split: str) -> Any:
+        kernel = registry.lookup(traits_of(params, arch, split, variant), None, target)
+        kernel = kernel.for_cache(cache_call(params), target)
+        if params.tile:
+            kernel = replace(kernel, tile=kernel.tile.override(params.tile))
+        reason = _call_reason(params, kernel.tile) or kernel.tile.reject(kernel.traits, target)
+        if reason:
+            raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
+        _check_sizes(params, kernel.tile)
+        return kernel
+
+    if params.num_splits == 0 and not params.split_keys:
+        kernel = kernel_of("shares")
+        split = _best_split(params, kernel.tile, processors)
+        return kernel if split.how == "shares" else kernel_of(split.how), split
+    split = _parts(params)
+    return kernel_of(split.how), split
+
+
+def _call_reason(params: CacheParams, tile: Any) -> str | None:
+    """Why a tile does not fit the call's parts or pages, or None."""
+    if params.split_keys % tile.tile_n:
+        return f"split_keys is {params.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
+    box, rows = getattr(tile, "page_rows", 0), _page_rows(params)
+    if box and rows % BOX_ROWS:
+        return f"pages have {rows} rows; accepted: multiples of {BOX_ROWS}"
+    if box and rows % box:
+        return f"page_rows is {box}; accepted: divisors of the page's {rows} rows"
+    return None
+
+
+def cache_call(params: CacheParams) -> CacheCall:
+    """What a tile is chosen for."""
+    return CacheCall(*params.longest, params.group, _page_rows(params), params.split_keys)
+
+
+def _parts(params: CacheParams) -> Split:
+    """The split that the call names."""
+    capacity = params.longest[1]
+    if params.split_keys:
+        parts = -(-capacity // params.split_keys)
+        if parts > MAX_PARTIALS:
+            least = -(-capacity // (MAX_PARTIALS * SPLIT_KEYS)) * SPLIT_KEYS
+            raise ValueError(
+                f"split_keys is {params.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
+                f"to {MAX_PARTIALS} parts"
+            )
+        return Split("parts", parts, params.split_keys) if parts > 1 else Split()
+    return Split("parts", params.num_splits) if params.num_splits > 1 else Split()
+
+
+def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
+    """How the keys of a call that names no split are divided.
+
+    Of a single sequence all units have about as many keys. Parts cost less than shares then, if they fill the GPU: no
+    prefix sums, and no unit in more parts than needed.
+    """
+    slots, count = tile.blocks_per_sm * processors, units(params, tile)
+    waves = count / slots
+    if params.longest[0] > tile.queries:  # bound by the tensor cores
+        whole = params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
+        if whole or waves >= WAVES:
+            return Split()
+    blocks = -(-params.longest[1] // tile.tile_n)
+    parts = min(slots // count, blocks, MAX_PARTIALS)
+    even = not params.mask or EVEN * params.longest[0] <= params.longest[1]
+    if parts > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
+        parts = PARTS_AT_ONCE
+    if params.batch == 1 and even and parts * count >= FULL_PARTS * slots:
+        parts = min(parts, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count)))
+        return Split("parts", parts) if parts > 1 else Split()
+    return Split("shares")
+
+
+def _check_sizes(params: CacheParams, tile: Any) -> None:
+    """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
+    capacity = params.longest[1]
+    count = units(params, tile)
+    blocks = -(-capacity // tile.tile_n) + 2
+    each = f"{count} blocks of up to {tile.queries} queries"
+    check_count(f"q has {each}", count, MAX_ROWS)
+    check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
+    check_count("q has rows of heads", math.prod(params.q.shape[:-1]), MAX_ROWS)
+    check_count("partial results have blocks", count * max(params.num_splits, 1), MAX_ROWS)

@@ -1,0 +1,107 @@
+"""Seeds and offsets of dropout masks, from torch's generators.
+
+A launch for two numbers costs half a call's host time. So one launch draws the states for many offsets of a
+generator, and a call takes the one of the generator's current seed and offset, which it advances as torch's dropouts
+do: equal generator states give equal masks, and different ones different masks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.host.launcher import as_strided
+
+STEP = 4
+"""What a draw adds to a generator's offset, a multiple of four."""
+
+DRAWN = 4096
+"""States of one launch: 64 KB."""
+
+_UNIT = 4
+"""Offsets, as torch's, and seeds are multiples of it: the mem-efficient mask costs less then."""
+_END = 2**63 // _UNIT
+_SALT = 0x5851F42D4C957F2D  # so that states differ from torch.randint's numbers of the same seed
+
+
+@dataclass(slots=True)
+class States:
+    """States for consecutive offsets of a generator's seed, drawn on one stream.
+
+    Attributes:
+        generator: torch's.
+        which: seed and group of DRAWN offsets that ``drawn`` is for.
+        drawn: int64 (DRAWN, 2).
+    """
+
+    generator: torch.Generator
+    which: tuple[int, int] | None = None
+    drawn: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The state of the generator's seed and offset; advances the offset."""
+        generator = self.generator
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + STEP)
+        group, index = divmod(offset // STEP, DRAWN)
+        if self.which != (seed, group) or self.drawn is None:
+            self.drawn, self.which = _draw_group(generator.device, seed, group), (seed, group)
+        return as_strided(self.drawn, (2,), (1,), 2 * index)
+
+
+def _draw_one(device: torch.device) -> Tensor:
+    return _UNIT * torch.randint(0, _END, (2,), dtype=torch.int64, device=device)
+
+
+def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
+    """From a generator of its own, so that torch's does not advance."""
+    generator = torch.Generator(device).manual_seed(seed ^ _SALT)
+    generator.set_offset(64 * group)  # one launch takes less
+    return _UNIT * torch.randint(0, _END, (DRAWN, 2), dtype=torch.int64, device=device, generator=generator)
+
+
+_states: dict[
+    tuple[int, int], States
+] = {}  # by device and stream: another stream would have to wait for the draw
+
+
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+def draw(device: torch.device, traced: bool | None = None) -> Tensor:
+    """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that must not be written.
+
+    Under compilers, tracers and CUDA graph capture each call draws its own two numbers, so that a replay draws again.
+    traced: whether a compiler or tracer is active, if known.
+    """
+    if device.type != "cuda" or (_is_traced() if traced is None else traced) or _is_capturing():
+        return _draw_one(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = (index, _current_stream(index))
+    states = _states.get(key)
+    if states is None:
+        states = _states[key] = States(torch.cuda.default_generators[index])
+    return states.take()
+
+
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def _is_traced() -> bool:
+    """Whether a compiler or tracer records what runs now.
+
+    Modes that only observe do not count: they may be on in a forward and off where a checkpoint recomputes it, which
+    draws the same mask.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_on, _TRACERS)))
+    )
+
+
+def _is_on(mode: "torch._C._TorchDispatchModeKey") -> bool:
+    return torch._C._get_dispatch_mode(mode) is not None

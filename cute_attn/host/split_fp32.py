@@ -1,0 +1,183 @@
+"""fp32 tensors as fp16 parts on CUDA: their workspace, the launch of the split, and the forward that follows it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_attn.host import launcher
+from cute_attn.host.launcher import as_strided, contiguous_strides
+from cute_attn.host.params import AttentionParams
+from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
+
+MAX_ROWS = 2**31 - 2**16
+"""The most rows of a tensor, a row being one head's of one query or key."""
+
+
+class Parts(NamedTuple):
+    """Tensors in fp16 parts, which another kernel has still to write while the host has this.
+
+    Attributes:
+        tensors: of each tensor of rows (..., dim), but for the forward's q, its parts (..., parts, padded dim),
+            contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
+            where the tensor's scale is 0.
+        scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
+            tensor does not keep the precision in parts, so that another kernel has to read the tensor itself.
+    """
+
+    tensors: tuple[Tensor, ...]
+    scales: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLauncher:
+    """Splits the tensors of calls with the same traits.
+
+    Attributes:
+        function: launches the kernels.
+        dims: the padded head dim of each tensor that is split; those before are only measured.
+        blocks: partial results of each tensor.
+        parts: of each number, 1 or 2.
+    """
+
+    function: Callable[..., None]
+    dims: tuple[int, ...]
+    blocks: int
+    parts: int
+
+    @staticmethod
+    def of(main: Traits, op: str, target: str) -> "SplitLauncher":
+        """For a main kernel's traits; op: ``"forward_split"`` or ``"backward_split"``.
+
+        Raises:
+            Unsupported: no kernel splits such tensors.
+        """
+        from cute_attn import compiler
+        from cute_attn.tiles import padded
+
+        compiled = compiler.compile(main.split_fp32(op), None, target)
+        names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
+        dims = tuple(padded(getattr(main, name)) for name in names)
+        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp16_parts)
+
+    def launch(self, tensors: Sequence[Tensor]) -> Parts:
+        """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
+        like, split = tensors[0], tensors[len(tensors) - len(self.dims) :]
+        shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(split, self.dims, strict=True)]
+        sizes = [math.prod(shape) for shape in shapes]
+        # One allocation; parts of any tensor are whole 64 bytes.
+        memory = launcher.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
+        parts = tuple(
+            as_strided(memory, shape, contiguous_strides(shape), sum(sizes[:i]))
+            for i, shape in enumerate(shapes)
+        )
+        partials_shape = (len(tensors), 2, self.blocks)
+        partials = launcher.new_empty_strided(
+            like, partials_shape, contiguous_strides(partials_shape), torch.int32
+        )
+        scales = launcher.new_empty_strided(like, (len(tensors),), (1,), torch.float32)
+        arguments: tuple[Any, ...] = (tuple(tensors), parts, partials, scales)
+        self.function(*arguments)
+        return Parts(parts, scales)
+
+
+def can_split(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are few enough rows."""
+    return all(math.prod(x.shape[:-1]) <= MAX_ROWS for x in tensors)
+
+
+# ---- the forward ----
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeForward:
+    """Splits q, k and v, and launches both kernels of :mod:`cute_attn.kernels.forward_sm80.parts_kernel`.
+
+    Called as a forward kernel's function is.
+
+    Attributes:
+        split: for q, k and v.
+        speculative, exact: launch the kernel that reads parts, and the one that computes where they do not serve.
+    """
+
+    split: SplitLauncher
+    speculative: Callable[..., None]
+    exact: Callable[..., None]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        """rest: the forward's arguments from out on."""
+        parts, scales = self.split.launch((q, k, v))
+        self.speculative(q, *map(as_rows, parts), *rest, scales)
+        self.exact(q, k, v, *rest, scales)
+
+    @staticmethod
+    def of(kernels: "SpeculativeKernels", target: str) -> "SpeculativeForward":
+        """Builds the kernels."""
+        from cute_attn import compiler
+
+        split = SplitLauncher.of(kernels.exact.traits, "forward_split", target)
+        functions = (compiler.build(kernel, target).function for kernel in kernels)
+        return SpeculativeForward(split, *functions)
+
+
+def as_rows(parts: Tensor) -> Tensor:
+    """(..., parts, dim) as rows of all parts."""
+    *outer, count, dim = parts.shape
+    shape = (*outer, count * dim)
+    return as_strided(parts, shape, contiguous_strides(shape))
+
+
+class SpeculativeKernels(NamedTuple):
+    """Both kernels, with their tiles."""
+
+    speculative: Any
+    exact: Any
+
+    @staticmethod
+    def wanted(params: AttentionParams, kernel: Any, target: str) -> "SpeculativeKernels | None":
+        """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
+
+        A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
+        enough to pay for the launches before (:func:`cute_attn.kernels.forward_sm80.heuristics.parts_pay`).
+
+        Raises:
+            Unsupported: the call names one of them, and the other does not support it.
+            ValueError: the call names one of them, and has too many rows.
+        """
+        from cute_attn.compiler import registry
+        from cute_attn.kernels.forward_sm80.heuristics import parts_pay
+
+        traits, few_rows = kernel.traits, can_split((params.q, params.k, params.v))
+        if traits.variant in registry.SPECULATIVE_PAIR:
+            if not few_rows:
+                raise ValueError(
+                    f"q, k or v has more than {MAX_ROWS} rows of heads; accepted: fewer, for {traits}"
+                )
+            return SpeculativeKernels._pair(kernel, target)
+        if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or params.tile or not few_rows:
+            return None
+        rows = math.prod(params.q.shape[:-1])
+        if not parts_pay(traits, rows, *params.longest, params.group):
+            return None
+        try:
+            return SpeculativeKernels._pair(kernel, target)
+        except registry.Unsupported:  # head dims beyond those of one of both
+            return None
+
+    @staticmethod
+    def _pair(kernel: Any, target: str) -> "SpeculativeKernels":
+        """Both kernels, ``kernel`` with its tile."""
+        from cute_attn.compiler import registry
+
+        traits = kernel.traits
+        return SpeculativeKernels(
+            *(
+                kernel
+                if traits.variant == name
+                else registry.lookup(replace(traits, variant=name), None, target)
+                for name in registry.SPECULATIVE_PAIR
+            )
+        )

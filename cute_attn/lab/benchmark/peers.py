@@ -1,0 +1,307 @@
+"""The implementations of a workload: this package's kernels and their peers.
+
+Each is a function from a workload and its inputs to a function without arguments that returns the output, or of a
+backward the gradients, by one call of autograd after a forward that is not timed. One that cannot compute the workload
+raises :class:`Declined` with the reason. Under dropout each draws its own mask.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
+
+Run = Callable[[], Tensor | tuple[Tensor, ...]]
+Implementation = Callable[[Workload, Inputs], Run]
+
+
+class Declined(Exception):
+    """A peer does not support the workload."""
+
+
+def _needs(peer: str, workload: Workload, *absent: str) -> None:
+    """Decline if the workload has a feature that is among ``absent``."""
+    present = {
+        "window": workload.windowed,
+        "bias": workload.bias,
+        "sinks": workload.sinks,
+        "alibi": workload.alibi,
+        "softcap": workload.softcap,
+        "dropout": workload.dropout,
+        "varlen": workload.lengths,
+        "unequal head dims": workload.head_dim != workload.head_dim_v,
+        "grouped heads": workload.nheads != workload.nheads_kv,
+    }
+    for feature in absent:
+        if present[feature]:
+            raise Declined(f"{peer} has no {feature}")
+
+
+def _run(workload: Workload, x: Inputs, forward: Callable[[Inputs], Tensor]) -> Run:
+    """The function to time; ``forward`` computes the output from the inputs."""
+    if workload.op == "forward":
+        return lambda: forward(x)
+    leaves = x.leaves(workload)
+    out = forward(x)
+    grad = output_gradient(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def output_gradient(out: Tensor) -> Tensor:
+    """The gradient of the output in every backward: random, the same for a shape and dtype."""
+    generator = torch.Generator(out.device).manual_seed(1) if out.device.type != "meta" else None
+    return torch.randn(out.shape, generator=generator, device=out.device, dtype=out.dtype)
+
+
+def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
+    """A workload's features as the operator's keyword arguments."""
+    return {
+        "causal": workload.causal,
+        "window": (workload.band[0], None) if workload.causal else workload.band,
+        "alibi_slopes": x.alibi_slopes,
+        "bias": x.bias,
+        "sinks": x.sinks,
+        "softcap": SOFTCAP if workload.softcap else 0.0,
+        "dropout_p": DROPOUT_P if workload.dropout else 0.0,
+        "dropout_mask": workload.dropout or "flash",
+    }
+
+
+def ours(kernel: str | None, tile: str | None = None, precision: str | None = None) -> Implementation:
+    """This package's kernel, ``"sm80"`` or ``"sm80:variant"``, through the operator; None for the newest.
+
+    tile: of the timed op. precision: of fp32 products.
+    """
+
+    def implementation(workload: Workload, x: Inputs) -> Run:
+        from cute_attn.api import attention as interface
+
+        which = "tile" if workload.op == "forward" else "backward_tile"
+        options = call_options(workload, x) | {"kernel": kernel, which: tile, "precision": precision}
+
+        def forward(x: Inputs) -> Tensor:
+            if x.cu_seqlens is None or x.cu_seqlens_k is None:
+                return _first(interface.attention(x.q, x.k, x.v, **options))
+            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+            return _first(interface.attention_varlen(x.q, x.k, x.v, *lengths, **options))
+
+        return _run(workload, x, forward)
+
+    return implementation
+
+
+def fa2(workload: Workload, x: Inputs) -> Run:
+    """PyTorch's FlashAttention-2."""
+    _needs("FA2 in torch", workload, "bias", "softcap", "sinks", "unequal head dims")
+    if workload.op == "backward":
+        _needs("FA2's backward in torch", workload, "alibi")
+    lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+    left, right = workload.band if workload.windowed else (None, None)
+    options = {"window_size_left": left, "window_size_right": right, "alibi_slopes": x.alibi_slopes}
+    dropout_p = DROPOUT_P if workload.dropout else 0.0
+    # A window includes causal; FA2 takes one or the other.
+    arguments = (*lengths, dropout_p, workload.causal and not workload.windowed, False)
+    op = torch.ops.aten._flash_attention_forward.default
+    return _run(workload, x, lambda x: op(x.q, x.k, x.v, *arguments, **options)[0])
+
+
+def mem_efficient(workload: Workload, x: Inputs) -> Run:
+    """PyTorch's memory-efficient (xformers) attention."""
+    _needs("mem_efficient in torch", workload, "alibi", "softcap", "sinks", "grouped heads")
+    if workload.bias and x.bias is not None and x.bias.dtype != x.q.dtype:
+        raise Declined("mem_efficient wants a bias of q's dtype")
+    left, right = workload.band
+    if right:
+        raise Declined("mem_efficient has no window beyond a query's own key")
+    longest = (workload.longest, workload.longest_k) if workload.lengths else (None, None)
+    dropout_p = DROPOUT_P if workload.dropout else 0.0
+    # 1 is aligned to the first query and key, 2 to the last.
+    mask = 0 if right is None else 1 if workload.equal_lengths else 2
+    # Its window counts the query's own key.
+    window = left + 1 if left is not None else None
+    arguments = (x.cu_seqlens, x.cu_seqlens_k, *longest, dropout_p, mask, workload.op == "backward")
+    op = torch.ops.aten._efficient_attention_forward.default
+
+    def forward(x: Inputs) -> Tensor:
+        if workload.lengths:
+            return op(x.q[None], x.k[None], x.v[None], x.bias, *arguments, window_size=window)[0][0]
+        return op(x.q, x.k, x.v, x.bias, *arguments, window_size=window)[0]
+
+    return _run(workload, x, forward)
+
+
+def cudnn(workload: Workload, x: Inputs) -> Run:
+    """cuDNN, through torch's scaled_dot_product_attention."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    _needs("cuDNN in torch", workload, "window", "alibi", "softcap", "sinks", "varlen")
+    if workload.causal and not workload.equal_lengths:
+        raise Declined(
+            "scaled_dot_product_attention aligns causal to the first query and key, not to the last"
+        )
+    if workload.bias and workload.causal:
+        raise Declined("scaled_dot_product_attention has no bias beside causal")
+    if workload.bias_grad:
+        raise Declined("cuDNN in torch has no gradient of a bias")
+    options: dict[str, Any] = {
+        "is_causal": workload.causal,
+        "dropout_p": DROPOUT_P if workload.dropout else 0.0,
+        "enable_gqa": workload.nheads != workload.nheads_kv,
+    }
+
+    def forward(x: Inputs) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
+        backend: AbstractContextManager = sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+        with backend:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=x.bias, **options)
+        return out.transpose(1, 2)
+
+    return _run(workload, x, forward)
+
+
+def fa4(workload: Workload, x: Inputs) -> Run:
+    """FlashAttention-4, in the CuTe DSL."""
+    _needs("FA4", workload, "bias", "alibi", "dropout")
+    try:
+        from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    except ImportError as error:
+        raise Declined(f"flash-attn-4 is not installed ({error})") from error
+    options: dict[str, Any] = {
+        "causal": workload.causal and not workload.windowed,
+        "window_size": workload.band if workload.windowed else (None, None),
+        "softcap": SOFTCAP if workload.softcap else 0.0,
+        "learnable_sink": x.sinks,
+    }
+    function = flash_attn_func
+    if x.cu_seqlens is not None:
+        options |= _varlen(workload, x)
+        function = flash_attn_varlen_func
+    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+
+
+def _varlen(workload: Workload, x: Inputs) -> dict[str, Any]:
+    """Arguments of FlashAttention's varlen functions beside the tensors."""
+    return {
+        "cu_seqlens_q": x.cu_seqlens,
+        "cu_seqlens_k": x.cu_seqlens_k,
+        "max_seqlen_q": workload.longest,
+        "max_seqlen_k": workload.longest_k,
+    }
+
+
+def fa3(workload: Workload, x: Inputs) -> Run:
+    """FlashAttention-3, in C++ for Hopper, with the kernels of the installed build."""
+    _needs("FA3", workload, "bias", "alibi", "sinks", "dropout")
+    if workload.op == "backward" and workload.lengths:
+        raise Declined("FA3's backward is not called with varlen: builds without that kernel end the process")
+    try:
+        from flash_attn_config import CONFIG  # type: ignore[import-not-found]
+        from flash_attn_interface import (  # type: ignore[import-not-found]
+            flash_attn_func,
+            flash_attn_varlen_func,
+        )
+    except ImportError as error:
+        raise Declined(f"FA3 is not installed ({error})") from error
+    sm8x = x.q.is_cuda and torch.cuda.get_device_capability(x.q.device)[0] == 8
+    absent = _fa3_lacks(workload, sm8x, CONFIG["build_flags"])
+    if absent:
+        raise Declined(f"FA3 was built without {absent}")
+    window = tuple(-1 if side is None else side for side in workload.band)
+    options: dict[str, Any] = {
+        "causal": workload.causal and not workload.windowed,
+        "window_size": window if workload.windowed else (-1, -1),
+        "softcap": SOFTCAP if workload.softcap else 0.0,
+        "num_splits": 0 if workload.op == "forward" else 1,  # 0 leaves the number of splits to FA3
+    }
+    function = flash_attn_func
+    if x.cu_seqlens is not None:
+        options |= _varlen(workload, x)
+        function = flash_attn_varlen_func
+    return _run(workload, x, lambda x: _first(function(x.q, x.k, x.v, **options)))
+
+
+def _fa3_lacks(workload: Workload, sm8x: bool, flags: Mapping[str, bool]) -> str | None:
+    """What the workload needs and the FA3 build lacks, or None.
+
+    A head dim uses the kernel of the next of 64, 96, 128, 192 and 256. A build without it would use a larger one, which
+    is not FA3's speed.
+    """
+    widest = max(workload.head_dim, workload.head_dim_v)
+    kernel = next((dim for dim in (64, 96, 128, 192, 256) if widest <= dim), widest)
+    needed = {
+        "SM8x": (sm8x, "its kernels for sm80, sm86 and sm89"),
+        "LOCAL": (workload.windowed, "windows"),
+        "SOFTCAP": (workload.softcap, "softcap"),
+        "FP16": (workload.dtype == "fp16", "fp16"),
+        "VARLEN": (bool(workload.lengths), "varlen"),
+        "BACKWARD": (workload.op == "backward", "its backward"),
+        f"HDIM{kernel}": (True, f"its kernel for head dims up to {kernel}"),
+    }
+    for name, (needs, words) in needed.items():
+        if needs and flags.get(f"FLASHATTENTION_DISABLE_{name}", False):
+            return words
+    if workload.head_dim != workload.head_dim_v and widest > 64:
+        larger = 64 if workload.head_dim <= 64 else 192
+        if flags.get(f"FLASH_ATTENTION_DISABLE_HDIMDIFF{larger}", False):
+            return f"its kernels for unequal head dims, q's up to {larger}"
+    return None
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+PEERS: dict[str, Implementation] = {
+    "fa2": fa2,
+    "mem_efficient": mem_efficient,
+    "cudnn": cudnn,
+    "fa3": fa3,
+    "fa4": fa4,
+}
+
+
+def own_kernels(op: str = "forward") -> dict[str, Implementation]:
+    """This package's kernels for an operation that the current GPU runs, by name."""
+    from cute_attn.compiler import default_target, registry
+
+    return {
+        f"cute_attn/{op}-{arch}": ours(arch)
+        for op_, arch, variant in registry.KERNELS
+        if op_ == op and not variant and default_target(arch) in registry.RUNS_ON[arch]
+    }
+
+
+def versions() -> dict[str, str]:
+    """The peers' versions."""
+    in_torch = f"torch {torch.__version__}"
+    return {
+        "fa2": in_torch,
+        "mem_efficient": in_torch,
+        "cudnn": str(torch.backends.cudnn.version()),
+        "fa3": _installed("flash-attn-3") or _fa3_commit() or "not installed",
+        "fa4": _installed("flash-attn-4") or "not installed",
+    }
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _fa3_commit() -> str | None:
+    """The commit that FA3 was built from, of a file COMMIT beside its interface."""
+    found = importlib.util.find_spec("flash_attn_interface")
+    if found is None or found.origin is None:
+        return None
+    try:
+        return "commit " + Path(found.origin).with_name("COMMIT").read_text().strip()[:12]
+    except OSError:
+        return None

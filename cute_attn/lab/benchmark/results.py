@@ -1,0 +1,194 @@
+"""The result of a run: one file with the machine, versions and date, and a row for every implementation."""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.compiler import toolchain
+from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, versions
+from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
+from cute_attn.lab.benchmark.workload import Workload
+
+# Relative to the largest output; a row that differs by more is an error.
+_TOLERANCE = 0.05
+
+
+def time_workloads(
+    workloads: Iterable[Workload],
+    implementations: Mapping[str, Implementation],
+    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    milliseconds: float = 100.0,
+) -> dict[str, Any]:
+    """Time every workload with every implementation, and describe the machine.
+
+    A row that failed has ``"error"`` in place of numbers, also where an output or a gradient differs from the first
+    implementation's.
+
+    Args:
+        report: is called with every row when it is complete.
+
+    Raises:
+        RuntimeError: the GPU's context is lost.
+    """
+    clock, clocks = Clock(), []
+    rows: list[dict[str, Any]] = []
+    for workload in workloads:
+        new, mhz = time_workload(workload, implementations, clock, milliseconds)
+        for row in new:
+            rows.append(row)
+            report(row)
+        clocks.append(mhz)
+    return machine() | {"clock_mhz": median_clock(clocks), "rows": rows}
+
+
+def time_workload(
+    workload: Workload,
+    implementations: Mapping[str, Implementation],
+    clock: Clock,
+    milliseconds: float,
+    most: int = 1000,
+    *,
+    read_clock: bool = True,
+    stage: Callable[[tuple[str, ...]], None] = lambda names: None,
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Time one workload: a row for every implementation, and the SM clock in MHz under load or None.
+
+    Args:
+        milliseconds, most: as of :meth:`Clock.medians`.
+        read_clock: whether to load the GPU for half a second and read its clock.
+        stage: is called before each step that may fail, with the names of its implementations.
+
+    Raises:
+        RuntimeError: as :func:`time_workloads`.
+    """
+    torch.manual_seed(0)
+    runs, errors = _ready(workload, implementations, stage)
+    stage(tuple(runs))
+    times = clock.medians(runs, milliseconds, most=most)
+    rows = []
+    for name in implementations:
+        row: dict[str, Any] = {"workload": workload.name, "impl": name}
+        if name in times:
+            value = workload.flops / times[name] / 1e9
+            row |= {"ms": round(times[name], 4), "value": _rounded(value), "unit": "TFLOP/s"}
+        else:
+            row["error"] = errors[name]
+        rows.append(row)
+    mhz = None
+    if runs and read_clock:
+        first = next(iter(runs))
+        mhz = clock_under_load(runs[first], times[first])
+    del runs
+    torch.cuda.empty_cache()
+    return rows, mhz
+
+
+def median_clock(clocks: Iterable[int | None]) -> int | None:
+    """Of the clocks in MHz that are not None."""
+    known = [mhz for mhz in clocks if mhz is not None]
+    return round(statistics.median(known)) if known else None
+
+
+def _rounded(value: float) -> float:
+    """To a tenth, below 100 to four digits: decode has a few TFLOP/s."""
+    return round(value, 1) if value >= 100 else float(f"{value:.4g}")
+
+
+def _ready(
+    workload: Workload,
+    implementations: Mapping[str, Implementation],
+    stage: Callable[[tuple[str, ...]], None],
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Functions that run and agree, and the errors of the others."""
+    stage(tuple(implementations))
+    inputs = workload.inputs()
+    runs: dict[str, Run] = {}
+    errors: dict[str, str] = {}
+    expected: tuple[str, tuple[Tensor, ...]] | None = None
+    for name, implementation in implementations.items():
+        stage((name,))
+        try:
+            run = implementation(workload, inputs)
+            result = run()
+            torch.cuda.synchronize()
+        except Declined as reason:
+            errors[name] = str(reason)
+            continue
+        except Exception as error:  # a row of the table
+            errors[name] = first_line(error)
+            torch.cuda.synchronize()  # raises again if the GPU's context is lost
+            continue
+        results = result if isinstance(result, tuple) else (result,)
+        if expected is None:
+            expected = (name, results)
+        difference = max(map(_difference, results, expected[1]))
+        if not workload.dropout and not difference <= _TOLERANCE:
+            errors[name] = (
+                f"its output differs from {expected[0]}'s by {difference:.2g} of the largest element"
+            )
+            continue
+        runs[name] = run
+    return runs, errors
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and first line, for a row of a table."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+
+
+def _difference(out: Tensor, expected: Tensor) -> float:
+    if out.shape != expected.shape:
+        return math.inf
+    largest = expected.abs().max().float()
+    return float((out - expected).abs().max().float() / largest)
+
+
+def machine() -> dict[str, Any]:
+    """The GPU and the versions of a result."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": query_gpu("driver_version"),
+        "clock_mhz": None,
+        "torch": torch.__version__,
+        "cutlass_dsl": toolchain()["cutlass_dsl"],
+        "peers": versions(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str:
+    """The commit that runs: ``COMMIT`` in the environment, or git's; "-dirty" where files differ from it."""
+    given = os.environ.get("COMMIT")
+    if given:
+        return given
+    here = Path(__file__).parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def write(result: dict[str, Any], path: Path) -> Path:
+    """Write a result as JSON, one row a line."""
+    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(head[:-2] + ',\n "rows": [\n' + rows + "\n ]\n}\n")
+    return path
+
+
+def default_path(folder: Path, question: str, result: dict[str, Any]) -> Path:
+    """``FOLDER/DATE-GPU-QUESTION.json``."""
+    gpu = result["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
+    return folder / f"{result['date'][:10]}-{gpu}-{question}.json"

@@ -1,0 +1,168 @@
+"""A kernel compared with the reference on the current GPU."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cute_attn import reference
+from cute_attn.api import attention as interface
+from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.lab.benchmark.peers import call_options
+from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
+from cute_attn.traits import Traits
+
+SEQLENS = (1, 127, 128, 513)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """An output's error.
+
+    Attributes:
+        error: the largest absolute difference from the reference in float64.
+        plain: that of plain torch at the kernel's precision.
+        allowed: twice ``plain``, for a gradient three times, plus one rounding of the largest element.
+    """
+
+    error: float
+    plain: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+    @classmethod
+    def of(cls, out: Tensor, exact: Tensor, plain: Tensor, factor: float = 2.0) -> "Accuracy":
+        """Compare ``out`` with the exact result and with plain torch's."""
+        if out.numel() == 0:
+            return cls(0.0, 0.0, 0.0)
+        error = float((out.double() - exact).abs().max())
+        plain_error = float((plain.double() - exact).abs().max())
+        rounding = torch.finfo(out.dtype).eps / 2 * float(exact.abs().max())
+        return cls(error, plain_error, factor * plain_error + rounding)
+
+
+def small_workloads(traits: Traits) -> list[Workload]:
+    """A few sizes around a tile's, with two query heads a key head, for a kernel of those traits.
+
+    Raises:
+        ValueError: no workload has such traits.
+    """
+    workloads = []
+    # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
+    for seqlen in SEQLENS[traits.op == "backward" :]:
+        lengths = (seqlen, 1, 64) if traits.varlen else ()
+        workload = of_traits(traits, seqlen)
+        workloads.append(replace(workload, batch=2, seqlen=seqlen, nheads=4, nheads_kv=2, lengths=lengths))
+    return workloads
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A workload's inputs, and what its kernels have to compute from them.
+
+    Attributes:
+        workload: sizes and features.
+        x: the inputs.
+        rng_state: seed and offset of dropout's mask.
+        grad: the gradient of the output; None for a forward.
+        exact: the output, or of a backward the gradients, by the reference in float64.
+        plain: those of plain torch at the kernel's precision.
+    """
+
+    workload: Workload
+    x: Inputs
+    rng_state: Tensor
+    grad: Tensor | None
+    exact: tuple[Tensor, ...]
+    plain: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, workload: Workload) -> "Expected":
+        """For random inputs, the same for a workload."""
+        torch.manual_seed(0)
+        x = workload.inputs()
+        rng_state = interface.draw_rng_state(x.q.device)
+        grad = None
+        if workload.op == "backward":
+            grad = torch.randn((*x.q.shape[:-1], workload.head_dim_v), device=x.q.device, dtype=x.q.dtype)
+        return cls.from_inputs(workload, x, rng_state, grad)
+
+    @classmethod
+    def from_inputs(cls, workload: Workload, x: Inputs, rng_state: Tensor, grad: Tensor | None) -> "Expected":
+        """For these inputs; a backward marks them as requiring gradients."""
+        leaves = x.leaves(workload) if workload.op == "backward" else ()
+
+        def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+            out = _by_definition(workload, x, rng_state, dtype)
+            return (out,) if grad is None else torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+        return cls(workload, x, rng_state, grad, computed(torch.float64), computed(x.q.dtype))
+
+    def run(self, kernel: str, tile: str | None = None) -> tuple[Tensor, ...]:
+        """What the operator computes with a kernel, ``"ARCH"`` or ``"ARCH:VARIANT"``, and a tile.
+
+        Raises:
+            Unsupported: the kernel does not support the workload or the tile.
+        """
+        workload, x = self.workload, self.x
+        which = "tile" if workload.op == "forward" else "backward_tile"
+        options = call_options(workload, x) | {"kernel": kernel, which: tile, "rng_state": self.rng_state}
+        if x.cu_seqlens is None or x.cu_seqlens_k is None:
+            out = interface.attention(x.q, x.k, x.v, **options)
+        else:
+            lengths = (x.cu_seqlens, x.cu_seqlens_k, workload.longest, workload.longest_k)
+            out = interface.attention_varlen(x.q, x.k, x.v, *lengths, **options)
+        assert isinstance(out, Tensor)
+        if self.grad is None:
+            return (out,)
+        return torch.autograd.grad(out, x.leaves(workload), self.grad)
+
+    def accuracy(self, results: Sequence[Tensor]) -> Accuracy:
+        """Of an output, or of the gradient with the largest error relative to what is allowed."""
+        factor = 2.0 if self.grad is None else 3.0
+        return max(
+            (Accuracy.of(a, b, c, factor) for a, b, c in zip(results, self.exact, self.plain, strict=True)),
+            key=lambda accuracy: (not accuracy.passed, accuracy.error / max(accuracy.allowed, 1e-30)),
+        )
+
+
+def check_workloads(
+    traits: Traits, workloads: Iterable[Workload], tile: str | None = None
+) -> Iterator[tuple[Workload, Accuracy]]:
+    """Run the kernel of those traits on each workload, and compare with the reference.
+
+    Raises:
+        Unsupported: no kernel supports them.
+    """
+    kernel = f"{traits.arch}:{traits.variant}" if traits.variant else traits.arch
+    for workload in workloads:
+        expected = Expected.of(workload)
+        yield workload, expected.accuracy(expected.run(kernel, tile))
+
+
+def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference's output, computed in ``dtype``."""
+    options = call_options(workload, x)
+    mask, left, right = interface.resolve_mask(options["causal"], options["window"])
+    inputs = ScoreInputs(
+        window_left=left if workload.windowed else UNBOUNDED,
+        window_right=right if workload.windowed else UNBOUNDED,
+        alibi_slopes=x.alibi_slopes,
+        bias=x.bias,
+        sinks=x.sinks,
+        softcap=options["softcap"],
+        dropout_p=options["dropout_p"],
+        rng_state=rng_state,
+    )
+    lengths = reference.Lengths(
+        x.cu_seqlens, x.cu_seqlens_k, max_seqlen_q=workload.longest, max_seqlen_k=workload.longest_k
+    )
+    q, k, v = (tensor.to(dtype) for tensor in (x.q, x.k, x.v))
+    features = reference.Features(mask, workload.dropout)
+    return reference.attention(
+        q, k, v, workload.head_dim**-0.5, features, inputs, lengths, compute_dtype=dtype
+    )[0]

@@ -1,0 +1,162 @@
+"""The dispatch table: which kernel serves which attention, with its tile and cost, or why none does.
+
+:func:`grid` is the table of a choice of traits, :func:`mem_efficient` that of PyTorch's memory-efficient backward,
+kernel by kernel: ``mem_efficient.csv`` states what each of those serves.
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import product
+from typing import Any
+
+from cute_attn.compiler import registry
+from cute_attn.tiles import SHARED_MEMORY_BYTES
+from cute_attn.traits import ARCHS, DTYPES, MAX_HEAD_DIM, Traits
+
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+_REGISTERS, _MOST_BLOCKS = 65_536, 32
+_THREADS = {"sm80": 2048, "sm86": 1536, "sm89": 1536, "sm90": 2048}
+_RESERVED_BYTES = 1024  # of shared memory, of each CTA
+_OLDEST = 80
+"""The oldest generation that the DSL compiles for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention, and the kernel that serves it.
+
+    Attributes:
+        name: the traits' name, or what is asked for where no traits say it.
+        target: the GPU.
+        tile: or None where no kernel serves it.
+        registers: of a thread, as the tile estimates them.
+        shared_memory_bytes: of a CTA.
+        blocks: CTAs that fit a multiprocessor.
+        reason: why no kernel serves it, or None.
+    """
+
+    name: str
+    target: str
+    tile: Any = None
+    registers: int = 0
+    shared_memory_bytes: int = 0
+    blocks: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel of PyTorch's memory-efficient backward, as its dispatch table has it.
+
+    Attributes:
+        arch: its generation, "sm50" to "sm80".
+        dtype: of q, k and v.
+        aligned: whether it needs rows of whole 16 bytes.
+        dropout: whether it applies dropout; one that does serves calls without.
+        block_i, block_j: queries and keys of a tile.
+        max_head_dim: the largest head dim; 65536 stands for any.
+        whole_blocks: whether it needs lengths that are multiples of its blocks.
+        only_on: targets that it is limited to, or () for all of its generation and later.
+    """
+
+    arch: str
+    dtype: str
+    aligned: bool
+    dropout: bool
+    block_i: int
+    block_j: int
+    max_head_dim: int
+    whole_blocks: bool
+    only_on: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Like its name in PyTorch, without the prefix."""
+        words = [self.dtype, "aligned" if self.aligned else "unaligned", f"{self.block_i}x{self.block_j}"]
+        words += [f"k{self.max_head_dim}"] + ["dropout"] * self.dropout + ["whole_blocks"] * self.whole_blocks
+        return "_".join([*words, self.arch])
+
+    def traits(self) -> Traits:
+        """What serves as much as this kernel: its largest head dim, a bias with a gradient, and its dropout."""
+        return Traits(
+            "backward",
+            "sm80",
+            self.dtype,
+            min(self.max_head_dim, MAX_HEAD_DIM if not self.aligned else 512),
+            aligned=self.aligned,
+            mask="causal",
+            bias=self.dtype,
+            bias_grad=True,
+            dropout="mem_efficient" if self.dropout else "",
+        )
+
+    def row(self, target: str) -> Row:
+        """The kernel that serves it on ``target``; or why none does: the DSL compiles for sm80 and later."""
+        if int(self.arch.removeprefix("sm")) < _OLDEST:
+            reason = f"{self.arch} is older than sm{_OLDEST}, the oldest generation that the DSL compiles for"
+            return Row(self.name, self.arch, reason=reason)
+        found = row(self.traits(), target)
+        return replace(found, name=f"{self.name}: {found.name}")
+
+
+def entries() -> list[Entry]:
+    """All kernels of PyTorch's memory-efficient backward: facts of its dispatch table ``cutlassB.h``."""
+    text = resources.files("cute_attn.lab").joinpath("mem_efficient.csv").read_text()
+    return [
+        Entry(
+            line["arch"],
+            line["dtype"],
+            line["aligned"] == "true",
+            line["dropout"] == "true",
+            int(line["block_i"]),
+            int(line["block_j"]),
+            int(line["max_head_dim"]),
+            line["whole_blocks"] == "true",
+            tuple(line["only_on"].split()),
+        )
+        for line in csv.DictReader(text.splitlines())
+    ]
+
+
+def row(traits: Traits, target: str) -> Row:
+    """The registered kernel with its default tile, or the reason why there is none."""
+    try:
+        kernel = registry.lookup(traits, None, target)
+    except registry.Unsupported as error:
+        return Row(traits.name, target, reason=str(error))
+    tile = kernel.tile
+    size, registers = tile.smem_bytes(traits), tile.registers(traits)
+    blocks = blocks_a_multiprocessor(target, size, registers, tile.num_threads)
+    return Row(traits.name, target, tile, registers, size, blocks)
+
+
+def blocks_a_multiprocessor(target: str, shared_memory_bytes: int, registers: int, threads: int) -> int:
+    """How many CTAs fit a multiprocessor: by shared memory, registers (in units of 8) and threads."""
+    whole = SHARED_MEMORY_BYTES[target] + _RESERVED_BYTES
+    by_memory = whole // (shared_memory_bytes + _RESERVED_BYTES)
+    by_registers = _REGISTERS // (-(-registers // 8) * 8 * threads)
+    return min(by_memory, by_registers, _THREADS[target] // threads, _MOST_BLOCKS)
+
+
+def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
+    """dtype x generation x head dims x alignment x dropout x bias; ``target``: by default the generation's newest."""
+    rows = []
+    archs = ARCHS if arch is None else (arch,)
+    for dtype, of, dims, aligned, dropout, bias in product(
+        DTYPES, archs, HEAD_DIMS, (True, False), ("", "mem_efficient"), (False, True)
+    ):
+        traits = Traits(op, of, dtype, *dims, aligned=aligned, dropout=dropout, bias=dtype if bias else "")
+        if bias and op == "backward":
+            traits = replace(traits, bias_grad=True)
+        rows.append(row(traits, target or registry.RUNS_ON[of][-1]))
+    return rows
+
+
+def mem_efficient(target: str | None) -> list[Row]:
+    """A row for each kernel of PyTorch's memory-efficient backward; on ``target``, by default on sm90."""
+    return [
+        entry.row(target or (entry.only_on[0] if entry.only_on else "sm90"))
+        for entry in entries()
+        if not entry.only_on or target is None or target in entry.only_on
+    ]

@@ -1,0 +1,404 @@
+"""A kernel's score tiles on the CPU: its own MMA tiling and epilogues, every thread, compiled for the host.
+
+What a kernel does to scores between its two matrix products also compiles for the host. Here it runs there, thread by
+thread, on products that torch computed, in tiles that may be transposed.
+
+The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
+(``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
+all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
+online softmax's arithmetic, and in a backward P from the LSE and dS from P; of the softmax kernel also its stores.
+
+The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in
+place of schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
+both matrix products, P in fp16; a row's maximum and sum across threads, which proceed in lock-step, phase by phase; and
+exact functions instead of approximate instructions. ``tests/gpu`` compares whole kernels.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_tensor, make_ptr
+from cutlass.torch import dtype as to_torch_dtype
+from torch import Tensor
+
+from cute_attn import reference
+from cute_attn.device.math import LARGEST, LOG2_E
+from cute_attn.device.seqlen import Seqlens
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference.emulated import (
+    Buffers,
+    GradientBuffers,
+    SoftmaxBuffers,
+    every_key_block,
+    every_probability,
+    every_sequence,
+    packed_heads,
+)
+from cute_attn.traits import Traits
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A forward's scores and outputs, as the threads computed them.
+
+    Attributes:
+        scores: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), natural units; -inf where a mask hides the key,
+            and NaN where no block was visited.
+        dropped: bool, as scores; False everywhere without dropout.
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED; with
+            packed heads (batch, packs of heads, ...).
+        out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
+        lse: float32 (batch, nheads, max_seqlen_q), as out.
+    """
+
+    scores: Tensor
+    dropped: Tensor
+    visits: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class EmulatedGradients:
+    """A backward's P and score gradients, as the threads computed them.
+
+    Attributes:
+        p: float32 (batch, nheads, max_seqlen_q, max_seqlen_k), rounded to fp16; dropped elements are 0.
+        scores: float32, as p: gradients of softmax_scale * q k^T, without the factor 1 / (1 - dropout_p).
+        visits: int32 (batch, nheads, query blocks, key blocks): UNVISITED, UNMASKED or MASKED. Elsewhere p and scores
+            are 0.
+    """
+
+    p: Tensor
+    scores: Tensor
+    visits: Tensor
+
+
+def scores_on_host(kernel: Any, products: Tensor, softmax_scale: float, inputs: ScoreInputs) -> Tensor:
+    """The scores that a kernel's epilogues and mask compute from q k^T.
+
+    Args:
+        kernel: a forward kernel, from ``registry.lookup``, of batches.
+        products: q k^T, float32 (batch, nheads, seqlen_q, seqlen_k), on the CPU.
+        softmax_scale: as for ``attention``.
+        inputs: the epilogues' arguments.
+
+    Returns:
+        the scores, as ``products``, in natural units; -inf where the mask hides a key.
+    """
+    values = torch.zeros(*products.shape[:2], products.shape[3], 1)
+    scores = attend_on_host(kernel, products, values, softmax_scale, inputs).scores
+    return scores.masked_fill(scores.isnan(), -torch.inf)
+
+
+def scores_by_definition(
+    traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
+) -> Tensor:
+    """The expected :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
+    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
+    features = reference.Features(traits.mask, traits.dropout, users)
+    coords = all_coords(traits, products.shape)
+    return reference.modify_scores(products * softmax_scale, coords, features, inputs)
+
+
+def all_coords(traits: Traits, shape: Sequence[int]) -> reference.ScoreCoords:
+    """Every index of scores (batch, nheads, seqlen_q, seqlen_k), all sequences having full length."""
+    index = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(shape))
+    batch, head, query, key = index
+    _, nheads, seqlen_q, seqlen_k = shape
+    return reference.ScoreCoords(
+        *(batch, head, query, key, nheads, seqlen_q, seqlen_k, seqlen_q, seqlen_k, traits.top_left)
+    )
+
+
+def attend_on_host(
+    kernel: Any,
+    products: Tensor,
+    values: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> Emulated:
+    """A forward kernel's per-thread code on given products, in the emulator's loop over blocks.
+
+    Args:
+        kernel: anything with a forward kernel's ``epilogues``, ``tile`` (tile_m, tile_n, and perhaps pack_heads) and
+            ``tiled_mma()`` or ``mma_qk()``.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        values: V for each query head, float32 (batch, nheads, max_seqlen_k, head_dim_v); packed heads share the first
+            one's.
+        softmax_scale: as for ``attention``.
+        inputs: the epilogues' arguments, tensors as the operators give them (broadcast by stride 0).
+        lengths: of the sequences. cu_seqlens give lengths alone: products are not packed.
+    """
+    max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
+    products, values = _pack(products, heads), values[:, ::heads]
+    batch, packs, rows, seqlen_k = products.shape
+    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
+    m_blocks, n_blocks = -(-rows // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, packs, m_blocks * tile_m, n_blocks * tile_n)
+    buffers = Buffers(
+        products=torch.zeros(padded),
+        values=torch.zeros(batch, packs, n_blocks * tile_n, values.shape[3]),
+        scores=torch.full(padded, torch.nan),
+        signs=torch.zeros(padded),
+        p=torch.zeros(padded),
+        visits=torch.zeros(batch, packs, m_blocks, n_blocks, dtype=torch.int32),
+        out=torch.zeros(*padded[:3], values.shape[3]),
+        lse=torch.full(padded[:3], torch.nan),
+        factors=torch.empty(padded[:3]),
+        maxima=torch.full(padded[:3], -torch.inf),
+        sums=torch.zeros(padded[:3]),
+        statistics=torch.empty(2 * tile_m * tile_n),
+    )
+    buffers.products[:, :, :rows, :seqlen_k] = products
+    buffers.values[:, :, :seqlen_k] = values
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        max_seqlen_q,
+        seqlen_k,
+    )
+    _run(every_sequence, kernel, buffers, seqlens, inputs, softmax_scale)
+    score_scale = 1.0 if kernel.epilogues.has_bias else inputs.softcap or softmax_scale
+    seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
+    lse = buffers.lse[seen[:3]]
+    return Emulated(
+        scores=_unpack(buffers.scores[seen] * score_scale, heads),
+        dropped=_unpack(buffers.signs[seen] < 0, heads),
+        visits=buffers.visits,
+        out=_unpack(buffers.out[seen[:3]].masked_fill(lse.isnan().unsqueeze(-1), torch.nan), heads),
+        lse=_unpack(lse, heads),
+    )
+
+
+def _pack(x: Tensor, heads: int) -> Tensor:
+    """(batch, nheads, queries, ...) -> (batch, packs of heads, rows, ...), the heads of a query after each other."""
+    return x.unflatten(1, (-1, heads)).transpose(2, 3).flatten(2, 3)
+
+
+def _unpack(x: Tensor, heads: int) -> Tensor:
+    """The inverse of :func:`_pack`."""
+    return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
+
+
+def differentiate_on_host(
+    kernel: Any,
+    products: Tensor,
+    grad_p: Tensor,
+    lse: Tensor,
+    minus_d: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> EmulatedGradients:
+    """A backward kernel's per-thread code on given products, in the emulator's loop over blocks.
+
+    Args:
+        kernel: anything with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``; with
+            ``transposed``, that is the MMA of K Q^T.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        grad_p: dO v^T, as products.
+        lse: float32 (batch, nheads, max_seqlen_q), natural; -inf where a row sees no key.
+        minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), as lse.
+        softmax_scale, inputs, lengths: as for :func:`attend_on_host`; ``inputs.grad_bias`` is written.
+    """
+    batch, nheads, seqlen_q, seqlen_k = products.shape
+    tile_m, tile_n = kernel.tile.tile_m, kernel.tile.tile_n
+    m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    padded = (batch, nheads, m_blocks * tile_m, n_blocks * tile_n)
+    buffers = GradientBuffers(
+        products=torch.zeros(padded),
+        grad_p=torch.zeros(padded),
+        lse_log2=torch.full(padded[:3], torch.inf),
+        minus_d=torch.zeros(padded[:3]),
+        p=torch.zeros(padded),
+        scores=torch.zeros(padded),
+        visits=torch.zeros(batch, nheads, m_blocks, n_blocks, dtype=torch.int32),
+    )
+    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
+    buffers.products[seen], buffers.grad_p[seen] = products, grad_p
+    lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
+    buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
+    buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        seqlen_q,
+        seqlen_k,
+    )
+    _run(every_key_block, kernel, buffers, seqlens, inputs, softmax_scale)
+    return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
+
+
+def softmax_on_host(
+    kernel: Any,
+    products: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    inputs: ScoreInputs,
+    lengths: reference.Lengths = reference.FULL_LENGTHS,
+) -> Tensor:
+    """P as the softmax kernel computes it from q k^T and a forward's LSE: all but the product as on the GPU.
+
+    Args:
+        kernel: a softmax kernel, from ``registry.lookup``.
+        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
+        lse: float32 (batch, nheads, max_seqlen_q), or varlen (nheads, total_q), natural; -inf where a row sees no
+            key.
+        softmax_scale, inputs, lengths: as for :func:`attend_on_host`.
+
+    Returns:
+        float16, as ``products``: P with the sign bit set where dropped, NaN where no thread wrote.
+    """
+    batch, nheads, seqlen_q, seqlen_k = products.shape
+    m_blocks, n_blocks = -(-seqlen_q // kernel.tile.tile_m), -(-seqlen_k // kernel.tile.tile_n)
+    buffers = SoftmaxBuffers(
+        products=torch.zeros(batch, nheads, m_blocks * kernel.tile.tile_m, n_blocks * kernel.tile.tile_n),
+        lse=lse.unsqueeze(1) if lse.dim() == 2 else lse,  # varlen: the first stride is the heads'
+        softmax=torch.full(products.shape, torch.nan, dtype=torch.float16),
+    )
+    buffers.products[:, :, :seqlen_q, :seqlen_k] = products
+    seqlens = Seqlens(
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
+        lengths.seqused_q,
+        lengths.seqused_k,
+        seqlen_q,
+        seqlen_k,
+    )
+    _run(every_probability, kernel, buffers, seqlens, inputs, softmax_scale)
+    return buffers.softmax
+
+
+_DTYPES = {"visits": Int32, "softmax": Float16}
+_RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "minus_d": 3}
+
+
+def _run(
+    entry: Callable[..., None],
+    kernel: Any,
+    buffers: Buffers | GradientBuffers | SoftmaxBuffers,
+    seqlens: Seqlens,
+    inputs: ScoreInputs,
+    softmax_scale: float,
+) -> None:
+    args = kernel.epilogues.host_args(inputs)
+    given = tuple(x is not None for x in seqlens[:4])
+    classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
+    fields: Any = type(buffers)
+    host = _compiled(entry, fields, kernel, classes, given)
+    host.function(_values(host.fakes, (buffers, seqlens, args, float(softmax_scale))))
+
+
+class _Host(NamedTuple):
+    """A function compiled for the host, and fakes of its arguments."""
+
+    function: Callable[..., None]
+    fakes: tuple
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(
+    entry: Callable[..., None],
+    fields: Any,
+    kernel: Any,
+    classes: tuple[type, ...],
+    given: tuple[bool, ...],
+) -> _Host:
+    """The emulation of a kernel, for all sizes.
+
+    classes: of its epilogues, whose names may be registered again; given: which lengths are tensors.
+
+    Tensors are passed as their address, sizes and strides: through TVM-FFI the code would be compiled twice.
+    """
+    buffers = fields._make(_fake(_DTYPES.get(name, Float32), _RANKS.get(name, 4)) for name in fields._fields)
+    lengths = (_fake(Int32, 1) if present else None for present in given)
+    seqlens = Seqlens(next(lengths), next(lengths), next(lengths), next(lengths), Int32(0), Int32(0))
+    fakes = (buffers, seqlens, kernel.epilogues.fake_args(), Float32(0))
+
+    @cute.jit
+    def host(values: tuple):
+        entry(*_arguments(fakes, values), kernel)
+
+    return _Host(cute.compile(host, _values(fakes), options="--gpu-arch sm_90a"), fakes)
+
+
+def _fake(dtype: Any, rank: int) -> cute.Tensor:
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
+    return make_fake_tensor(dtype, shape, stride)
+
+
+def _values(fake: Any, given: Any = None) -> Any:
+    """What is passed for an argument: numbers, and of tensors the address and the sizes and strides not compiled in.
+
+    fake: the argument as declared; given: the caller's, None for placeholders to compile with.
+
+    Raises:
+        ValueError: a tensor is not as declared.
+    """
+    if fake is None:
+        return None
+    if isinstance(fake, tuple):
+        return tuple(_values(x, y) for x, y in zip(fake, given or (None,) * len(fake), strict=True))
+    if not isinstance(fake, cute.Tensor):
+        return fake if given is None else type(fake)(given)
+    if given is not None:
+        _check(fake, given)
+    address = 0 if given is None else given.data_ptr()
+    rank = len(fake.shape)
+    sizes, strides = ((1,) * rank, (1,) * rank) if given is None else (given.shape, given.stride())
+    numbers = [
+        (Int32 if symbol.width == 32 else Int64)(number)
+        for symbol, number in zip((*fake.shape, *fake.stride), (*sizes, *strides), strict=True)
+        if not isinstance(symbol, int)
+    ]
+    pointer = make_ptr(fake.element_type, address, cute.AddressSpace.generic, fake._assumed_align)
+    return (pointer, *numbers)
+
+
+def _check(fake: cute.Tensor, given: Tensor) -> None:
+    """Raise ValueError where a tensor is not as declared."""
+    dtype = to_torch_dtype(fake.element_type)
+    if given.dtype != dtype or given.data_ptr() % fake._assumed_align or given.ndim != len(fake.shape):
+        raise ValueError(
+            f"a tensor is {given.dtype} of {given.ndim} dimensions at address {given.data_ptr()}; accepted: {dtype} "
+            f"of {len(fake.shape)} dimensions at multiples of {fake._assumed_align}"
+        )
+    for symbols, numbers in ((fake.shape, given.shape), (fake.stride, given.stride())):
+        for symbol, number, size in zip(symbols, numbers, given.shape, strict=True):
+            wrong = number != symbol if isinstance(symbol, int) else number % symbol.divisibility
+            if wrong and (symbols is fake.shape or size > 1):  # the stride of a single element is arbitrary
+                raise ValueError(
+                    f"a tensor has shape {tuple(given.shape)} and strides {given.stride()}; accepted: {fake}"
+                )
+
+
+def _arguments(fake: Any, values: Any) -> Any:
+    """The inverse of :func:`_values`, in a trace: tensors from addresses, sizes and strides."""
+    if isinstance(fake, tuple):
+        found = [_arguments(x, y) for x, y in zip(fake, values, strict=True)]
+        return type(fake)._make(found) if hasattr(fake, "_make") else tuple(found)
+    if not isinstance(fake, cute.Tensor):
+        return values
+    pointer, *numbers = values
+    left = iter(numbers)
+    shape, stride = (
+        tuple(x if isinstance(x, int) else _assumed(next(left), x.divisibility) for x in symbols)
+        for symbols in (fake.shape, fake.stride)
+    )
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+
+def _assumed(number: Any, divisibility: int) -> Any:
+    return number if divisibility == 1 else cute.assume(number, divby=divisibility)

@@ -1,0 +1,390 @@
+"""What :mod:`cute_attn.reference.emulate` compiles for the host: kernels' code, looped over batches to threads.
+
+A phase is one function of a thread, called for all threads before the next one: so they proceed in lock-step.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
+
+from cute_attn.device.math import convert_to_16_bits, fmax
+from cute_attn.device.probabilities import (
+    probabilities,
+    score_gradient,
+)
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.seqlen import SeqlenInfo, Seqlens
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.epilogues.softmax import OnlineSoftmax
+from cute_attn.kernels.softmax_sm80 import QueryBlock
+from cute_attn.work.block_range import BlockRange
+from cute_attn.work.query_tiles import QueryTile
+
+UNVISITED, UNMASKED, MASKED = 0, 1, 2
+
+
+def packed_heads(kernel: Any) -> int:
+    """Heads packed into one tile's rows."""
+    return getattr(kernel.tile, "pack_heads", 1)
+
+
+class SoftmaxBuffers(NamedTuple):
+    """The tensors of an emulated softmax kernel, all batches and heads."""
+
+    products: Any
+    lse: Any
+    softmax: Any
+
+
+class GradientBuffers(NamedTuple):
+    """The tensors of an emulated backward, all batches and heads."""
+
+    products: Any
+    grad_p: Any
+    lse_log2: Any
+    minus_d: Any
+    p: Any
+    scores: Any
+    visits: Any
+
+
+class Buffers(NamedTuple):
+    """The tensors of an emulated forward, all batches and heads, and values exchanged between threads."""
+
+    products: Any
+    values: Any
+    scores: Any
+    signs: Any
+    p: Any
+    visits: Any
+    out: Any
+    lse: Any
+    factors: Any
+    maxima: Any
+    sums: Any
+    statistics: Any
+
+
+@dataclass(frozen=True)
+class QueryBlockContext:
+    """One query block of one head, or of one pack of heads: what its threads share."""
+
+    buffers: Any  # Buffers or GradientBuffers, of this batch and head
+    state: ScoreState
+    row0: Int32
+    seqlen_q: Int32
+    scale_log2: Float32
+    kernel: Constexpr
+
+    @property
+    def transposed(self) -> bool:
+        """Whether accumulators are (keys, queries)."""
+        return getattr(self.kernel, "transposed", False)
+
+    @property
+    def mma(self) -> cute.TiledMma:
+        """The MMA of Q K^T, or of K Q^T."""
+        return self.kernel.mma_qk() if hasattr(self.kernel, "mma_qk") else self.kernel.tiled_mma()
+
+    @property
+    def threads(self) -> int:
+        """Threads that hold scores."""
+        return self.mma.size
+
+    def score_map(self, thread: Int32) -> ScoreMap:
+        """The kernels' own."""
+        size = self.kernel.tile
+        return ScoreMap.make(self.mma, size.tile_m, size.tile_n, thread, self.transposed, self.heads)
+
+    def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
+        """The kernels' own."""
+        return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
+
+    def rows(self, thread: Int32) -> list[Int32]:
+        """The thread's rows in the buffers."""
+        score_map = self.score_map(thread)
+        return [self.row0 + score_map.thr_row + row for row in score_map.modes.rows]
+
+    @property
+    def heads(self) -> int:
+        """Heads packed into the tile's rows."""
+        return packed_heads(self.kernel)
+
+    def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
+        """In the accumulator's order."""
+        return (key, query) if self.transposed else (query, key)
+
+    def fragment(self, thread: Int32, dtype: Any) -> cute.Tensor:
+        """Registers for a score tile."""
+        size = self.kernel.tile
+        mine = self.mma.get_slice(thread)
+        shape = mine.partition_shape_C(self._ordered(size.tile_m, size.tile_n))
+        return cute.make_rmem_tensor(shape, dtype)
+
+    def part(self, plane: cute.Tensor, thread: Int32, block: Int32) -> cute.Tensor:
+        """The thread's elements of a plane (query, key), by the MMA's partition."""
+        size = self.kernel.tile
+        plane = cute.make_tensor(plane.iterator, cute.select(plane.layout, list(self._ordered(0, 1))))
+        sizes = self._ordered(size.tile_m, size.tile_n)
+        tile = cute.local_tile(plane, sizes, self._ordered(self.row0 // size.tile_m, block))
+        return self.mma.get_slice(thread).partition_C(tile)
+
+    def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
+        """A thread's (rows, 2) row maxima and sums, as in shared memory."""
+        layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
+        return cute.make_tensor(self.buffers.statistics.iterator, layout)[None, None, thread]
+
+    def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
+        """A thread's current statistics."""
+        stored = self.statistics(thread, rows)
+        chain, threshold = self.kernel.epilogues, getattr(self.kernel.tile, "rescale_threshold", 0)
+        p_exponent = getattr(self.kernel, "p_exponent", 0)
+        return OnlineSoftmax(
+            *(stored[None, 0], stored[None, 1], self.scale_log2),
+            *(chain.may_mask_rows, threshold, chain.may_be_large, p_exponent, Float16),
+        )
+
+
+@cute.jit
+def every_sequence(buffers: Buffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+    batches, packs, _, _ = buffers.products.shape
+    heads: Constexpr = packed_heads(kernel)
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for pack in cutlass.range(packs):
+            chain = kernel.epilogues
+            context = chain.context(args, seqlens, info, batch, pack * heads, packs * heads, scale)
+            state = chain.begin(args, context)
+            plane = _plane(buffers, batch, pack)
+            for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
+                scale_log2 = chain.scale_log2(context.score_scale)
+                ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                _query_block(ctx, args, pack * heads)
+
+
+@cute.jit
+def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
+    """The buffers of one batch and head."""
+    own = {
+        name: tensor[(batch, head, *[None] * (cute.rank(tensor) - 2))]
+        for name, tensor in zip(buffers._fields, buffers, strict=True)
+        if name != "statistics"
+    }
+    return buffers._replace(**own)
+
+
+@cute.jit
+def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
+    size, buffers = ctx.kernel.tile, ctx.buffers
+    end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
+    queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
+    blocks = BlockRange.of_queries(ctx.state.band, *queries, size.tile_n)
+    for thread in cutlass.range(ctx.threads):
+        rows = len(ctx.score_map(thread).modes.rows)
+        OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
+    for i in cutlass.range(blocks.end - blocks.begin):
+        block = blocks.end - 1 - i
+        if block >= blocks.full_begin and block < blocks.full_end:
+            _key_block(ctx, block, False)
+        else:
+            _key_block(ctx, block, True)
+        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
+            for thread in cutlass.range(ctx.threads):
+                _drop(ctx, thread, block)
+        for row in cutlass.range(ctx.row0, end_row):
+            for d in cutlass.range(buffers.out.shape[1]):
+                total = buffers.out[row, d] * buffers.factors[row]
+                for key in cutlass.range(block * size.tile_n, (block + 1) * size.tile_n):
+                    total = total + buffers.p[row, key] * buffers.values[key, d]
+                buffers.out[row, d] = total
+    for thread in cutlass.range(ctx.threads):
+        _add_up(ctx, thread)
+    for thread in cutlass.range(ctx.threads):
+        _finish(ctx, thread, args, head)
+    for row in cutlass.range(ctx.row0, end_row):
+        for d in cutlass.range(buffers.out.shape[1]):
+            buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
+
+
+@cute.jit
+def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr):
+    """All threads in lock-step; they exchange their maxima in between."""
+    ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
+    for thread in cutlass.range(ctx.threads):
+        _score(ctx, thread, block, masked)
+    for thread in cutlass.range(ctx.threads):
+        _exponentiate(ctx, thread, block, masked)
+
+
+@cute.jit
+def _score(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
+    """Products become scores."""
+    chain, acc = ctx.kernel.epilogues, ctx.fragment(thread, Float32)
+    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
+    loaded = chain.load(ctx.state, tile)
+    _copy(ctx.part(ctx.buffers.products, thread, block), acc)
+    chain.forward(ctx.state, tile, loaded, masked)
+    _copy(acc, ctx.part(ctx.buffers.scores, thread, block))
+    softmax = ctx.online_softmax(thread, len(tile.rows)).load_stats()
+    maxima = ctx.buffers.maxima
+    for r in cutlass.range_constexpr(len(rows)):
+        maxima[rows[r]] = fmax(maxima[rows[r]], softmax.block_max(tile.acc, r))
+
+
+@cute.jit
+def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
+    """Scores become probabilities under the new maximum, in 16 bits."""
+    acc, p = ctx.fragment(thread, Float32), ctx.fragment(thread, Float16)
+    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
+    _copy(ctx.part(ctx.buffers.scores, thread, block), acc)
+    stored = ctx.online_softmax(thread, len(rows))
+    softmax = stored.load_stats()
+    for r in cutlass.range_constexpr(len(rows)):
+        row_max = softmax.max_to_use(r, ctx.buffers.maxima[rows[r]])
+        ctx.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
+    stored.store_stats(softmax)
+    _copy(acc, p)
+    _copy(p, ctx.part(ctx.buffers.p, thread, block))
+
+
+@cute.jit
+def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
+    """Apply dropout to P; the signs of ones record what is dropped."""
+    chain, score_map = ctx.kernel.epilogues, ctx.score_map(thread)
+    ones, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
+    tile = score_map.tile(ctx.fragment(thread, Float32), ctx.row0, block * ctx.kernel.tile.tile_n)
+    ones.fill(1.0)
+    chain.mark_dropped(ctx.state, tile, score_map.view(ones))
+    _copy(ones, ctx.part(ctx.buffers.signs, thread, block))
+    _copy(ctx.part(ctx.buffers.p, thread, block), p)
+    chain.drop(ctx.state, tile, score_map.view(p))
+    _copy(p, ctx.part(ctx.buffers.p, thread, block))
+
+
+@cute.jit
+def _copy(source: cute.Tensor, target: cute.Tensor):
+    for i in cutlass.range(cute.size(source)):
+        target[i] = target.element_type(source[i])
+
+
+@cute.jit
+def _add_up(ctx: QueryBlockContext, thread: Int32):
+    """A thread's part of its rows' sums."""
+    rows = ctx.rows(thread)
+    row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
+    for r in cutlass.range_constexpr(len(rows)):
+        ctx.buffers.sums[rows[r]] = ctx.buffers.sums[rows[r]] + row_sum[r]
+
+
+@cute.jit
+def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
+    """From complete row sums: each row's output factor and log-sum-exp."""
+    chain = ctx.kernel.epilogues
+    rows, rescale = ctx.rows(thread), chain.rescale(ctx.state)
+    softmax = ctx.online_softmax(thread, len(rows)).load_stats()
+    for r in cutlass.range_constexpr(len(rows)):
+        row_sum = ctx.buffers.sums[rows[r]]
+        if cutlass.const_expr(chain.sinks is None):
+            factor, lse = softmax.finish(r, row_sum, rescale)
+        else:
+            sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
+            factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
+        ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
+
+
+# ---- the probabilities ----
+
+
+@cute.jit
+def every_probability(
+    buffers: SoftmaxBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr
+):
+    batches, nheads, _, _ = buffers.products.shape
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for head in cutlass.range(nheads):
+            plane = buffers.products[batch, head, None, None]
+            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
+                place = QueryTile(row0, head, head, batch, info)
+                for thread in cutlass.range(kernel.tile.num_threads):
+                    rows = kernel.query_block(buffers.lse, seqlens, scale, args, place, nheads, thread)
+                    end_row = cutlass.min(row0 + kernel.tile.tile_m, info.seqlen_q)
+                    blocks = BlockRange.of_queries(rows.state.band, row0, end_row, kernel.tile.tile_n)
+                    for block in cutlass.range(blocks.begin, blocks.end):
+                        _probabilities(buffers.softmax, plane, rows, thread, block, kernel)
+
+
+@cute.jit
+def _probabilities(
+    softmax: cute.Tensor,
+    plane: cute.Tensor,
+    rows: QueryBlock,
+    thread: Int32,
+    block: Int32,
+    kernel: Constexpr,
+):
+    """A thread's products of one score tile, in registers as after Q K^T, and the kernel's store."""
+    size, acc = kernel.tile, kernel.fragment(Float32)
+    tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.tile.row0 // size.tile_m, block))
+    _copy(kernel.tiled_mma().get_slice(thread).partition_C(tile), acc)
+    scores = rows.score_map.tile(acc, rows.tile.row0, block * size.tile_n)
+    kernel.store(softmax, acc, scores, kernel.epilogues.load(rows.state, scores), rows)
+
+
+# ---- the backward ----
+
+
+@cute.jit
+def every_key_block(buffers: GradientBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr):
+    batches, nheads, _, _ = buffers.products.shape
+    for batch in cutlass.range(batches):
+        info = SeqlenInfo.read(seqlens, batch)
+        for head in cutlass.range(nheads):
+            chain, size = kernel.epilogues, kernel.tile
+            context = chain.context(args, seqlens, info, batch, head, nheads, scale)
+            state = chain.begin(args, context)
+            plane = _plane(buffers, batch, head)
+            for col0 in cutlass.range(0, info.seqlen_k, size.tile_n):
+                blocks = BlockRange.of_keys(state.band, col0, col0 + size.tile_n, info.seqlen_q, size.tile_m)
+                for block in cutlass.range(blocks.begin, blocks.end):
+                    row0, scale_log2 = block * size.tile_m, chain.scale_log2(context.score_scale)
+                    ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
+                    masked = (block < blocks.full_begin) | (block >= blocks.full_end)
+                    visit = Int32(MASKED) if masked else Int32(UNMASKED)
+                    plane.visits[block, col0 // size.tile_n] = visit
+                    for thread in cutlass.range(ctx.threads):
+                        _differentiate(ctx, thread, col0 // size.tile_n, masked)
+
+
+@cute.jit
+def _differentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Boolean):
+    """A thread's products become P, and dP becomes dS.
+
+    The mask is a branch of its own, so that the rest is compiled once for all blocks.
+    """
+    chain, score_map, buffers = ctx.kernel.epilogues, ctx.score_map(thread), ctx.buffers
+    acc, dp = ctx.fragment(thread, Float32), ctx.fragment(thread, Float32)
+    p = ctx.fragment(thread, Float16)
+    tile = score_map.tile(acc, ctx.row0, block * ctx.kernel.tile.tile_n)
+    rows = cute.make_layout(len(tile.rows))
+    lse_log2, minus_d = cute.make_rmem_tensor(rows, Float32), cute.make_rmem_tensor(rows, Float32)
+    for r in cutlass.range_constexpr(len(tile.rows)):
+        row = tile.row0 + tile.rows[r]
+        lse_log2[r], minus_d[r] = buffers.lse_log2[row], buffers.minus_d[row]
+    loaded, dropout_mask = chain.load(ctx.state, tile), chain.dropout_mask(ctx.state, tile)
+    _copy(ctx.part(buffers.products, thread, block), acc)
+    saved = chain.forward(ctx.state, tile, loaded, False)
+    if masked:
+        chain.mask.forward(ctx.state.band, tile)
+    visible_keys = ctx.state.band.visible_keys if chain.may_be_large else None
+    probabilities(tile, lse_log2, ctx.scale_log2, visible_keys)
+    convert_to_16_bits(acc, p)
+    _copy(ctx.part(buffers.grad_p, thread, block), dp)
+    chain.zero_dropped(dropout_mask, score_map.view(p))
+    chain.zero_dropped(dropout_mask, score_map.view(dp))
+    score_gradient(tile.acc, score_map.view(dp), minus_d)
+    chain.backward(ctx.state, tile.of(score_map.view(dp)), saved)
+    _copy(p, ctx.part(buffers.p, thread, block))
+    _copy(dp, ctx.part(buffers.scores, thread, block))
