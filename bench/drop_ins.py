@@ -167,7 +167,8 @@ ROWS: dict[str, Attention | Training] = {
 @contextlib.contextmanager
 def all_served() -> Iterator[None]:
     """Nothing is declined for being slower."""
-    from cute_attn.sdpa import calls, plans, slower
+    from cute_attn.host import plans
+    from cute_attn.sdpa import calls, slower
 
     def decline(rows: tuple[slower.Row, ...]) -> None:
         slower.ROWS = rows

@@ -5,8 +5,8 @@
 
 Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
 many short runs: of the forward alone, and of a forward and a backward of q, k and v. PyTorch's
-scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes three times:
-with cute_attn.sdpa active, without and with ``direct``, and after ``restore()``. Their runs alternate, since a busy
+scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes twice:
+with cute_attn.sdpa active, and after ``restore()``. Their runs alternate, since a busy
 host slows all; where it is busy the least is the figure to read.
 """
 
@@ -94,7 +94,7 @@ def rows() -> dict[str, Callable[[bool], Any]]:
 
 
 def sdpa_rows() -> list[list[Row]]:
-    """Calls of scaled_dot_product_attention: PyTorch's of each backend, then of each ours, directly, and afterwards."""
+    """Calls of scaled_dot_product_attention: PyTorch's of each backend, then of each ours, and afterwards."""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -111,8 +111,8 @@ def sdpa_rows() -> list[list[Row]]:
     bias = torch.zeros(2, 4, 128, 128, dtype=torch.bfloat16, device="cuda")
 
     @contextlib.contextmanager
-    def ours(backend: SDPBackend, direct: bool) -> Any:
-        with sdpa.active(unsupported="error", direct=direct), sdpa_kernel(backend):
+    def ours(backend: SDPBackend) -> Any:
+        with sdpa.active(unsupported="error"), sdpa_kernel(backend):
             yield
 
     stock: list[Row] = []
@@ -123,8 +123,7 @@ def sdpa_rows() -> list[list[Row]]:
 
         stock.append(Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)))
         return [
-            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend, False)),
-            Row(f"{name}, direct", call, functools.partial(ours, backend, True)),
+            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend)),
             Row(f"{name}, restored", call, functools.partial(sdpa_kernel, backend)),
         ]
 

@@ -9,7 +9,7 @@ import torch
 
 from cute_attn import compiler, reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import kvcache_launcher, launcher
+from cute_attn.host import kvcache_launcher, memory, plans
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
@@ -112,9 +112,9 @@ def patch(monkeypatch) -> list:
     monkeypatch.setattr(compiler, "build", build)
     monkeypatch.setattr(compiler, "compile", compile)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
-    monkeypatch.setattr(kvcache_launcher, "_plans", {})
-    monkeypatch.setattr(kvcache_launcher, "_last", {})
+    monkeypatch.setattr(memory, "current_device", lambda: -1)
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_guarded", {})
     monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
     monkeypatch.setattr(
         kvcache_launcher, "schedule", lambda device: (torch.zeros(4, dtype=torch.int32), PROCESSORS)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import launcher
+from cute_attn.host import memory
 from cute_attn.host.kvcache_params import (
     AppendParams,
     check_append,
@@ -16,8 +16,7 @@ from cute_attn.host.kvcache_params import (
     readable,
     with_materialized,
 )
-from cute_attn.host.launcher import as_strided, contiguous_strides
-from cute_attn.host.memory import overwritten
+from cute_attn.host.memory import as_strided, contiguous_strides, overwritten
 from cute_attn.host.params import DTYPE_NAMES, check_count, check_writable, regular_strides, rows_are_regular
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import AppendTile
@@ -216,7 +215,7 @@ def launch(
         if q is not None:
             q = readable(q)
             shape = tuple(q.shape)
-            rotated = launcher.new_empty_strided(q, shape, contiguous_strides(shape), q.dtype)
+            rotated = memory.new_empty_strided(q, shape, contiguous_strides(shape), q.dtype)
         arguments, rows = kernel_arguments(params, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")

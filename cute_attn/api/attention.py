@@ -9,10 +9,11 @@ from torch.autograd import forward_ad
 
 from cute_attn.api import operators
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.host import random_states
+from cute_attn.host import plans, random_states
 from cute_attn.host.bias import with_readable_bias
-from cute_attn.host.launcher import Outputs, Tensors, known_launcher, launcher_for, recall, remember
-from cute_attn.host.memory import materialized
+from cute_attn.host.dispatch import DIFFERENTIABLE, no_dispatch_mode, refuse_tangents
+from cute_attn.host.launcher import Outputs, key_of, launcher_for
+from cute_attn.host.memory import Tensors, all_plain, materialized
 from cute_attn.host.params import (
     NUM_TENSORS,
     PYTORCHS,
@@ -173,7 +174,7 @@ def attention(
         tile,
         deterministic,
         backward_tile,
-        resolve_precision(q, precision),
+        precision,
     )
     return _attend(tensors, options, out)
 
@@ -274,7 +275,7 @@ return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precisio
         tile,
         deterministic,
         backward_tile,
-        resolve_precision(q, precision),
+        precision,
     )
     return _attend(tensors, options, out)
 
@@ -466,14 +467,14 @@ def _backward(
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    accepted = [name for name in operators.DIFFERENTIABLE if getattr(params, name) is not None]
+    accepted = [name for name in DIFFERENTIABLE if getattr(params, name) is not None]
     names = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else (None,)
     if len(set(names)) != len(names) or not all(name in accepted for name in names):
         listed = ", ".join(map(repr, accepted))
         raise ValueError(f"wanted is {wanted!r}; accepted: a tuple of {listed}, each once at most")
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
-    needed = tuple(name in wanted for name in operators.DIFFERENTIABLE)
+    needed = tuple(name in wanted for name in DIFFERENTIABLE)
     own: dict[str, Tensor] = {}
     if into is not None:
         kinds = [type(into)] if isinstance(into, Tensor) else [type(x) for x in into]
@@ -489,9 +490,9 @@ def _backward(
         own = dict(zip(wanted, into, strict=True))
         for name, x in own.items():
             check_writable(f"d{name}", x)
-    given = tuple(own.get(name) for name in operators.DIFFERENTIABLE)
+    given = tuple(own.get(name) for name in DIFFERENTIABLE)
     found = operators.backward(params, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
-    grads = dict(zip(operators.DIFFERENTIABLE, found, strict=True))
+    grads = dict(zip(DIFFERENTIABLE, found, strict=True))
     return tuple(grads[name] for name in wanted)  # type: ignore[misc]
 
 
@@ -547,7 +548,7 @@ class _Options(NamedTuple):
     tile: Any
     deterministic: bool
     backward_tile: Any
-    precision: str
+    precision: str | None
 
 
 def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result:
@@ -559,38 +560,44 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     if not isinstance(q, Tensor):
         raise TypeError(f"q is a {type(q).__name__}; accepted: a torch.Tensor")
     if forward_ad._current_level >= 0 and q.is_cuda:
-        operators.refuse_tangents(tensors)
-    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        tensors, given = _under_autocast(tensors), (*given[:-1], "")
+        refuse_tangents(tensors)
+    if q.dtype == torch.float32 or given[_PRECISION] is not None:
+        tensors, given = _in_precision(tensors, given)
         q = tensors[0]
     tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
-    # On CUDA a call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
-    direct = operators.no_dispatch_mode()
+    direct = no_dispatch_mode()
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
     if out is not None:
         params = _params_of(tensors, _Options._make(given))
         return _result(operators.forward_into(params, out), given[_RETURN_LSE])
+    # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     if direct and not given[_EPILOGUES]:
-        seen = recall(tensors, given)
-        if seen is not None:
-            return _result(operators.run(seen.launcher, tensors, (), seen.constant), given[_RETURN_LSE])
-        launcher = known_launcher(tensors, given)
-        if launcher is not None and operators.all_plain(tensors):
-            remember(tensors, given, launcher)
-            return _result(operators.run(launcher, tensors), given[_RETURN_LSE])
+        known = plans.find(key_of(given, tensors[_BIAS]), tensors)
+        if known is not None:
+            return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])
     params = _params_of(tensors, _Options._make(given))
     tensors, own = params[:NUM_TENSORS], tuple(params.epilogue_tensors)
-    if direct and q.is_cuda and operators.all_plain((*tensors, *own)):
+    if direct and q.is_cuda and all_plain((*tensors, *own)):
         outputs = operators.run(launcher_for(params, given), tensors, own)
     else:
         outputs = operators.forward(params)
     return _result(outputs, given[_RETURN_LSE])
 
 
-_MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE = (
-    _Options._fields.index(name) for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse")
+_MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
+    _Options._fields.index(name)
+    for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse", "precision")
 )
+_BIAS = AttentionParams._fields.index("bias")
+
+
+def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
+    """A call of fp32 tensors, or with a precision: cast under autocast, with the precision of the traits."""
+    q, precision = tensors[0], resolve_precision(tensors[0], given[_PRECISION])
+    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        tensors, precision = _under_autocast(tensors), ""
+    return tensors, (*given[:_PRECISION], precision)
 
 
 def _under_autocast(tensors: Tensors) -> Tensors:
@@ -656,7 +663,7 @@ def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
             "" if options.tile is None else str(options.tile),
             bool(options.deterministic),
             "" if options.backward_tile is None else str(options.backward_tile),
-            options.precision,
+            options.precision or "",
         )
     )
 

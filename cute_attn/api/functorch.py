@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.api.operators import DIFFERENTIABLE, NO_GRADIENT
+from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT
 from cute_attn.host.params import NUM_TENSORS, AttentionParams, check
 
 _FIELDS = AttentionParams._fields[:NUM_TENSORS]

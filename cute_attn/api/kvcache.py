@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.api import append, operators
+from cute_attn.api import append
 from cute_attn.api.attention import Window, _length, number, resolve_mask
-from cute_attn.host import launcher
+from cute_attn.host import memory
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.host.kvcache_params import (
     CacheParams,
@@ -166,13 +167,13 @@ check_lengths
         split_keys=split_keys or 0,
     )
     # On CUDA a call of known metadata is checked already.
-    plan = known_plan(params) if q.is_cuda and operators.no_dispatch_mode() else None
+    plan = known_plan(params) if q.is_cuda and no_dispatch_mode() else None
     if plan is None:
         _check_arguments(params)
         params = with_materialized(params)
     append.refuse_gradients(params, "attention_with_kvcache")
     # Shapes are compared with out's below; what a compiler traces is left to the operator's own checks.
-    if check_lengths or (out is not None and plan is None and operators.no_dispatch_mode()):
+    if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
         check_attention(params)
     if check_lengths:
         _check_lengths(params.append, cache_leftpad)
@@ -216,7 +217,7 @@ def _check_out(out: Tensor, params: CacheParams) -> None:
         raise ValueError(
             f"out {what}; accepted: a tensor to write, each of whose elements has memory of its own"
         )
-    if operators.no_dispatch_mode():
+    if no_dispatch_mode():
         read = [(name, getattr(params, name)) for name in ("q", "k_cache", "v_cache")]
         check_apart("out", out, read)
 
@@ -325,7 +326,7 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
     check_cache_addresses(params.append)
-    if params.q.get_device() == launcher._current_device():
+    if params.q.get_device() == memory.current_device():
         return _attend(params, plan, out)
     with torch.cuda.device(params.q.device):
         return _attend(params, plan, out)

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_attn.host import launcher
+from cute_attn.host import memory
 from cute_attn.host.kvcache_params import readable
-from cute_attn.host.launcher import contiguous_strides
-from cute_attn.host.memory import materialized
+from cute_attn.host.memory import contiguous_strides, materialized
 from cute_attn.host.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_dense, check_sinks
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
@@ -153,8 +152,8 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
     check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
     with torch.cuda.device(outs.device):
-        out = launcher.new_empty_strided(outs, *_contiguous(outs), dtype)
-        lse = launcher.new_empty_strided(outs, *_contiguous(lses), torch.float32)
+        out = memory.new_empty_strided(outs, *_contiguous(outs), dtype)
+        lse = memory.new_empty_strided(outs, *_contiguous(lses), torch.float32)
         if out.numel():
             _launch(outs, lses, out, lse, sinks)
     return out, lse

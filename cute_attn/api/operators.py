@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
-from cute_attn.host.launcher import Launcher, Outputs, Tensors, launcher_for
-from cute_attn.host.memory import all_plain, none_overrides, overwritten, write_owned
+from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
+from cute_attn.host.launcher import Launcher, Outputs, launcher_for
+from cute_attn.host.memory import Tensors, all_plain, none_overrides, overwritten, write_owned
 from cute_attn.host.params import (
     NUM_TENSORS,
     AttentionParams,
@@ -44,7 +44,6 @@ _library.define(
     f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
     tags=_TAGS,
 )
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 _INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
 _SLOPES = AttentionParams._fields.index("alibi_slopes")
 
@@ -57,20 +56,12 @@ def forward(params: AttentionParams) -> Outputs:
             if params.q.is_cuda
             else forward_cpu(params)
         )
-    if _transforms_are_active():
+    if transforms_are_active():
         from cute_attn.api import functorch
 
         return functorch.forward(params)
     out, lse, softmax = torch.ops.cute_attn.forward.default(*params)
     return out, lse, softmax if params.return_softmax else None
-
-
-def _transforms_are_active() -> bool:
-    """Whether one of torch.func's transforms is, other than for a compiler."""
-    if torch.compiler.is_compiling():
-        return False
-    top = _function_transforms()
-    return top is not None and top.key() != torch._C._functorch.TransformType.Functionalize
 
 
 def run(
@@ -107,59 +98,23 @@ def backward(
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
-    launcher: Launcher | None = None,
+    launched: bool = False,
     into: Gradients = NOTHING,
 ) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks; through the dispatcher where something observes operators.
 
-    launcher: the forward's, if there is one.
+    launched: whether a kernel has read and written all but the outputs' gradients as they are.
     into: tensors to write gradients into, of all that are needed or of none.
     """
     tensors = (*params[:NUM_TENSORS], *params.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
-    # The forward has launched the others as they are.
-    new = tensors if launcher is None else (grad_out, grad_lse)
+    new = (grad_out, grad_lse) if launched else tensors
     if params.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
-        return gradients(params, grad_out, grad_lse, out, lse, needed, launcher, into)
+        return gradients(params, grad_out, grad_lse, out, lse, needed, into)
     if any(x is not None for x in into):
         torch.ops.cute_attn.backward_into.default(grad_out, grad_lse, out, lse, *into, *params)
         return into
     grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *params)
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
-
-
-def no_dispatch_mode() -> bool:
-    """Whether, for plain tensors, an implementation called directly equals the operator.
-
-    The dispatcher costs more time than the launch. It is needed where something observes or transforms operators:
-    compilers, tracers, modes, function transforms, profilers. :class:`Attention` records the direct call for autograd.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or _dispatch_modes()
-        or _function_modes()
-        or _function_transforms() is not None
-        or _tracing_state() is not None
-        or _profiler_enabled()
-    )
-
-
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_profiler_enabled = torch.autograd._profiler_enabled
-
-
-def refuse_tangents(tensors: Tensors) -> None:
-    """Raise where a tensor is a dual one: kernels would return its primal result alone.
-
-    Raises
-    ------
-    NotImplementedError
-        One is.
-    """
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "a forward-mode derivative of attention is asked for; accepted on CUDA: none"
-        )
 
 
 def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs:
@@ -315,7 +270,7 @@ def _backward_into_cuda(
 ) -> None:
     into, rest = _into(arguments)
     needed = tuple(x is not None for x in into)
-    gradients(_params_of(rest), grad_out, grad_lse, out, lse, needed, None, into)
+    gradients(_params_of(rest), grad_out, grad_lse, out, lse, needed, into)
 
 
 def _backward_into_cpu(
@@ -367,18 +322,10 @@ def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool
     return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
 
 
-NO_GRADIENT = (
-    "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; "
-    "accepted: tensors without one, or CPU tensors outside torch.compile"
-)
-
-
-def _save(
-    ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launcher: Launcher | None = None
-) -> None:
+def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launched: bool = False) -> None:
     """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
     out, lse, softmax = outputs
-    ctx.launcher = launcher
+    ctx.launched = launched
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
@@ -394,9 +341,9 @@ def _differentiate(
     *tensors, out, lse = ctx.saved_tensors
     params = AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
-        return backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
+        return backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launched)
     with torch.no_grad():
-        grads = backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launcher)
+        grads = backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launched)
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
 
 
@@ -423,7 +370,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
         """tensors: q to rng_state, and the epilogues' own."""
         outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
-        _save(ctx, tensors, launcher.rest, outputs, launcher)
+        _save(ctx, tensors, launcher.rest, outputs, launched=True)
         return outputs
 
     @staticmethod

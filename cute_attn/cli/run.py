@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cute_attn.sdpa.options import Options
+from cute_attn.host.activation import Options
 
 _HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 

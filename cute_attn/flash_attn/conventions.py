@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.api import operators
 from cute_attn.api.attention import number
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
 from cute_attn.host.memory import write_owned
@@ -98,7 +98,7 @@ def check_written(name: str, x: Any, read: Iterable[tuple[str, Tensor | None]], 
     if torch.is_grad_enabled() and (x.requires_grad or any(y.requires_grad for _, y in given)):
         raise ValueError(f"{name} is given where autograd records; accepted: without gradients")
     check_writable(name, x)
-    if operators.no_dispatch_mode():
+    if no_dispatch_mode():
         check_apart(name, x, given)
 
 

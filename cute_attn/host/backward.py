@@ -18,27 +18,21 @@ they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Determ
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_attn.host import fused_qkv, launcher
+from cute_attn.host import fused_qkv, memory, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
+from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launcher import (
-    ScoreArgs,
-    as_strided,
-    choose_kernel,
-    contiguous_strides,
-    launcher_key,
-    user_classes,
-)
-from cute_attn.host.memory import overwritten
+from cute_attn.host.launch import PARAMETERS, BoundBackward, Layout, Meta, ScoreArgs, ScoreSlots
+from cute_attn.host.launcher import are_aligned, user_classes, views
+from cute_attn.host.memory import as_strided, contiguous_strides, overwritten
 from cute_attn.host.params import (
-    ALIGNMENT_BYTES,
     MAX_ROWS,
     NUM_TENSORS,
     AttentionParams,
@@ -52,7 +46,7 @@ from cute_attn.host.params import (
     is_aligned,
     rows_are_regular,
 )
-from cute_attn.host.slots import prepared
+from cute_attn.host.slots import array, prepared, takes_slots
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
 from cute_attn.traits import PARTS, Traits
@@ -142,7 +136,7 @@ class BiasGradient:
         if given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype):
             if given.is_contiguous() and is_aligned(given):
                 return given.zero_() if self.clear else given
-        gradient = launcher.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
+        gradient = memory.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
         return gradient.zero_() if self.clear else gradient
 
     def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
@@ -177,6 +171,7 @@ class BackwardLauncher:
         score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
         sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
+        bound: the launches with their arguments, for calls that repeat; or None where a call does more than launch.
     """
 
     preprocess: Callable[..., None] | None
@@ -204,6 +199,7 @@ class BackwardLauncher:
     score_args: ScoreArgs | None
     rest: tuple
     sign: int = 1
+    bound: BoundBackward | None = None
 
     def launch(
         self,
@@ -220,11 +216,86 @@ class BackwardLauncher:
             into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
                 allocate is a part of another.
         """
+        if self.bound is not None and not any(x is not None for x in into or ()) and are_aligned(params):
+            found = self.bound.run(params, (grads[0], *outputs))
+            if found is not None:
+                dq, dk, dv = found
+                return dq, dk if self.needed[1] else None, dv if self.needed[2] else None, None, None
         device = params.q.get_device()
-        if device == launcher._current_device():
+        if device == memory.current_device():
             return self._launch(params, grads, outputs, into)
         with torch.cuda.device(device):
             return self._launch(params, grads, outputs, into)
+
+    def ready(self, tensors: tuple[Any, ...]) -> "BackwardLauncher":
+        """With its launches bound, if they can be. tensors: of a call, as its key has them; they are not kept."""
+        grad_out, grad_lse, out, lse = tensors[NUM_TENSORS : NUM_TENSORS + 4]
+        whole = all(shape[-2] == x.shape[-2] for shape, x in zip(self.shapes, tensors[:3], strict=True))
+        if self.bound is not None or self.parts or not whole or grad_lse is not None:
+            return self
+        grads = tuple(zip(self.shapes, self.strides, strict=True))
+        return replace(self, bound=self.bind(tensors, (grad_out, out, lse), grads))
+
+    def bind(
+        self,
+        tensors: Sequence[Any],
+        given: tuple[Tensor, Tensor, Tensor],
+        grads: tuple[Layout, ...],
+        places: Mapping[int, int] = PARAMETERS,
+    ) -> BoundBackward | None:
+        """The launches with their arguments; None where a call does more than launch three kernels.
+
+        Args:
+            tensors, given: of a call as its launcher takes them, given being grad_out, out and lse; they are not kept.
+            grads: the layouts in which it returns the gradients of q, k and v: the kernels' but for names of
+                dimensions.
+            places: as of :meth:`cute_attn.host.launcher.Launcher.bind`.
+        """
+        if (
+            not all(map(takes_slots, (self.preprocess, self.main, self.convert)))
+            or self.split is not None
+            or self.bias is not None
+            or self.needed[4]
+            or self.varlen
+            or not self.aligned
+            or any(self.copy)
+            or given[2].stride(-1) != 1
+            or self.sign != 1
+            or self.seqlens is None
+            or self.score_args is None
+            or self.workspace is None
+        ):
+            return None
+        viewed: list[Any] = list(tensors)
+        for index, shape, strides in self.views:
+            viewed[index] = as_strided(viewed[index], shape, strides)
+        score_slots = ScoreSlots.of(self.score_args, viewed, places)
+        if score_slots is None:
+            return None
+        inputs = [Meta.of(x) for x in viewed[:3]]
+        written = [
+            x._replace(shape=shape, strides=strides)
+            for x, shape, strides in zip(inputs, self.shapes, self.strides, strict=True)
+        ]
+        space = self.workspace
+        return BoundBackward(
+            preprocess=self.preprocess,  # type: ignore[arg-type]
+            main=self._main,
+            convert=self.convert,  # type: ignore[arg-type]
+            device=tensors[0].get_device(),
+            grads=grads,
+            rows=(*inputs, *map(Meta.of, given), *written),
+            space=(space.size, (space.lse_log2, space.minus_d, space.dq, space.next)),
+            seqlens=tuple(map(array, self.seqlens)),
+            softmax_scale=self.softmax_scale,
+            keep=1.0 - self.dropout_p,
+            schedule=self._schedule,
+            score_slots=score_slots,
+        )
+
+    def _schedule(self, counter: Any) -> tuple:
+        """A ``BackwardSchedule``."""
+        return self.num_splits, self.split_stride, counter, self.multiprocessors
 
     def _queries(self, params: AttentionParams) -> tuple[Tensor, int] | None:
         """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
@@ -246,7 +317,7 @@ class BackwardLauncher:
         params = params.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
         if self.aligned:
-            if not _rows_start_aligned(params):  # a launcher that is kept under other tensors' metadata
+            if not are_aligned(params):  # a launcher that is kept under other tensors' metadata
                 check_alignment(*params[:3])
             grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
@@ -254,14 +325,14 @@ class BackwardLauncher:
             lse = lse.clone(memory_format=torch.contiguous_format)
         dq, dk, dv = self._allocate(params, given, into is not None)
         space = self.workspace
-        memory = launcher.new_empty_strided(q, (space.size,), (1,), torch.float32)
-        lse_log2 = as_strided(memory, *space.lse_log2)
-        minus_d = as_strided(memory, *space.minus_d)
-        accumulators = as_strided(memory, *space.dq)
-        counter = as_strided(memory, *space.next)
+        workspace = memory.new_empty_strided(q, (space.size,), (1,), torch.float32)
+        lse_log2 = as_strided(workspace, *space.lse_log2)
+        minus_d = as_strided(workspace, *space.minus_d)
+        accumulators = as_strided(workspace, *space.dq)
+        counter = as_strided(workspace, *space.next)
         if self.needed[4] and (self.varlen or params.seqused_q is not None):
             # Rows between sequences, which the preprocess leaves unwritten.
-            memory[: space.dq[2]].zero_()
+            workspace[: space.dq[2]].zero_()
         dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
         if self.views:
             viewed: list[Any] = list(params)
@@ -293,7 +364,7 @@ class BackwardLauncher:
             dv,
             seqlens,
             self.softmax_scale,
-            (self.num_splits, self.split_stride, counter, self.multiprocessors),  # a BackwardSchedule
+            self._schedule(counter),
             self._score_args(params, dbias),
         )
         self._main((*params[:3], grad_out), shared)
@@ -334,14 +405,14 @@ class BackwardLauncher:
             and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - parts :])
         ):
             shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-            together = launcher.new_empty_strided(params.q, shape, contiguous_strides(shape), params.q.dtype)
+            together = memory.new_empty_strided(params.q, shape, contiguous_strides(shape), params.q.dtype)
         for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
             own = given[i]
             if together is not None and i >= 3 - parts:
                 first = (i + parts - 3) * shape[-1] * shape[-2]
                 own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
             elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-                own = launcher.new_empty_strided(params.q, shape, strides, params.q.dtype)
+                own = memory.new_empty_strided(params.q, shape, strides, params.q.dtype)
             found.append(own)
         return found
 
@@ -437,11 +508,6 @@ def check_given(
             )
 
 
-def _rows_start_aligned(params: AttentionParams) -> bool:
-    """Whether q, k and v start at multiples of 16 bytes, which metadata does not show."""
-    return not (params.q.data_ptr() | params.k.data_ptr() | params.v.data_ptr()) % ALIGNMENT_BYTES
-
-
 def _readable(x: Tensor, copy: bool) -> Tensor:
     """``x``, or a copy where kernels of aligned rows cannot read its strides or its address."""
     if copy or not is_aligned(x):
@@ -451,9 +517,6 @@ def _readable(x: Tensor, copy: bool) -> Tensor:
 
 # ---- launchers by metadata ----
 
-_MAX_LAUNCHERS = 4096
-_launchers: dict[tuple[Any, ...], BackwardLauncher] = {}
-
 
 def gradients(
     params: AttentionParams,
@@ -462,7 +525,6 @@ def gradients(
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
-    forward: launcher.Launcher | None = None,
     into: Gradients | None = None,
 ) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
@@ -471,7 +533,6 @@ def gradients(
 
     Args:
         grad_out, grad_lse: None for one that is zero.
-        forward: the forward's launcher, if there is one: a shorter key.
         into: see :meth:`BackwardLauncher.launch`.
 
     Raises:
@@ -480,7 +541,7 @@ def gradients(
     if grad_out is None:  # one row of zeros, broadcast
         shape, _, _ = params.output_shapes()
         grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
-    found = launcher_for(params, grad_out, grad_lse, out, lse, needed, forward)
+    found = launcher_for(params, grad_out, grad_lse, out, lse, needed)
     written = [x for x in into or () if x is not None]
     if into is not None and written:
         check_given(params, into, needed, (grad_out, grad_lse, out, lse))
@@ -497,33 +558,26 @@ def launcher_for(
     out: Tensor,
     lse: Tensor,
     needed: tuple[bool, ...],
-    forward: launcher.Launcher | None = None,
 ) -> BackwardLauncher:
     """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
     deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
-    classes = user_classes(params, "backward")
-    key: tuple[Any, ...]
-    if forward is not None and not classes:
-        # Saved tensors may return with other strides, for example after offloading to the host.
-        given = (params.alibi_slopes, params.bias, params.sinks)
-        seen = (params.q, params.k, params.v, out, lse, grad_out, grad_lse, *given)
-        strides = [None if x is None else x.stride() for x in seen]
-        aligned = params.bias is None or is_aligned(params.bias)
-        key = (forward, needed, deterministic, aligned, _rows_start_aligned(params), *strides)
-    else:
-        tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
-        options = (params[NUM_TENSORS + 1 :], needed, deterministic, classes, _rows_start_aligned(params))
-        key = launcher_key(tensors, options)
-    backward_launcher = _launchers.get(key)
-    if backward_launcher is None:
-        check(params)
-        check_for_kernels(params, unaligned=True)
-        check_gradients(params, grad_out, grad_lse, out, lse)
-        backward_launcher = _make_launcher(params, grad_out, grad_lse, out, needed, deterministic)
-        if len(_launchers) >= _MAX_LAUNCHERS:
-            _launchers.clear()
-        _launchers[key] = backward_launcher
-    return backward_launcher
+    starts = are_aligned(params), params.bias is None or is_aligned(params.bias)
+    key = (
+        "backward",
+        params[NUM_TENSORS + 1 :],
+        needed,
+        deterministic,
+        starts,
+        user_classes(params, "backward"),
+    )
+    tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
+    known = plans.find(key, tensors)
+    if known is not None:
+        return known.plan
+    check(params)
+    check_for_kernels(params, unaligned=True)
+    check_gradients(params, grad_out, grad_lse, out, lse)
+    return plans.keep(key, tensors, _make_launcher(params, grad_out, grad_lse, out, needed, deterministic))
 
 
 def _make_launcher(
@@ -610,7 +664,7 @@ def _make_launcher(
         split=split,
         exact=exact,
         kernel=kernel,
-        views=tuple(launcher.views(params)),
+        views=tuple(views(params)),
         workspace=workspace,
         bias=bias,
         num_splits=num_splits,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.host.dispatch import no_dispatch_mode
+
 
 def parts_packed(tensors: Sequence[Tensor]) -> int:
     """How many of q, k and v, counted from v, may be parts of one tensor by their metadata: 3, 2 or 0."""
@@ -76,8 +78,6 @@ def unbind(packed: Tensor) -> tuple[Tensor, ...]:
 
     Its gradient is no copy where the backward of :func:`cute_attn.attention` wrote the parts' into one tensor.
     """
-    from cute_attn.api.operators import no_dispatch_mode
-
     if packed.requires_grad and torch.is_grad_enabled() and no_dispatch_mode():
         return _Unbind.apply(packed)
     return packed.unbind(-3)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import launcher
+from cute_attn.host import memory, plans
 from cute_attn.host.counters import multiprocessors, schedule
 from cute_attn.host.kvcache_params import CacheParams
-from cute_attn.host.launcher import as_strided, contiguous_strides, new_empty_strided
-from cute_attn.host.memory import all_plain, clear_owned
+from cute_attn.host.memory import as_strided, clear_owned, contiguous_strides
 from cute_attn.host.params import (
     DTYPE_NAMES,
     MAX_ROWS,
@@ -100,9 +99,9 @@ class Plan:
         """
         starts = None if out is None else params.cu_seqlens_q
         if out is None:
-            out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+            out = memory.new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
         if lse is None:
-            lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+            lse = memory.new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         if self.function is None:
             out = clear_owned(out, starts)
             if params.sinks is None:
@@ -142,7 +141,7 @@ class Plan:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
         from cute_attn.work.key_parts import Partials
 
-        out, lse = (new_empty_strided(q, *layout, torch.float32) for layout in self.partials)
+        out, lse = (memory.new_empty_strided(q, *layout, torch.float32) for layout in self.partials)
         return Partials(out, lse, self.split.parts, self.split.part_keys)
 
 
@@ -175,39 +174,15 @@ def _score_inputs(params: CacheParams) -> Any:
 
 # ---- plans by metadata ----
 
-_MAX_PLANS = 4096
-_plans: dict[tuple[Any, ...], Plan] = {}
-_last: launcher.LastCalls = {}
 
-
-def plan_key(params: CacheParams) -> tuple[Hashable, ...]:
-    """The metadata of a call's tensors, and its numbers."""
-    key: list[Any] = []
-    for x in params:
-        if isinstance(x, Tensor):
-            key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
-        else:
-            key.append(x)
-    return tuple(key)
+def _key(params: CacheParams) -> tuple[Hashable, ...]:
+    return "kvcache", params.options
 
 
 def known_plan(params: CacheParams) -> Plan | None:
     """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
-    tensors, options = params.tensors, params.options
-    seen = launcher.recall(tensors, options, _last)
-    if seen is not None:
-        return seen.launcher
-    try:
-        plan = _plans.get(plan_key(params))
-        if plan is None or not all_plain(tensors):
-            return None
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # an option that cannot be hashed, or a tensor without memory: checks raise
-        return None
-    launcher.remember(tensors, options, plan, _last, biased=False)
-    return plan
+    known = plans.find(_key(params), params.tensors)
+    return None if known is None else known.plan
 
 
 def plan_for(params: CacheParams) -> Plan:
@@ -216,14 +191,8 @@ def plan_for(params: CacheParams) -> Plan:
     Raises:
         ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
     """
-    key = plan_key(params)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = make_plan(params)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan
+    known = known_plan(params)
+    return plans.keep(_key(params), params.tensors, make_plan(params)) if known is None else known
 
 
 def make_plan(params: CacheParams) -> Plan:

@@ -5,20 +5,19 @@ as a :class:`Launcher` under that metadata. A call is then a dictionary lookup, 
 launch.
 """
 
-import contextlib
-import logging
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_attn.host import memory, plans
+from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors, schedule
-from cute_attn.host.memory import clear_owned
+from cute_attn.host.launch import PARAMETERS, BoundForward, Layout, Meta, ScoreArgs, ScoreSlots
+from cute_attn.host.memory import Tensors, as_strided, clear_owned, contiguous_strides
 from cute_attn.host.params import (
     ALIGNMENT_BYTES,
     MAX_ROWS,
@@ -33,86 +32,10 @@ from cute_attn.host.params import (
     rows_are_regular,
     rows_are_whole,
 )
-from cute_attn.host.slots import prepared
+from cute_attn.host.slots import array, prepared, takes_slots
 from cute_attn.traits import Traits
 
-_log = logging.getLogger("cute_attn")
-
-Tensors = tuple[Any, ...]
-"""A call's first tensors, q to rng_state; those that may be absent are None."""
 Outputs = tuple[Tensor, Tensor, Tensor | None]
-
-# What torch.compile's generated code calls: a third of the time of the public functions, which go through the
-# dispatcher and are used where torch has none of these. TensorGuards compares all metadata of some tensors at once.
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_empty_strided_cuda = getattr(_guards, "_empty_strided_cuda", None)
-_reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
-_tensor_guards = getattr(_guards, "TensorGuards", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def new_empty_strided(
-    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """Memory for an output on the current device, ``like``'s. Tests replace it to find unwritten elements."""
-    if _empty_strided_cuda is None or not like.is_cuda:
-        return like.new_empty_strided(shape, strides, dtype=dtype)
-    return _empty_strided_cuda(shape, strides, dtype)
-
-
-def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
-    """A view of ``tensor`` from its element ``first`` on."""
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
-
-
-as_strided: Callable[..., Tensor] = _reinterpret_tensor or _as_strided
-
-
-# ---- a kernel's arguments, prepared ----
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreArgs:
-    """The epilogues' arguments, made once; each call substitutes its tensors.
-
-    Attributes:
-        parts: the arguments, a tuple of them for each epilogue; an array where no tensor is substituted.
-        places: (part, index in the part, index among the call's tensors) of each tensor.
-    """
-
-    parts: tuple
-    places: tuple[tuple[int, int, int], ...]
-
-    def fill(self, tensors: Tensors) -> tuple:
-        """The arguments with ``tensors`` substituted."""
-        if not self.places:
-            return self.parts
-        parts = list(self.parts)
-        for part, place, tensor in self.places:
-            own = list(parts[part])
-            own[place] = tensors[tensor]
-            parts[part] = tuple(own)
-        return tuple(parts)
-
-    @classmethod
-    def of(cls, kernel: Any, params: AttentionParams, function: Any) -> "ScoreArgs | None":
-        """Of the package's own epilogues, which pass the call's tensors on unchanged, for a launching function.
-
-        None with users' classes, which may derive other tensors.
-        """
-        if params.epilogues or kernel.traits.variant:
-            return None
-        own = {id(getattr(params, name)): AttentionParams._fields.index(name) for name in _SCORE_TENSORS}
-        parts, places = list(kernel.score_args(params.score_inputs())), []
-        for i, part in enumerate(parts):
-            if isinstance(part, tuple):
-                places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]
-                parts[i] = tuple(None if isinstance(x, Tensor) else x for x in part)  # keep no tensor alive
-        return cls(tuple(parts) if places else prepared(function, tuple(parts)), tuple(places))
-
-
-_SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")
-
 
 # ---- the launcher of a call ----
 
@@ -138,6 +61,7 @@ class Launcher:
             show; another one takes the others.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
+        bound: the launch with its arguments, for calls that repeat; or None where a call does more than launch.
     """
 
     function: Callable[..., None] | None
@@ -157,6 +81,7 @@ class Launcher:
     divided: Any = None
     sign: int = 1
     of_copies: "Launcher | None" = None
+    bound: BoundForward | None = None
 
     def launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None
@@ -165,8 +90,10 @@ class Launcher:
 
         into: out's memory, which :func:`cute_attn.host.params.check_out` accepts.
         """
+        if self.bound is not None and into is None and are_aligned(tensors):
+            return (*self.bound.run(tensors), None)
         device = tensors[0].get_device()
-        if device == _current_device():
+        if device == memory.current_device():
             return self._launch(tensors, epilogue_tensors, into)
         with torch.cuda.device(device):
             return self._launch(tensors, epilogue_tensors, into)
@@ -175,18 +102,18 @@ class Launcher:
         if self.sign != 1:
             tensors = ((tensors[0] * self.sign).contiguous(), *tensors[1:])
         q, k, v = tensors[:3]
-        if self.aligned and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        if self.aligned and not are_aligned(tensors):
             params = self._params(tensors, epilogue_tensors)
             return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into)
-        out = new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
+        out = memory.new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
         if self.of_copies is not None:
             return self._launch_copies(tensors, epilogue_tensors, out)
-        lse = new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+        lse = memory.new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
         # The kernel does not visit blocks outside the mask's band.
         softmax = None
         if self.softmax_shape is not None:
             strides = contiguous_strides(self.softmax_shape)
-            softmax = new_empty_strided(q, self.softmax_shape, strides, q.dtype).zero_()
+            softmax = memory.new_empty_strided(q, self.softmax_shape, strides, q.dtype).zero_()
         if self.prefill:
             clear_owned(out, None if into is None else tensors[3])
             lse.fill_(-math.inf)
@@ -210,6 +137,51 @@ class Launcher:
         if self.softmax_function is not None:
             self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
+
+    def ready(self, tensors: Tensors) -> "Launcher":
+        """With its launch bound, if it can be. tensors: of a call, whose memory is not kept."""
+        if self.bound is not None:
+            return self
+        out, lse = zip(self.shapes, self.strides, strict=True)
+        return replace(self, bound=self.bind(tensors, out, lse))
+
+    def bind(
+        self, tensors: Tensors, out: Layout, lse: Layout, places: Mapping[int, int] = PARAMETERS
+    ) -> BoundForward | None:
+        """The launch with its arguments; None where a call does more than launch a kernel.
+
+        Args:
+            tensors: of a call, whose memory is not kept.
+            out, lse: the layouts in which it returns them: the kernels' but for names of dimensions.
+            places: of the parameters' tensors in a call of the bound launch.
+        """
+        if (
+            not takes_slots(self.function)
+            or self.softmax_shape is not None
+            or self.divided is not None
+            or self.of_copies is not None
+            or self.prefill
+            or self.sign != 1
+            or callable(self.seqlens)
+            or self.score_args is None
+            or not (self.aligned or are_aligned(tensors))
+        ):
+            return None
+        tensors = self._viewed(tensors)
+        score_slots = ScoreSlots.of(self.score_args, tensors, places)
+        if score_slots is None:
+            return None
+        q, k, v = map(Meta.of, tensors[:3])
+        return BoundForward(
+            function=self.function,  # type: ignore[arg-type]
+            device=tensors[0].get_device(),
+            out=out,
+            lse=lse,
+            rows=(q, k, v, Meta(self.shapes[0], self.strides[0], q.dtype, q.device)),
+            seqlens=array(self.seqlens),
+            softmax_scale=self.softmax_scale,
+            score_slots=score_slots,
+        )
 
     def _launch_copies(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor) -> Outputs:
         """Launch with aligned copies of q, k, v and the output, of whose columns the first are the call's."""
@@ -238,6 +210,11 @@ class Launcher:
         return divided.launch(self.divided, self._params(self._viewed(tensors)), out, lse)
 
 
+def are_aligned(tensors: Tensors) -> bool:
+    """Whether q, k and v start at multiples of 16 bytes, which metadata does not show."""
+    return not (tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()) % ALIGNMENT_BYTES
+
+
 def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
     """LSE of a call without keys: the head's sink in the rows of sequences."""
     cu_seqlens_q, seqused_q, sinks = tensors[3], tensors[5], tensors[_SINKS]
@@ -253,129 +230,15 @@ def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
 
 # ---- launchers by metadata ----
 
-
-_MAX_LAUNCHERS = 4096
 _BIAS, _SINKS = (AttentionParams._fields.index(name) for name in ("bias", "sinks"))
-_launchers: dict[tuple[Any, ...], Launcher] = {}
 
 
-def launcher_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    """The key of a launcher: the tensors' metadata, and the options.
+def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
+    """What a call's plan depends on beside the tensors' metadata.
 
-    Also whether the bias is aligned for TMA: a bias that is not has another kernel, where q, k and v raise.
+    Whether the bias is aligned for TMA is part of it: one that is not has another kernel, where q, k and v raise.
     """
-    key: list[Any] = [options]
-    for x in tensors:  # one flat tuple: this is a quarter of a call's host time
-        if x is None:
-            key.append(None)
-        else:
-            key += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
-    if tensors[_BIAS] is not None:
-        key.append(is_aligned(tensors[_BIAS]))
-    return tuple(key)
-
-
-def known_launcher(tensors: Tensors, options: Hashable) -> Launcher | None:
-    """The launcher of an earlier call with this metadata, or None."""
-    try:
-        return _launchers.get(launcher_key(tensors, options))
-    except (
-        TypeError,
-        AttributeError,
-        RuntimeError,
-    ):  # an option that cannot be hashed, no tensor, or one without memory: the checks raise
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """An earlier call, with what recognises calls of the same metadata.
-
-    Attributes:
-        check: whether tensors have that call's metadata.
-        aligned: as in :func:`launcher_key`; None without a bias.
-        launcher: its launcher, or its plan.
-        constant: whether none of its tensors requires a gradient.
-    """
-
-    check: Callable[..., bool]
-    aligned: bool | None
-    launcher: Any
-    constant: bool
-
-
-@dataclass(slots=True)
-class _Last:
-    """The last calls with the same options and the same tensors present, the latest first.
-
-    Attributes:
-        pick: selects the tensors that are present; the fourth and fifth once where they are one, as cu_seqlens may be.
-        calls: at most ``_MAX_LAST``.
-    """
-
-    pick: Callable[[Tensors], Tensors]
-    calls: list[Seen] = field(default_factory=list)
-
-
-LastCalls = dict[tuple[Any, ...], _Last]
-_MAX_LAST = 4
-_last: LastCalls = {}
-
-
-def _last_key(tensors: Tensors, options: Hashable) -> tuple[Any, ...]:
-    starts_q, starts_k = tensors[3:5]
-    return options, starts_q is starts_k, tuple(x is None for x in tensors[3:])
-
-
-def recall(tensors: Tensors, options: Hashable, calls: LastCalls | None = None) -> Seen | None:
-    """One of the last calls with these options and metadata: a third of the time of a launcher's key.
-
-    Memory is all there is to its tensors, as to those of the call that was remembered: torch's guards compare what the
-    dispatcher knows of them.
-
-    calls: where to look; by default among those of :func:`cute_attn.attention`.
-    """
-    try:
-        last = (_last if calls is None else calls).get(_last_key(tensors, options))
-        if last is None:
-            return None
-        present = last.pick(tensors)
-        for seen in last.calls:
-            if seen.check(*present) and (seen.aligned is None or seen.aligned == is_aligned(tensors[_BIAS])):
-                return seen
-    except (TypeError, AttributeError, RuntimeError):  # as in known_launcher
-        pass
-    return None
-
-
-def remember(
-    tensors: Tensors, options: Hashable, launcher: Any, calls: LastCalls | None = None, *, biased: bool = True
-) -> None:
-    """Let :func:`recall` find a call's launcher or plan, unless one tensor is two of its arguments.
-
-    tensors: of which :func:`cute_attn.host.memory.all_plain` holds.
-    calls: as of :func:`recall`.
-    biased: whether a bias is among the tensors where :func:`cute_attn.attention` has one.
-    """
-    calls = _last if calls is None else calls
-    places = {id(x): i for i, x in enumerate(tensors) if x is not None}
-    both_starts = tensors[3] is not None and tensors[3] is tensors[4]
-    if _tensor_guards is None or len(places) + both_starts < sum(x is not None for x in tensors):
-        return
-    key = _last_key(tensors, options)
-    if len(calls) >= _MAX_LAUNCHERS:
-        calls.clear()
-    last = calls.setdefault(key, _Last(itemgetter(*places.values())))
-    bias = tensors[_BIAS] if biased else None
-    present = last.pick(tensors)
-    check = _tensor_guards(
-        *present,
-        dynamic_dims_sizes=[list(x.shape) for x in present],
-        dynamic_dims_strides=[list(x.stride()) for x in present],
-    ).check
-    constant = not any(x.requires_grad for x in present)
-    last.calls.insert(0, Seen(check, None if bias is None else is_aligned(bias), launcher, constant))
-    del last.calls[_MAX_LAST:]
+    return "forward", options, not isinstance(bias, Tensor) or is_aligned(bias)
 
 
 def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
@@ -390,14 +253,9 @@ def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
     if options is None or classes:
         options = (params[NUM_TENSORS + 1 :], *classes)
         tensors = (*tensors, *params.epilogue_tensors)
-    launcher = known_launcher(tensors, options)
-    if launcher is None:
-        launcher = _make_launcher(params)
-        if len(_launchers) >= _MAX_LAUNCHERS:
-            _launchers.clear()
-        with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
-            _launchers[launcher_key(tensors, options)] = launcher
-    return launcher
+    key = key_of(options, params.bias)
+    known = plans.find(key, tensors)
+    return plans.keep(key, tensors, _make_launcher(params)) if known is None else known.plan
 
 
 def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...]:
@@ -427,18 +285,14 @@ def aligned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-_unaligned: dict[Launcher, Launcher] = {}
-
-
 def _unaligned_launcher(launcher: Launcher, params: AttentionParams) -> Launcher:
     """The launcher for calls of a launcher's metadata whose q, k or v does not start at a multiple of 16 bytes."""
-    found = _unaligned.get(launcher)
-    if found is None:
-        if len(_unaligned) >= _MAX_LAUNCHERS:
-            _unaligned.clear()
-        made = _make_launcher(params, aligned=False)
-        found = _unaligned[launcher] = replace(made, shapes=launcher.shapes, strides=launcher.strides)
-    return found
+    key = ("unaligned forward", launcher)
+    known = plans.find(key, ())
+    if known is not None:
+        return known.plan
+    made = _make_launcher(params, aligned=False)
+    return plans.keep(key, (), replace(made, shapes=launcher.shapes, strides=launcher.strides))
 
 
 def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher:
@@ -556,93 +410,3 @@ def views(
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
             yield AttentionParams._fields.index(name), shape, regular_strides(x, shape)
-
-
-def choose_kernel(
-    params: AttentionParams,
-    target: str,
-    *,
-    op: str = "forward",
-    bias_grad: bool = False,
-    aligned: bool = True,
-) -> Any:
-    """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
-
-    Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
-
-    A variant that is registered for the forward alone leaves the backward to its generation's own kernel. Where a
-    newer generation declines a tile, such as one with fields of an older one, a warning gives its reason; where it
-    does not compute such traits, the log at level DEBUG does.
-
-    Raises:
-        Unsupported: no kernel supports it, with each one's reason.
-    """
-    from cute_attn.compiler import registry
-
-    tile = params.tile if op == "forward" else params.backward_tile
-    names = (
-        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
-    )
-    reasons: list[str] = []
-    for name in names:
-        arch, _, variant = name.partition(":")
-        if op != "forward" and (op, arch, variant) not in registry.KERNELS:
-            variant = ""
-        try:
-            kernel = registry.lookup(
-                params.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
-                tile or None,
-                target,
-            )
-            if op == "forward" and not tile:
-                kernel = kernel.for_lengths(*params.longest, params.group, target)
-            reason = _tma_bias_reason(params, kernel)
-            if reason and tile:
-                raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
-            if reasons and tile:
-                warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
-            if reason:
-                kernel = kernel.without_tma_bias()
-            why = f"; for TMA, {reason.rstrip(',')}" if reason else "".join(f"; {x}" for x in reasons)
-            _log.debug("%s on %s takes tile %s%s", kernel.traits, target, kernel.tile, why)
-            return kernel
-        except ValueError as reason:
-            if len(names) == 1:
-                raise
-            reasons.append(str(reason))
-    raise registry.Unsupported("; ".join(reasons))
-
-
-def _tma_bias_reason(params: AttentionParams, kernel: Any) -> str | None:
-    """Why TMA cannot load a bias or store its gradient as the kernel's tile has it, or None.
-
-    A single row is cheaper without TMA.
-    """
-    bias = params.bias
-    if bias is None or not getattr(kernel.tile, "bias_stages", 0):
-        return None
-    if getattr(kernel, "stores_bias_gradient", False):
-        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
-        if tuple(bias.shape) != full or bias.shape[3] % 8:
-            return (
-                f"bias has shape {tuple(bias.shape)} and a gradient; accepted: {full} with a last size that is a "
-                "multiple of 8,"
-            )
-    whole = ALIGNMENT_BYTES // bias.element_size()
-    steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
-    aligned = is_aligned(bias)
-    rows = bias.shape[2] > 1 and bias.stride(2) != 0
-    if rows and aligned and bias.stride(-1) == 1 and all(step % whole == 0 <= step for step in steps):
-        return None
-    address = (
-        "" if aligned else f" and starts {bias.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of 16"
-    )
-    return (
-        f"bias has shape {tuple(bias.shape)}, strides {tuple(bias.stride())}{address}; accepted: more rows than one, "
-        f"multiples of {whole} elements before the last stride, and data aligned to {ALIGNMENT_BYTES} bytes,"
-    )
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of that shape."""
-    return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))

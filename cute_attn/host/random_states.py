@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host.launcher import as_strided
+from cute_attn.host.memory import as_strided
 
 STEP = 4
 """What a draw adds to a generator's offset, a multiple of four."""

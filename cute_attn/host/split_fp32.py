@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.host import launcher
-from cute_attn.host.launcher import as_strided, contiguous_strides
+from cute_attn.host import memory
+from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.params import AttentionParams
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
@@ -69,16 +69,16 @@ class SplitLauncher:
         shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
         # One allocation; parts of any tensor are whole 64 bytes.
-        memory = launcher.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
+        together = memory.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
         parts = tuple(
-            as_strided(memory, shape, contiguous_strides(shape), sum(sizes[:i]))
+            as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
             for i, shape in enumerate(shapes)
         )
         partials_shape = (len(tensors), 2, self.blocks)
-        partials = launcher.new_empty_strided(
+        partials = memory.new_empty_strided(
             like, partials_shape, contiguous_strides(partials_shape), torch.int32
         )
-        scales = launcher.new_empty_strided(like, (len(tensors),), (1,), torch.float32)
+        scales = memory.new_empty_strided(like, (len(tensors),), (1,), torch.float32)
         arguments: tuple[Any, ...] = (tuple(tensors), parts, partials, scales)
         self.function(*arguments)
         return Parts(parts, scales)

@@ -1,7 +1,7 @@
 """Builds a kernel with the sources on PYTHONPATH, which may be older than this file: a process of :mod:`.revision`.
 
 It is run as a file, so that its own package is not the one that it imports. It uses what all revisions have: Traits,
-``registry.lookup`` and ``compile``.
+``lookup`` and ``compile``.
 """
 
 import json
@@ -12,12 +12,11 @@ from pathlib import Path
 
 def main(name: str, tile: str, target: str, folder: str) -> None:
     """Write what the build leaves to ``folder``: kernel.cubin, kernel.ptx and kernel.json."""
-    from cute_attn import compile
-    from cute_attn.compiler import registry
+    from cute_attn import compile, lookup
     from cute_attn.traits import Traits
 
     traits = Traits.parse(name)
-    kernel = registry.lookup(traits, tile or None, target or None)
+    kernel = lookup(traits, tile or None, target or None)
     compiled = compile(traits, tile or None, target or None)
     content = getattr(kernel, "step_content", None)
     facts = {

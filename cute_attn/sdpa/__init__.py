@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.doors import served
 from cute_attn.sdpa import overrides
 from cute_attn.sdpa.calls import Inputs, call_of, why_not
-from cute_attn.sdpa.options import BACKENDS, Options
 from cute_attn.sdpa.overrides import Activation
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
@@ -38,7 +38,6 @@ def activate(
     backends: Sequence[str] = BACKENDS,
     unsupported: str = "fall_back",
     rng: str = "ours",
-    direct: bool = False,
     strict: bool = False,
 ) -> None:
     """Serve PyTorch's fused attention from now on; a second call replaces the options of the first.
@@ -57,12 +56,6 @@ def activate(
         states of torch's generator give equal masks, which are others than without this package. "torch": as PyTorch's
         kernel draws them, so that every mask stays the same bit for bit. That leaves calls with dropout to PyTorch
         within CUDA graphs, and under cuDNN, which PyTorch prefers on Hopper and whose masks nothing else can draw.
-    direct : bool
-        Whether ``torch.nn.functional.scaled_dot_product_attention`` is replaced, by a function that launches repeated
-        calls without gradients itself, past the dispatcher: see :mod:`cute_attn.sdpa.direct`. What imported that name
-        before calls PyTorch's. Otherwise the dispatcher has such calls end above autograd, but under inference mode,
-        which has no autograd: see :mod:`cute_attn.sdpa.repeated`.
-
     strict : bool
         Whether to raise where nothing can be served.
 
@@ -72,7 +65,7 @@ def activate(
         An argument is not what is described here; or with ``strict`` there is no GPU that kernels are built for.
         Nothing is changed then.
     """
-    options = Options(backends, unsupported, rng, direct)
+    options = Options(backends, unsupported, rng)
     why = _why_not_here()
     if why is not None:
         if strict:

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """What a forward and its backward both know of a call, without data and strides.
 
     Attributes:
-        backend: of ``cute_attn.sdpa.options.BACKENDS``.
+        backend: of ``cute_attn.host.activation.BACKENDS``.
         q, k, v: shapes (batch, seqlen, heads, dim), packed (total, heads, dim).
         dtypes: of q, k and v.
         devices: of all tensors, each once.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cute_attn import sdpa
 from cute_attn.host import doors
-from cute_attn.sdpa import direct
+from cute_attn.sdpa import function
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -111,11 +111,11 @@ class Observer:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         doors.watcher = self.note
-        direct.install(self._function)
+        function.install(self._function)
         try:
             yield
         finally:
-            direct.remove()
+            function.remove()
             doors.watcher = None
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -175,14 +175,14 @@ class Observer:
         """scaled_dot_product_attention, and a note of the call, unless it is compiled or traced."""
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # traces record reads of shapes
-            return direct.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return function.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
         given = {"query": query, "key": key, "value": value, "attn_bias": attn_mask}
         try:
             reason = sdpa.reason(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[arg-type]
         except Exception as error:  # as in _counted; wrong arguments are PyTorch's to name
             reason = f"its tensors cannot be read: {type(error).__name__}"
-        self.note(direct.NAME, given | {"dropout_p": dropout_p, "is_causal": is_causal}, reason)
-        return direct.by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        self.note(function.NAME, given | {"dropout_p": dropout_p, "is_causal": is_causal}, reason)
+        return function.by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     def _both(self, row: Row, own: Callable[[], Any], stock: Callable[[], Any], device: torch.device) -> Any:
         found = own()

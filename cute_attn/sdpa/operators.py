@@ -11,18 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.host import launcher
+from cute_attn.host import memory, plans
+from cute_attn.host.activation import Options
 from cute_attn.host.bias import four_dims
 from cute_attn.sdpa.calls import Call, Inputs, _is_capturing, call_of, why_not, why_not_drawn
-from cute_attn.sdpa.options import Options
 from cute_attn.sdpa.plans import (
     BackwardPlan,
     ForwardPlan,
     Results,
     plan_backward,
     plan_forward,
-    recall,
-    remember,
 )
 
 # ---- plans of calls ----
@@ -32,7 +30,7 @@ class Question(NamedTuple):
     """An operator's arguments beside its tensors, as far as they decide.
 
     Attributes:
-        backend: of ``cute_attn.sdpa.options.BACKENDS``.
+        backend: of ``cute_attn.host.activation.BACKENDS``.
         causal, dropout_p, scale: the operator's.
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
@@ -58,15 +56,14 @@ _LEARNS = Question("", False, 0.0, None, learns=True)[4:]
 
 
 def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tuple:
-    """What a plan depends on beside the tensors' metadata, and the shapes, by which it is found.
+    """What a plan depends on beside the tensors' metadata.
 
     question: fields of :class:`Question`, a tuple for speed. inputs: as of :meth:`ForwardPlan.run`. kind: of plans.
     """
-    q, k, v, bias, starts, _, used, slopes = inputs
+    q, k, v, bias, *_ = inputs
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     masked = None if bias is None else bias.data_ptr() & 15
-    present = (starts is None, used is None, slopes is None)
-    key: tuple = (kind, question, q.shape, k.shape, aligned, masked, present)
+    key: tuple = (kind, question, aligned, masked)
     if question[_DROPOUT_P] and options.rng == "torch":
         key = (*key, "torch", _is_capturing(q.device))
     return key
@@ -96,10 +93,10 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
 
 def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPlan | str:
     """The plan of a forward, or the reason why kernels do not serve it; arguments: as of :func:`_key`."""
-    key, present = _key(question, options, inputs, "forward"), _present(inputs)
-    plan = recall(key, present, inputs)
-    if plan is not None:
-        return plan
+    key = _key(question, options, inputs, "forward")
+    known = plans.find(key, inputs)
+    if known is not None:
+        return known.plan
     asked = Question(*question)
     call = _call(asked, inputs)
     reason = (
@@ -108,7 +105,7 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
         or _debug_mask_reason(asked.debug, asked.dropout_p)
     )
     if reason is not None:
-        return remember(key, present, reason)
+        return plans.keep(key, inputs, reason)
     rows = call.longest[0]
     made = plan_forward(
         call,
@@ -119,7 +116,7 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
         lse_rows=-(-rows // 32) * 32 if asked.backend == "efficient" and asked.wants_lse else rows,
         return_softmax=asked.debug,
     )
-    return remember(key, present, made)
+    return plans.keep(key, inputs, made)
 
 
 def _backward(
@@ -127,23 +124,19 @@ def _backward(
 ) -> BackwardPlan | str:
     """The same of a backward; grads: of out, then out and lse."""
     kind = "deterministic" if torch.are_deterministic_algorithms_enabled() else "backward"
-    key, present = _key(question, options, inputs, kind), (*grads, *_present(inputs))
-    plan = recall(key, present, inputs, grads)
-    if plan is not None:
-        return plan
+    key, tensors = _key(question, options, inputs, kind), (*grads, *inputs)
+    known = plans.find(key, tensors)
+    if known is not None:
+        return known.plan
     asked = Question(*question)
     call = _call(asked, inputs)
     reason = why_not(call)
     if reason is not None:
-        return remember(key, present, reason)
+        return plans.keep(key, tensors, reason)
     made = plan_backward(
         call, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
     )
-    return remember(key, present, made)
-
-
-def _present(tensors: tuple) -> tuple[Tensor, ...]:
-    return tuple([x for x in tensors if x is not None])
+    return plans.keep(key, tensors, made)
 
 
 def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
@@ -155,8 +148,8 @@ def _debug_mask_reason(return_debug_mask: bool, dropout_p: float) -> str | None:
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Memory that is never read, on ``like``'s device; kinds: shapes, strides and dtypes."""
-    if like.is_cuda and like.get_device() == launcher._current_device():
-        return [launcher.new_empty_strided(like, *kind) for kind in kinds]
+    if like.is_cuda and like.get_device() == memory.current_device():
+        return [memory.new_empty_strided(like, *kind) for kind in kinds]
     return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
 
 

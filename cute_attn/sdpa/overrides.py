@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import doors
-from cute_attn.sdpa import direct, repeated
+from cute_attn.host.activation import Options
+from cute_attn.sdpa import function, repeated
 from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
-from cute_attn.sdpa.options import Options
 
 
 class Override:
@@ -120,9 +120,9 @@ def _override_composite(key: str) -> None:
             return
         _composites.add(key)
         above = f"Autograd{key}"
-        stock = torch.library.get_kernel(f"aten::{direct.NAME}", above)
+        stock = torch.library.get_kernel(f"aten::{function.NAME}", above)
         run = repeated.override(stock.call_boxed, key.lower())
-        _register(_libraries[key], direct.NAME, run, above)
+        _register(_libraries[key], function.NAME, run, above)
         # Let the dispatcher of tracers, which is Python's, look again for that operator's kernel.
         operator = torch.ops.aten.scaled_dot_product_attention.default
         operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
@@ -170,13 +170,8 @@ class Activation:
                 for name in operators.keys() & own.keys():
                     own[name].options = options if backend in options.backends else None
             _serving[key] = self
-            if not options.direct:
-                _override_composite(key)
+            _override_composite(key)
             repeated.start(options, key.lower())
-            if options.direct:
-                direct.install()
-            else:
-                direct.remove()
 
     def remove(self) -> None:
         """Let PyTorch compute all calls; nothing happens a second time, or after another activation."""
@@ -187,4 +182,3 @@ class Activation:
             for one in overrides(self.key).values():
                 one.options = None
             repeated.stop()
-            direct.remove()

@@ -5,7 +5,7 @@ promises, and the launch. Inputs that kernels cannot read are copied; CPU tensor
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cute_attn.api import operators
-from cute_attn.host import backward, launcher, random_states
+from cute_attn.host import backward, random_states
 from cute_attn.host.bias import last_contiguous
-from cute_attn.host.launcher import as_strided, contiguous_strides, launcher_for
+from cute_attn.host.launch import BoundBackward, BoundForward, Layout
+from cute_attn.host.launcher import Launcher, launcher_for
+from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.params import (
     ALIGNMENT_BYTES,
     NUM_TENSORS,
@@ -26,71 +28,6 @@ from cute_attn.host.params import (
     rows_are_regular,
 )
 from cute_attn.sdpa.calls import Call, Inputs, parameters
-from cute_attn.sdpa.prepared import Layout, PreparedBackward, PreparedForward
-
-# ---- plans by metadata ----
-
-_MAX_PLANS = 4096
-_MAX_SEEN = 8
-_guards: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}  # torch's guards, a fifth of a key's time
-_plans: dict[Hashable, Any] = {}
-
-
-def recall(key: Hashable, tensors: Sequence[Tensor], *arguments: Any) -> Any:
-    """What :func:`remember` was given for this key and for tensors of the same metadata, or None.
-
-    arguments: of a plan's ``ready``, which what comes a second time is: metadata may be new in each call.
-    """
-    for check, plan in _guards.get(key, ()):
-        if check(*tensors):
-            return plan
-    known = (key, *map(_metadata, tensors))
-    plan = _plans.get(known)
-    if plan is None:
-        return None
-    if isinstance(plan, ForwardPlan | BackwardPlan):
-        plan = _plans[known] = plan.ready(*arguments)
-    _guard(key, tensors, plan)
-    return plan
-
-
-def remember(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> Any:
-    """Keep a plan, or the reason why there is none; returns it."""
-    if len(_plans) >= _MAX_PLANS:
-        forget()
-    _plans[key, *map(_metadata, tensors)] = plan
-    return plan
-
-
-def _metadata(x: Tensor) -> tuple:
-    return type(x), x.dtype, x.device, x.shape, x.stride()
-
-
-def forget() -> None:
-    """Forget all plans."""
-    _plans.clear()
-    _guards.clear()
-
-
-def _guard(key: Hashable, tensors: Sequence[Tensor], plan: Any) -> None:
-    """Let :func:`recall` find a plan by torch's guards."""
-    check = guard(tensors)
-    if check is not None:
-        seen = _guards.setdefault(key, [])
-        seen.insert(0, (check, plan))
-        del seen[_MAX_SEEN:]
-
-
-def guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Torch's guards, which say whether tensors have the metadata of these; None where one of these is given twice.
-
-    They cannot tell that, and not every version of torch has them.
-    """
-    if launcher._tensor_guards is None or len({id(x) for x in tensors}) < len(tensors):
-        return None
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    return launcher._tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
 
 # ---- inputs as kernels read them ----
 
@@ -160,6 +97,13 @@ def _tensors(
 ) -> tuple:
     """The first of AttentionParams, which PyTorch's operators have but seqused_q and sinks."""
     return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes, bias, None, rng_state
+
+
+_PLACES = {
+    AttentionParams._fields.index(name): place
+    for name, place in (("bias", 3), ("alibi_slopes", 7), ("rng_state", 8))
+}
+"""Where a plan's inputs, with the dropout state behind them, have the parameters that epilogues read."""
 
 
 # ---- layouts of outputs ----
@@ -274,18 +218,18 @@ class ForwardPlan:
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
         return_softmax: whether softmax is wanted.
-        prepared: the launch with its arguments, or None where the launcher makes them.
+        bound: the launch with its arguments, or None where the launcher makes them.
     """
 
     call: Call
     rng: str
     out: Output
     views: tuple[Layout | None, ...] | None
-    launcher: launcher.Launcher | None
+    launcher: Launcher | None
     lse_rows: int
     empty_rows: bool
     return_softmax: bool
-    prepared: PreparedForward | None = None
+    bound: BoundForward | None = None
 
     def run(self, inputs: tuple) -> Results:
         """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
@@ -296,8 +240,8 @@ class ForwardPlan:
         if self.launcher is None:
             return self._by_reference(inputs, state)
         softmax = None
-        if self.prepared is not None:
-            out, lse = self.prepared.run(inputs if state is None else (*inputs, state))
+        if self.bound is not None:
+            out, lse = self.bound.run(inputs if state is None else (*inputs, state))
         else:
             tensors = _launched(inputs, self.views, self._kernel_inputs, state)
             written, lse, softmax = self.launcher.launch(tensors)
@@ -309,11 +253,12 @@ class ForwardPlan:
         return Results(out, lse, state, softmax)
 
     def ready(self, inputs: tuple) -> "ForwardPlan":
-        """With its launch prepared, if it can be. inputs: as of :meth:`run`, of the call that was planned."""
-        if self.prepared is not None or self.launcher is None or self.views is None or not self.out.in_place:
+        """With its launch bound, if it can be. inputs: as of :meth:`run`, of the call that was planned."""
+        if self.bound is not None or self.launcher is None or self.views is None or not self.out.in_place:
             return self
         tensors = _launched(inputs, self.views, self._kernel_inputs, _any_state(self.call, inputs))
-        return replace(self, prepared=PreparedForward.of(self.launcher, tensors, self.out.layout))
+        lse = self.launcher.shapes[1], self.launcher.strides[1]
+        return replace(self, bound=self.launcher.bind(tensors, self.out.layout, lse, _PLACES))
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         return _kernel_inputs(inputs, self.out.heads_first)
@@ -382,7 +327,7 @@ def plan_forward(
         return plan
     state = _any_state(call, inputs)
     made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
-    made = replace(made, aligned=False)  # the plan's key says where rows start
+    made = replace(made, aligned=False, bound=None)  # the plan's key says where rows start
     if out.written is not None:
         made = replace(made, strides=(out.written, made.strides[1]))
         plan = replace(plan, out=replace(out, in_place=True))
@@ -463,7 +408,7 @@ class BackwardPlan:
         launcher: None on the CPU.
         rest: the parameters after the tensors.
         bias_gradient: whether the bias's gradient is wanted.
-        prepared: as of :class:`ForwardPlan`.
+        bound: as of :class:`ForwardPlan`.
     """
 
     call: Call
@@ -473,7 +418,7 @@ class BackwardPlan:
     launcher: backward.BackwardLauncher | None
     rest: tuple
     bias_gradient: bool
-    prepared: PreparedBackward | None = None
+    bound: BoundBackward | None = None
 
     def run(
         self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], rng_state: Tensor | tuple[Tensor, Tensor]
@@ -483,10 +428,10 @@ class BackwardPlan:
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
-        if self.prepared is not None:
-            prepared = self.prepared.run(inputs if state is None else (*inputs, state), grads)
-            if prepared is not None:
-                return prepared
+        if self.bound is not None:
+            bound = self.bound.run(inputs if state is None else (*inputs, state), grads)
+            if bound is not None:
+                return bound
         grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
             params = parameters(self.call, self._kernel_inputs(inputs), state)
@@ -497,15 +442,16 @@ class BackwardPlan:
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
-    def ready(self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor]) -> "BackwardPlan":
-        """With its launches prepared, if they can be. Arguments: as of :meth:`run`, of the call that was planned."""
-        if self.prepared is not None or self.launcher is None or self.views is None:
+    def ready(self, tensors: tuple) -> "BackwardPlan":
+        """With its launches bound, if they can be. tensors: grads and inputs of :meth:`run`, of the planned call."""
+        grads, inputs = tensors[:3], tensors[3:]
+        if self.bound is not None or self.launcher is None or self.views is None:
             return self
         if not all(one.in_place for one in self.grads):
             return self
         params = self._params(inputs, _any_state(self.call, inputs))
         given, layouts = map(_viewed, grads, self.outputs), tuple(one.layout for one in self.grads)
-        return replace(self, prepared=PreparedBackward.of(self.launcher, params, tuple(given), layouts))  # type: ignore[arg-type]
+        return replace(self, bound=self.launcher.bind(params, tuple(given), layouts, _PLACES))  # type: ignore[arg-type]
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         heads_first = self.grads[0].heads_first
@@ -559,7 +505,7 @@ def plan_backward(
         plan,
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
-        launcher=replace(made, strides=strides),
+        launcher=replace(made, strides=strides, bound=None),
         rest=params[NUM_TENSORS:],
     )
 

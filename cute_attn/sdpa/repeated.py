@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from cute_attn.api import operators
-from cute_attn.host import doors
+from cute_attn.host import doors, plans
+from cute_attn.host.activation import Options
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.params import is_aligned
-from cute_attn.sdpa import plans
 from cute_attn.sdpa.operators import forward_plan
-from cute_attn.sdpa.options import Options
 from cute_attn.sdpa.plans import ForwardPlan
 
 _BACKENDS = {
@@ -35,15 +34,13 @@ _BACKENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An earlier call.
+    """What became of an earlier call.
 
     Attributes:
-        check: whether q, k and v have its metadata, under the same state of the dispatcher.
         operator: the one that PyTorch chose.
         plan: the operator's; None where PyTorch's function is called.
     """
 
-    check: Callable[..., bool]
     operator: str
     plan: ForwardPlan | None
 
@@ -53,13 +50,12 @@ class Known:
         if plan is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         doors.served.add(self.operator)
-        if plan.prepared is not None:
-            return plan.prepared.run((query, key, value))[0]
+        if plan.bound is not None:
+            return plan.bound.run((query, key, value))[0]
         return plan.run((query, key, value, None, None, None, None, None)).out
 
 
 _MAX_KEYS = 4096
-_MAX_ALIKE = 8
 
 
 class Memory:
@@ -68,16 +64,14 @@ class Memory:
     Attributes:
         options: the activation's.
         device: type of the tensors whose operators are overridden.
-        known: by key.
         seen: keys of calls that came once.
     """
 
-    __slots__ = ("device", "known", "options", "seen")
+    __slots__ = ("device", "options", "seen")
 
     def __init__(self, options: Options, device: str) -> None:
         """Arguments: as above."""
         self.options, self.device = options, device
-        self.known: dict[tuple, list[Known]] = {}
         self.seen: set[tuple] = set()
 
 
@@ -120,7 +114,7 @@ def key_of(
         or _function_modes()
         or (query.requires_grad and torch.is_grad_enabled())  # guards know the others
         or doors.observer is not None
-        or not operators.no_dispatch_mode()
+        or not no_dispatch_mode()
         or forward_ad._current_level >= 0
         or query.is_nested  # without a shape
         or key.is_nested
@@ -133,12 +127,12 @@ _function_modes = torch._C._len_torch_function_stack
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-def find(memory: Memory, asked: tuple, query: Tensor, key: Tensor, value: Tensor) -> Known | None:
-    """The earlier call that this one repeats. asked: as of :func:`key_of`."""
-    for known in memory.known.get(asked, ()):
-        if known.check(query, key, value):
-            return known
-    return None
+def find(memory: Memory, asked: tuple, *inputs: Tensor) -> Known | None:
+    """The earlier call that this one repeats. asked: as of :func:`key_of`; inputs: q, k and v."""
+    known = plans.find((memory, asked), inputs)
+    if known is None or not (known.constant or not torch.is_grad_enabled()):
+        return None
+    return known.plan
 
 
 def _what_choice_depends_on() -> tuple:
@@ -174,21 +168,14 @@ def learn(memory: Memory, asked: tuple, inputs: tuple[Tensor, Tensor, Tensor]) -
             memory.seen.clear()
         memory.seen.add(asked)
         return
-    alike = memory.known.get(asked, [])
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if gradients or len(alike) >= _MAX_ALIKE or not all(map(is_aligned, inputs)):
-        return
-    check = plans.guard(inputs)
-    if check is None:
+    if gradients or not all(map(is_aligned, inputs)):
         return
     causal, scale, gqa, *_ = asked
     choice = torch._fused_sdp_choice(*inputs, None, 0.0, causal, scale=scale, enable_gqa=gqa)
     backend = _BACKENDS.get(choice, "")
-    if len(memory.known) >= _MAX_KEYS:
-        memory.known.clear()
     plan = _plan(memory, backend, inputs, causal, scale)
-    known = Known(check, f"_scaled_dot_product_{backend}_attention", plan)
-    memory.known.setdefault(asked, alike).append(known)
+    plans.keep((memory, asked), inputs, Known(f"_scaled_dot_product_{backend}_attention", plan))
 
 
 def _plan(
@@ -236,12 +223,12 @@ def override(stock: Callable[..., Tensor], device: str) -> Callable[..., Tensor]
     """``aten::scaled_dot_product_attention`` above autograd for the dispatcher; ``stock``: PyTorch's, boxed.
 
     Repeated calls without gradients end here, past the operators of the backends, while calls of that type of device
-    are learnt, and not directly.
+    are learnt. Under inference mode, which has no autograd, the dispatcher does not come here.
     """
 
     def run(keyset: "torch._C.DispatchKeySet", *args: Any, **kwargs: Any) -> Tensor:
         memory = _current
-        if memory is None or memory.options.direct or memory.device != device:
+        if memory is None or memory.device != device:
             return stock(keyset, *args, **kwargs)
         asked = key_of(*args, **kwargs)
         if asked is None:

@@ -6,10 +6,7 @@ again, with and without it: a row whose calls have become faster goes, another r
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cute_attn.sdpa.calls import Call
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,13 +15,13 @@ class Row:
 
     Attributes:
         kind: what they are, as a program's author would say.
-        applies: whether a call is one, by its metadata.
+        applies: whether a :class:`cute_attn.sdpa.calls.Call` is one.
         pytorch_ms, ours_ms: of all attention of the program that was measured.
         measured: which program, and on what.
     """
 
     kind: str
-    applies: "Callable[[Call], bool]"
+    applies: Callable[[Any], bool]
     pytorch_ms: float
     ours_ms: float
     measured: str
@@ -64,6 +61,6 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def faster_by_pytorch(call: "Call") -> str | None:
-    """Why PyTorch computes a call that kernels support; None where they gain."""
+def faster_by_pytorch(call: Any) -> str | None:
+    """Why PyTorch computes a :class:`cute_attn.sdpa.calls.Call` that kernels support; None where they gain."""
     return next((row.reason for row in ROWS if row.applies(call)), None)

@@ -15,7 +15,7 @@ from cute_attn import Unsupported, attention, attention_varlen, compiler, refere
 from cute_attn.api import operators
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import backward, launcher
+from cute_attn.host import backward, memory, plans
 from cute_attn.host.backward import (
     BiasGradient,
     Workspace,
@@ -239,15 +239,16 @@ def torch_kernels(monkeypatch):
     monkeypatch.setattr(compiler, "compile", kernels.compile)
     monkeypatch.setattr(compiler, "build", kernels.build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(backward, "_launchers", {})
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_guarded", {})
     monkeypatch.setattr(backward, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+    monkeypatch.setattr(memory, "current_device", lambda: -1)
 
     def poisoned(like, shape, strides, dtype):
         poison = math.nan if dtype.is_floating_point else -1
         return torch.full((math.prod(shape),), poison, dtype=dtype).as_strided(shape, strides)
 
-    monkeypatch.setattr(launcher, "new_empty_strided", poisoned)
+    monkeypatch.setattr(memory, "new_empty_strided", poisoned)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return kernels
 
@@ -407,7 +408,8 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
 
     def operands(call):
-        monkeypatch.setattr(backward, "_launchers", {})
+        monkeypatch.setattr(plans, "_plans", {})
+        monkeypatch.setattr(plans, "_guarded", {})
         found = backward.launcher_for(call, grad_out, None, out, lse, needed)
         return found.kernel.tile.operands, found.split is not None, found.exact is not None
 
@@ -509,13 +511,12 @@ def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call = the_call(replace(SMALL, layout="padded").build("cpu"))
     out, lse, _ = operators.forward_cpu(call)
     grad, needed = torch.randn(out.shape).to(BF16), (True, True, True, False, False)
-    forward = object()  # a launcher of the forward
-    first = gradients(call, grad, None, out, lse, needed, forward)
+    first = gradients(call, grad, None, out, lse, needed)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
-        again = gradients(one, grad, None, result, lse, needed, forward)
+        again = gradients(one, grad, None, result, lse, needed)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
-    assert len(backward._launchers) == 3
+    assert len(plans._plans) == 3
 
 
 @contextlib.contextmanager

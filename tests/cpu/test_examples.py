@@ -11,7 +11,7 @@ from cute_attn import attention, lookup
 from cute_attn.compiler import registry
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.host import launcher
+from cute_attn.host import choose
 from cute_attn.host.params import AttentionParams
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.reference import emulate
@@ -95,7 +95,7 @@ def test_a_call_names_a_variant():
         "tile": "",
     }
     chosen = {
-        kernel: launcher.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90")
+        kernel: choose.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90")
         for kernel in ("sm80", "sm80:plain", "sm80:padded")
     }
     classes = {name: type(kernel) for name, kernel in chosen.items()}

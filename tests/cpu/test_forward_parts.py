@@ -18,7 +18,7 @@ from cute_attn.device.forward_parts import P_SCALE, parts_of_probabilities, stor
 from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.host.launcher import choose_kernel
+from cute_attn.host.choose import choose_kernel
 from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
 from cute_attn.kernels.forward_sm80.parts_kernel import parts_serve
 from cute_attn.reference import emulate

@@ -17,7 +17,8 @@ from cute_attn.api import operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
-from cute_attn.host import launcher
+from cute_attn.host import launcher, memory, plans
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -266,8 +267,9 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setattr(compiler, "build", recorder.build)
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm90")
-    monkeypatch.setattr(launcher, "_launchers", {})
-    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_guarded", {})
+    monkeypatch.setattr(memory, "current_device", lambda: -1)
     monkeypatch.setattr(launcher, "schedule", lambda device: (COUNTERS, 132))
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -302,7 +304,7 @@ def test_constant_arguments_are_made_once_for_tvm_ffi(recorder, monkeypatch):
     monkeypatch.setattr(compiler, "build", lambda kernel, target: SimpleNamespace(function=function))
     for bias in (None, randn(1, 4, 1, 11)):
         attention(*kernel_inputs(), causal=True, bias=bias)
-    for made, arguments, constant in zip(launcher._launchers.values(), seen, (True, False), strict=True):
+    for made, arguments, constant in zip(plans._plans.values(), seen, (True, False), strict=True):
         assert list(arguments[5]) == [None, None, None, None, 9, 11, None, None]
         assert isinstance(made.seqlens, tvm_ffi.Array)
         assert isinstance(made.score_args.parts, tvm_ffi.Array) == constant
@@ -485,9 +487,9 @@ def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):
         assert len(recorder.built) == 1 and len(recorder.launched) == n
     attention(q[:, :5], k, v)
     assert len(recorder.built) == 2
-    monkeypatch.setattr(launcher, "_MAX_LAUNCHERS", 2)
+    monkeypatch.setattr(plans, "_MAX_PLANS", 2)
     attention(q[:, :6], k, v)
-    assert len(launcher._launchers) == 1, "launchers of ever new shapes do not pile up"
+    assert len(plans._plans) == 1, "launchers of ever new shapes do not pile up"
 
 
 def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
@@ -515,7 +517,7 @@ def test_plans_keep_no_tensor(recorder):
     tensors |= {"sinks": randn(4)}
     references = [weakref.ref(x) for x in tensors.values()]
     attention(q, k, v, **tensors, dropout_p=0.5)
-    assert len(launcher._launchers) == 1
+    assert len(plans._plans) == 1
     recorder.launched.clear()
     del tensors
     assert [reference() for reference in references] == [None] * 4
@@ -776,7 +778,8 @@ def test_a_tile_too_large_for_a_smaller_gpu(recorder, monkeypatch):
     q = randn(1, 9, 2, 128, dtype=BF16)
     options = {"kernel": "sm80", "tile": "tile_m=128,tile_n=128,num_warps=8,num_stages=1"}
     attention(q, q, q, **options)
-    monkeypatch.setattr(launcher, "_launchers", {})
+    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_guarded", {})
     monkeypatch.setattr(compiler, "default_target", lambda arch: "sm86")
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory .*; sm86 has 101376"):
         attention(q, q, q, **(options | {"tile": options["tile"].replace("stages=1", "stages=2")}))
@@ -857,10 +860,10 @@ def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
         pass
 
     q, k, v = inputs()
-    assert operators.no_dispatch_mode() and operators.all_plain(call(q, k, v)[:NUM_TENSORS])
-    assert not operators.all_plain((q.as_subclass(Sub),))
+    assert no_dispatch_mode() and memory.all_plain(call(q, k, v)[:NUM_TENSORS])
+    assert not memory.all_plain((q.as_subclass(Sub),))
     with Watch() as watch:
-        assert not operators.no_dispatch_mode()
+        assert not no_dispatch_mode()
         attention(q, k, v)
     assert torch.ops.cute_attn.forward.default in watch.seen
     with torch.profiler.profile() as profile:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_attn.compiler import registry
-from cute_attn.host import launcher
+from cute_attn.host import choose
 from cute_attn.host.params import AttentionParams
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
@@ -140,7 +140,7 @@ def call(nheads: int, nheads_kv: int, tile: str = "") -> AttentionParams:
 
 
 def test_a_call_is_packed_by_its_heads():
-    assert launcher.choose_kernel(call(16, 2), "sm90").tile.pack_heads == 8
-    assert launcher.choose_kernel(call(12, 2), "sm90").tile.pack_heads == 8
-    assert launcher.choose_kernel(call(6, 6), "sm90").tile.pack_heads == 1
-    assert launcher.choose_kernel(call(12, 2, "pack_heads=2"), "sm90").tile.pack_heads == 2
+    assert choose.choose_kernel(call(16, 2), "sm90").tile.pack_heads == 8
+    assert choose.choose_kernel(call(12, 2), "sm90").tile.pack_heads == 8
+    assert choose.choose_kernel(call(6, 6), "sm90").tile.pack_heads == 1
+    assert choose.choose_kernel(call(12, 2, "pack_heads=2"), "sm90").tile.pack_heads == 2

@@ -16,9 +16,9 @@ from cute_attn import sdpa
 from cute_attn.cli import run
 from cute_attn.cli.main import app
 from cute_attn.host import doors
+from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
 from cute_attn.sdpa.observe import Observer, Row, describe, difference
-from cute_attn.sdpa.options import Options
 from tests import processes
 
 PROGRAM = """if True:
@@ -150,7 +150,7 @@ def test_nothing_starts_cuda(monkeypatch):
 LOOKED = """if True:
     import os
     from cute_attn.cli import run
-    from cute_attn.sdpa.options import Options
+    from cute_attn.host.activation import Options
 
     def begin():
         from torch import cuda

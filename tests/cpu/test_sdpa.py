@@ -19,10 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from cute_attn import reference, sdpa
 from cute_attn.compiler import registry
 from cute_attn.host import doors
+from cute_attn.host import plans as known
+from cute_attn.host.activation import Options
 from cute_attn.sdpa import calls, operators, overrides, plans, slower
 from cute_attn.sdpa.calls import Inputs, call_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
-from cute_attn.sdpa.options import Options
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten
@@ -102,7 +103,7 @@ def tensors_of(meta, order):
 def both_calls(backend, meta, monkeypatch):
     """The metadata that a forward and its backward, whose saved tensors have other strides, decide by."""
     seen = []
-    plans.forget()
+    known.forget()
     monkeypatch.setattr(operators, "why_not", lambda call: seen.append(call) or "recorded")
     monkeypatch.setattr(calls, "_target", lambda device: meta["target"])
     monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
@@ -122,7 +123,7 @@ def both_calls(backend, meta, monkeypatch):
         given = {"query": q, "key": k, "value": v} | common | own
         function(options, **{name: x for name, x in given.items() if name in names})
     monkeypatch.undo()
-    plans.forget()
+    known.forget()
     return [call._replace(devices=frozenset([torch.device("cuda", 0)])) for call in seen]
 
 
@@ -711,7 +712,7 @@ def test_threads_call_while_another_turns_it_on_and_off():
         threads = [threading.Thread(target=call, args=(step,)) for step in steps]
         [thread.start() for thread in threads]
         for i in range(500):
-            activation = sdpa.Activation(Options(direct=i % 8 == 7), "CPU")
+            activation = sdpa.Activation(Options(), "CPU")
             steps[0]()
             activation.remove()
         stop.set()

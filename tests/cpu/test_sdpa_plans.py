@@ -14,9 +14,12 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, counters, launcher
+from cute_attn.host import backward, counters, launcher, memory
+from cute_attn.host import plans as known
 from cute_attn.host.backward import BackwardLauncher, BiasGradient, Workspace
-from cute_attn.host.launcher import Launcher, ScoreArgs, contiguous_strides
+from cute_attn.host.launch import ScoreArgs
+from cute_attn.host.launcher import Launcher
+from cute_attn.host.memory import contiguous_strides
 from cute_attn.host.params import NUM_TENSORS, AttentionParams
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
@@ -30,9 +33,9 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def no_plans():
-    plans.forget()
+    known.forget()
     yield
-    plans.forget()
+    known.forget()
 
 
 def randn(*shape, seed=0, dtype=torch.float16):
@@ -88,9 +91,13 @@ def with_arguments_of(kernel, function):
     return run
 
 
-def ready_at_once(make, count):
-    """count: arguments of a plan's ``ready``, which follow the call."""
-    return lambda *arguments, **options: make(*arguments, **options).ready(*arguments[1 : 1 + count])
+def ready_at_once(make, places):
+    """places: of what a plan's ``ready`` takes among the arguments, tuples of tensors."""
+
+    def made(*arguments, **options):
+        return make(*arguments, **options).ready(tuple(x for i in places for x in arguments[i]))
+
+    return made
 
 
 class Machine:
@@ -104,14 +111,14 @@ class Machine:
         self.function = as_tvm if prepared else lambda function: function
         monkeypatch.setattr(counters, "schedule", lambda device: None)
         if prepared:  # at once, and not when a call comes again
-            for name, count in (("plan_forward", 1), ("plan_backward", 2)):
-                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name), count))
+            for name, places in (("plan_forward", (1,)), ("plan_backward", (2, 1))):
+                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name), places))
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
-        monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+        monkeypatch.setattr(memory, "current_device", lambda: -1)
         monkeypatch.setattr(launcher, "schedule", lambda device: None)
-        monkeypatch.setattr(launcher, "new_empty_strided", self.poisoned)
+        monkeypatch.setattr(memory, "new_empty_strided", self.poisoned)
 
     @staticmethod
     def poisoned(like, shape, strides, dtype):
@@ -238,9 +245,9 @@ def with_reference(function, *arguments):
     """What the operator returns where no kernel runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "runs_kernels", lambda q: False)
-        plans.forget()
+        known.forget()
         found = function(OPTIONS, *arguments)
-    plans.forget()
+    known.forget()
     return found
 
 
@@ -366,20 +373,20 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
         found.append(in_turn(name, *arguments))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plans, "runs_kernels", lambda q: False)
-            kept = plans._plans.copy(), plans._guards.copy()
-            plans.forget()
+            kept = known._plans.copy(), known._guarded.copy()
+            known.forget()
             wanted.append(in_turn(name, *arguments))
-            plans._plans, plans._guards = kept
+            known._plans, known._guarded = kept
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
-    made = [plan.prepared is not None for plan in plans._plans.values()]
+    made = [plan.bound is not None for plan in known._plans.values()]
     assert made == [prepared] * 2 and machine.launches == 3
 
 
 def test_launches_at_one_time_have_arguments_of_their_own(monkeypatch):
     machine, other = Machine(monkeypatch, prepared=True), []
     in_turn("flash", *inputs_of(0))
-    plans.forget()
+    known.forget()
     first, second = inputs_of(1), inputs_of(5)
 
     def interrupted(function):
@@ -418,32 +425,6 @@ def made(shapes=None, seed=0):
     return tuple(randn(*shape, seed=seed + i) for i, shape in enumerate(shapes or tensors()))
 
 
-def test_a_call_of_the_same_metadata_finds_its_plan():
-    first, second = made(), made(seed=7)
-    assert plans.recall("key", first) is None
-    assert plans.remember("key", first, "plan") == "plan"
-    assert plans.recall("key", second) == "plan" and plans.recall("other", second) is None
-    aliased = (second[0], second[1], second[1])
-    assert plans.recall("key", aliased) == "plan"
-    assert plans.remember("key", (first[0],) * 3, "again") == "again"
-
-
-@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "gradient"])
-def test_another_call_finds_none(change):
-    q, k, v = made()
-    plans.remember("key", (q, k, v), "plan")
-    others = {
-        "shape": randn(2, 4, 10, 16),
-        "strides": in_order((2, 4, 9, 16), (0, 2, 1)),
-        "dtype": q.bfloat16(),
-        "gradient": k.clone().requires_grad_(),
-    }
-    found = plans.recall("key", (others[change], k, v))
-    assert found == (
-        "plan" if change == "gradient" else None
-    )  # by its metadata; torch's guards tell it apart
-
-
 def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
     machine = Machine(monkeypatch)
     machine.function = as_tvm
@@ -453,16 +434,8 @@ def test_a_launch_is_prepared_when_its_call_comes_again(monkeypatch):
         outputs = operators.flash_forward(OPTIONS, q, k, v)
         saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
         operators.flash_backward(OPTIONS, *saved)
-        seen.append([plan.prepared for plan in plans._plans.values()])
+        seen.append([plan.bound for plan in known._plans.values()])
     assert seen[0] == [None, None] and None not in seen[1] and seen[1] == seen[2]
-
-
-def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "_MAX_PLANS", 3)
-    for n in range(10):
-        plans.remember("key", made(((1, 1, n + 1, 8),) * 3), n)
-    assert len(plans._plans) <= 3 and plans.recall("key", made(((1, 1, 10, 8),) * 3)) == 9
-    assert len(plans._guards["key"]) <= plans._MAX_SEEN
 
 
 def test_a_warm_call_decides_and_plans_once(machine, monkeypatch):
@@ -485,8 +458,8 @@ def test_alignment_and_determinism_are_part_of_a_plan(machine):
     same([out], [with_reference(operators.flash_forward, shifted, k, v)[0]])
     outputs = operators.flash_forward(OPTIONS, q, k, v)
     saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
-    before = len(plans._plans)
+    before = len(known._plans)
     for wanted in (False, True, False):
         torch.use_deterministic_algorithms(wanted)
         operators.flash_backward(OPTIONS, *saved)
-    assert len(plans._plans) == before + 2
+    assert len(known._plans) == before + 2

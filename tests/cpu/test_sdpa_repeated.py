@@ -1,9 +1,5 @@
-"""Repeated calls of scaled_dot_product_attention: which are served, what the others see, and the way back.
+"""Repeated calls of scaled_dot_product_attention: which are served, what the others see, and the way back."""
 
-They end in an override above autograd, or in a function of Python that replaces PyTorch's.
-"""
-
-import contextlib
 import json
 
 import pytest
@@ -19,32 +15,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import sdpa
 from cute_attn.host import doors
-from cute_attn.sdpa import direct, operators, plans, repeated
-from cute_attn.sdpa.options import Options
+from cute_attn.host import plans as known
+from cute_attn.host.activation import Options
+from cute_attn.sdpa import operators, repeated
 from tests import processes
 from tests.cpu.test_sdpa_plans import Machine
 
 FLASH = ("_scaled_dot_product_flash_attention", "")
 
 
-@pytest.fixture(autouse=True, params=["override", "direct"])
-def active(request):
-    """Either is active for CPU tensors, which the reference computes."""
+@pytest.fixture(autouse=True)
+def active():
+    """For CPU tensors, which the reference computes."""
     sdpa.served.clear()
-    plans.forget()
-    activation = sdpa.Activation(Options(direct=request.param == "direct"), "CPU")
+    known.forget()
+    activation = sdpa.Activation(Options(), "CPU")
     yield activation
     activation.remove()
-    plans.forget()
+    known.forget()
 
 
-only_direct = pytest.mark.parametrize("active", ["direct"], indirect=True)
-only_override = pytest.mark.parametrize("active", ["override"], indirect=True)
-
-
-@pytest.fixture
-def is_direct(active):
-    return active.options.direct
+pytorchs = torch._C._nn.scaled_dot_product_attention
 
 
 def inputs(seed=0, rows=9, dim=16, dtype=torch.bfloat16):
@@ -55,7 +46,7 @@ def inputs(seed=0, rows=9, dim=16, dtype=torch.bfloat16):
 def check(q, k, v, **options):
     """A call's result is PyTorch's of doubles, which require a gradient so that none is a repeated call."""
     out = F.scaled_dot_product_attention(q, k, v, **options)
-    wanted = direct.pytorchs(q.double().requires_grad_(), k.double(), v.double(), **options)
+    wanted = pytorchs(q.double().requires_grad_(), k.double(), v.double(), **options)
     torch.testing.assert_close(out.double(), wanted.double(), rtol=0, atol=2e-2)
     return out
 
@@ -69,8 +60,7 @@ def test_a_repeated_call_is_served_past_pytorchs_function(options, monkeypatch):
     for _ in range(2):
         check(*inputs(), **options)
     assert calls() == 0
-    wanted = direct.pytorchs(*(x.double() for x in inputs(1)), **options)
-    monkeypatch.setattr(direct, "pytorchs", None)
+    wanted = pytorchs(*(x.double() for x in inputs(1)), **options)
     monkeypatch.setattr(repeated, "learn", None)
     found = F.scaled_dot_product_attention(*inputs(1), **options)
     assert calls() == 1
@@ -106,7 +96,7 @@ class FunctionMode(TorchFunctionMode):
     """As code that overrides functions: it compares what is called with what the name means."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert func is F.scaled_dot_product_attention is direct.pytorchs
+        assert func is F.scaled_dot_product_attention is pytorchs
         return func(*args, **(kwargs or {}))
 
 
@@ -120,7 +110,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_known_call_in_another_state_is_pytorchs(name, is_direct):
+def test_a_known_call_in_another_state_is_pytorchs(name):
     for _ in range(3):
         check(*inputs())
     given = inputs()
@@ -129,14 +119,14 @@ def test_a_known_call_in_another_state_is_pytorchs(name, is_direct):
             out = F.scaled_dot_product_attention(*given)
         assert out.dtype == (torch.float16 if name == "autocast" else torch.bfloat16)
     # The override lies below autocast, which has cast its arguments, and sees no function mode.
-    known = 0 if is_direct else {"autocast": 2, "function_mode": 3}.get(name, 0)
-    assert calls() == 1 + known
+    more = {"autocast": 2, "function_mode": 3}.get(name, 0)
+    assert calls() == 1 + more
     check(*inputs())
-    assert calls() == 2 + known
+    assert calls() == 2 + more
 
 
 @pytest.mark.parametrize(
-    "kind", ["mask", "dropout", "gradient", "key", "fp32", "dim", "unaligned", "negated", "twice"]
+    "kind", ["mask", "dropout", "gradient", "key", "fp32", "dim", "unaligned", "negated"]
 )
 def test_calls_that_are_always_pytorchs(kind):
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
@@ -152,8 +142,6 @@ def test_calls_that_are_always_pytorchs(kind):
         q = torch.empty(q.numel() + 1, dtype=dtype)[1:].view(q.shape).copy_(q)
     elif kind == "negated":
         q = torch._neg_view(q)
-    elif kind == "twice":
-        q = k
     for _ in range(3):
         if kind == "dropout":
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -168,11 +156,15 @@ def test_calls_that_are_always_pytorchs(kind):
         assert calls() == 2
 
 
+def learnt():
+    return [plan for plan in known._plans.values() if isinstance(plan, repeated.Known)]
+
+
 def test_a_call_that_comes_once_is_not_learnt(monkeypatch):
-    monkeypatch.setattr(repeated.plans, "guard", None)
+    monkeypatch.setattr(repeated.plans, "keep", None)
     for rows in range(1, 5):
         check(*inputs(rows=rows))
-    assert not repeated.current().known
+    assert not learnt()
 
 
 def test_an_unaligned_call_is_not_learnt():
@@ -180,7 +172,7 @@ def test_an_unaligned_call_is_not_learnt():
     unaligned = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
     for _ in range(3):
         check(unaligned, k, v)
-    assert not repeated.current().known
+    assert not learnt()
 
 
 def test_transforms_tracers_and_fake_tensors_are_pytorchs():
@@ -192,7 +184,7 @@ def test_transforms_tracers_and_fake_tensors_are_pytorchs():
     traced = torch.jit.trace(lambda *x: F.scaled_dot_product_attention(*x), (q, k, v), check_trace=False)
     assert "scaled_dot_product_attention" in str(traced.graph)
     graph = torch.fx.symbolic_trace(lambda q: F.scaled_dot_product_attention(q, q, q)).graph
-    assert direct.pytorchs in [node.target for node in graph.nodes]
+    assert pytorchs in [node.target for node in graph.nodes]
     with FakeTensorMode() as mode:
         fake = F.scaled_dot_product_attention(*map(mode.from_tensor, (q, k, v)))
     assert fake.shape == q.shape
@@ -201,7 +193,7 @@ def test_transforms_tracers_and_fake_tensors_are_pytorchs():
 def test_tensors_that_are_more_than_memory_are_pytorchs():
     q, k, v = inputs()
     nested = [torch.nested.nested_tensor(list(x.unbind())) for x in (q, k, v)]
-    wanted = direct.pytorchs(*(x.double() for x in (q, k, v)))
+    wanted = pytorchs(*(x.double() for x in (q, k, v)))
     for _ in range(3):
         found = torch.stack(F.scaled_dot_product_attention(*nested).unbind())
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-2)
@@ -224,62 +216,20 @@ def test_tangents_reach_pytorch():
             F.scaled_dot_product_attention(dual, k, v)
 
 
-def test_inference_mode(is_direct):
+def test_inference_mode():
     """It calls no override above autograd."""
     with torch.inference_mode():
         for _ in range(3):
             check(*inputs())
-    assert calls() == is_direct
-
-
-@only_direct
-def test_compiled_and_scripted_code_calls_pytorchs():
-    q, k, v = inputs()
-    for _ in range(3):
-        check(q, k, v)
-    before, seen = calls(), []
-
-    def backend(module, _):
-        seen.extend(node.target for node in module.graph.nodes)
-        return module
-
-    def f(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    torch.compiler.reset()
-    compiled = torch.compile(f, backend=backend, fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), direct.pytorchs(q, k, v, is_causal=True))
-    assert direct.pytorchs in seen and calls() == before
-    with contextlib.suppress(DeprecationWarning):
-        scripted = torch.jit.script(scripted_source)
-        torch.testing.assert_close(scripted(q, k, v), direct.pytorchs(q, k, v))
-
-
-def scripted_source(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-    return F.scaled_dot_product_attention(q, k, v)
+    assert calls() == 0
 
 
 def test_biases_that_override_the_function():
     q, k, v = inputs()
-    wanted = direct.pytorchs(q, k, v, is_causal=True)
+    wanted = pytorchs(q, k, v, is_causal=True)
     for _ in range(3):
         found = F.scaled_dot_product_attention(q, k, v, bias.causal_lower_right(9, 9))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
-    assert F.scaled_dot_product_attention in (direct.scaled_dot_product_attention, direct.pytorchs)
-
-
-@only_direct
-@pytest.mark.parametrize(
-    "arguments",
-    [{"dropout_p": None}, {"scale": []}, {"is_causal": []}, {"query": None}, {"value": "v"}],
-)
-def test_wrong_arguments_raise_what_pytorch_raises(arguments):
-    given = dict(zip(("query", "key", "value"), inputs(), strict=True)) | arguments
-    with pytest.raises(TypeError) as theirs:
-        direct.pytorchs(**given)
-    with pytest.raises(TypeError) as ours:
-        F.scaled_dot_product_attention(**given)
-    assert str(ours.value).partition(":")[0] == str(theirs.value).partition(":")[0]
 
 
 def test_an_observer_sees_calls_at_the_dispatcher(monkeypatch):
@@ -292,46 +242,11 @@ def test_an_observer_sees_calls_at_the_dispatcher(monkeypatch):
 
 def test_what_is_known_is_bounded(monkeypatch):
     monkeypatch.setattr(repeated, "_MAX_KEYS", 3)
+    monkeypatch.setattr(known, "_MAX_PLANS", 3)
     for rows in range(1, 8):
         for _ in range(2):
             check(*inputs(rows=rows))
-    assert 0 < len(repeated.current().known) <= 3 and len(repeated.current().seen) <= 3
-    for gap in range(1, 12):
-        q, k, v = inputs()
-        wide = torch.zeros(2, 4, 9, 16 + 8 * gap, dtype=q.dtype)
-        wide[..., :16] = q
-        for _ in range(2):
-            check(wide[..., :16], k, v)
-    assert max(map(len, repeated.current().known.values())) == repeated._MAX_ALIKE
-
-
-@only_direct
-def test_the_name_is_pytorchs_again_afterwards(active):
-    ours = F.scaled_dot_product_attention
-    for _ in range(3):
-        check(*inputs())
-    active.remove()
-    assert F.scaled_dot_product_attention is direct.pytorchs
-    ours(*inputs())
-    assert calls() == 1 and F.scaled_dot_product_attention is direct.pytorchs
-
-
-@only_direct
-def test_anothers_replacement_is_left_alone(active, monkeypatch):
-    active.remove()
-    monkeypatch.setattr(F, "scaled_dot_product_attention", len)
-    activation = sdpa.Activation(Options(direct=True), "CPU")
-    assert F.scaled_dot_product_attention is len
-    activation.remove()
-    assert F.scaled_dot_product_attention is len
-
-
-@only_direct
-def test_the_function_is_replaced_only_where_asked(active):
-    active.remove()
-    activation = sdpa.Activation(Options(), "CPU")
-    assert F.scaled_dot_product_attention is direct.pytorchs
-    activation.remove()
+    assert 0 < len(learnt()) <= 3 and len(repeated.current().seen) <= 3
 
 
 # ---- what the override leaves as it is ----
@@ -400,7 +315,6 @@ def stock(tmp_path_factory):
     return dict(zip(KINDS, json.loads(done.stdout), strict=True))
 
 
-@only_override
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_others_see_of_a_call_stays(kind, active, stock):
     for _ in range(3):
@@ -412,28 +326,24 @@ def test_what_others_see_of_a_call_stays(kind, active, stock):
     assert json.loads(json.dumps(recorded(kind))) == stock[kind]
 
 
-@only_override
 def test_transforms_of_a_call_stay(active):
     ours = recorded("vmap")
     active.remove()
     torch.testing.assert_close(ours, recorded("vmap"), rtol=0, atol=2e-2)
 
 
-@only_override
 def test_what_was_known_is_forgotten_when_it_ends(active):
     for _ in range(3):
         check(*inputs())
     active.remove()
     check(*inputs())
     assert calls() == 1 and repeated.current() is None
-    sdpa.Activation(Options(direct=True), "CPU").remove()
     again = sdpa.Activation(Options(), "CPU")
     check(*inputs())
     assert calls() == 1
     again.remove()
 
 
-@only_override
 def test_a_call_that_began_before_the_end_is_finished(active, monkeypatch):
     """Another thread may end it between two steps of a call."""
     check(*inputs())

@@ -12,8 +12,8 @@ from cutlass import cute
 import layouts
 from cute_attn import compiler
 from cute_attn.compiler.registry import Unsupported
-from cute_attn.host import launcher
-from cute_attn.host.params import NUM_TENSORS, AttentionParams
+from cute_attn.host import choose, launcher
+from cute_attn.host.params import AttentionParams
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
@@ -83,7 +83,7 @@ def tma_default(monkeypatch):
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
 def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(tma_default, name):
     bias = (READABLE | OTHERS)[name]
-    kernel = launcher.choose_kernel(call(bias), "sm90")
+    kernel = choose.choose_kernel(call(bias), "sm90")
     assert (kernel.tile == TMA_TILE) == (name in READABLE)
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
@@ -91,7 +91,7 @@ def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(tma_default, name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_named_tile_is_never_replaced(name):
     with pytest.raises(Unsupported, match=r"bias has shape .* accepted: more rows than one, multiples of 8 "):
-        launcher.choose_kernel(call(OTHERS[name], str(TMA_TILE)), "sm90")
+        choose.choose_kernel(call(OTHERS[name], str(TMA_TILE)), "sm90")
 
 
 @pytest.fixture
@@ -108,25 +108,22 @@ def test_a_backward_loads_the_bias_by_tma_where_it_can_read_it_and_store_its_gra
 ):
     bias = (READABLE | OTHERS)[name]
     storable = bias.shape == (2, 2, bias.shape[3], bias.shape[3]) and bias.shape[3] % 8 == 0
-    kernel = launcher.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
+    kernel = choose.choose_kernel(call(bias), "sm90", op="backward", bias_grad=bias_grad)
     assert kernel.loads_bias_by_tma == (name in READABLE and (storable or not bias_grad))
     assert kernel.tile.reject(kernel.traits, "sm90") is None
 
 
 def test_a_named_backward_tile_is_never_replaced():
     unstorable = call(READABLE["one head"], backward_tile="bias_stages=2")
-    assert launcher.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
+    assert choose.choose_kernel(unstorable, "sm90", op="backward").loads_bias_by_tma
     with pytest.raises(
         Unsupported, match=r"bias has shape .* and a gradient; accepted: \(2, 2, 64, 64\) with "
     ):
-        launcher.choose_kernel(unstorable, "sm90", op="backward", bias_grad=True)
+        choose.choose_kernel(unstorable, "sm90", op="backward", bias_grad=True)
 
 
 def test_plans_of_aligned_and_other_addresses_differ():
-    keys = [
-        launcher.launcher_key(call(tensor(2, 2, 64, 64, first=first))[:NUM_TENSORS], ())
-        for first in (0, 1, 8, 2)
-    ]
+    keys = [launcher.key_of((), tensor(2, 2, 64, 64, first=first)) for first in (0, 1, 8, 2)]
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.host import launcher
+from cute_attn.host import memory
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
@@ -107,7 +107,7 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         outputs.append((storage, size))
         return storage[GUARD : GUARD + size].view(dtype).as_strided(shape, strides)
 
-    monkeypatch.setattr(launcher, "new_empty_strided", allocate)
+    monkeypatch.setattr(memory, "new_empty_strided", allocate)
     yield
     for storage, size in outputs:
         for part, where in ((storage[:GUARD], "before"), (storage[GUARD + size :], "behind")):

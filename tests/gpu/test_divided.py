@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_attn import attention, attention_varlen
-from cute_attn.host import launcher
+from cute_attn.host import plans
 from tests.gpu.archs import runnable_archs
 
 pytestmark = pytest.mark.skipif("sm90" not in runnable_archs(), reason="keys are divided on Hopper")
@@ -24,10 +24,9 @@ def tensors(*shapes):
 
 def launches(function):
     """Whether the call was divided."""
-    launcher._launchers.clear()
-    launcher._last.clear()
+    plans.forget()
     result = function()
-    assert all(made.divided is not None for made in launcher._launchers.values()) and launcher._launchers
+    assert all(made.divided is not None for made in plans._plans.values()) and plans._plans
     return result
 
 

@@ -319,8 +319,8 @@ def test_threads_call_while_another_turns_it_on_and_off():
 
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(call) for _ in range(3)]
-        for i in range(300):
-            with sdpa.active(direct=i % 8 == 7):
+        for _ in range(300):
+            with sdpa.active():
                 results(inputs)
         stop.set()
         for each in calls:
@@ -362,16 +362,15 @@ def test_a_program_that_is_run(tmp_path):
 REPEATED = {"flash": {"is_causal": True}, "efficient": {"scale": 0.2}, "cudnn": {}}
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["override", "direct"])
 @pytest.mark.parametrize("order", ["bshd", "bhsd"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_repeated_calls_are_the_operators_bit_for_bit(backend, order, direct):
+def test_repeated_calls_are_the_operators_bit_for_bit(backend, order):
     inputs, options = [x.detach() for x in tensors(333, order=order)], REPEATED[backend]
     with sdpa_kernel(BACKENDS[backend]):
         with sdpa.active():
             wanted = F.scaled_dot_product_attention(*inputs, **options)
         sdpa.served.clear()
-        with sdpa.active(direct=direct):
+        with sdpa.active():
             found = [F.scaled_dot_product_attention(*inputs, **options) for _ in range(3)]
             torch.cuda.synchronize()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -389,10 +388,9 @@ def test_repeated_calls_are_the_operators_bit_for_bit(backend, order, direct):
         assert torch.equal(x, wanted) and x.stride() == wanted.stride()
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["override", "direct"])
-def test_repeated_calls_change_their_backend_with_pytorchs(direct):
+def test_repeated_calls_change_their_backend_with_pytorchs():
     inputs = [x.detach() for x in tensors(333)]
-    with sdpa.active(direct=direct):
+    with sdpa.active():
         for backend in (*BACKENDS, *BACKENDS):
             with sdpa_kernel(BACKENDS[backend]):
                 for _ in range(2):

@@ -13,7 +13,6 @@ class Options:
     backends: Sequence[str] = BACKENDS
     unsupported: str = "fall_back"
     rng: str = "ours"
-    direct: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for what is not accepted."""
@@ -21,7 +20,7 @@ class Options:
             raise ValueError(
                 f"backends is {self.backends!r}; accepted: a tuple of {', '.join(map(repr, BACKENDS))}"
             )
-        choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch"), "direct": (False, True)}
+        choices = {"unsupported": ("fall_back", "error"), "rng": ("ours", "torch")}
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(

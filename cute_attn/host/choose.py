@@ -1,0 +1,94 @@
+"""Which kernel computes a call, with which tile."""
+
+import logging
+import warnings
+from typing import Any
+
+from cute_attn.host.params import ALIGNMENT_BYTES, AttentionParams, is_aligned
+
+_log = logging.getLogger("cute_attn")
+
+
+def choose_kernel(
+    params: AttentionParams,
+    target: str,
+    *,
+    op: str = "forward",
+    bias_grad: bool = False,
+    aligned: bool = True,
+) -> Any:
+    """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
+
+    Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
+
+    A variant that is registered for the forward alone leaves the backward to its generation's own kernel. Where a
+    newer generation declines a tile, such as one with fields of an older one, a warning gives its reason; where it
+    does not compute such traits, the log at level DEBUG does.
+
+    Raises:
+        Unsupported: no kernel supports it, with each one's reason.
+    """
+    from cute_attn.compiler import registry
+
+    tile = params.tile if op == "forward" else params.backward_tile
+    names = (
+        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
+    )
+    reasons: list[str] = []
+    for name in names:
+        arch, _, variant = name.partition(":")
+        if op != "forward" and (op, arch, variant) not in registry.KERNELS:
+            variant = ""
+        try:
+            kernel = registry.lookup(
+                params.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
+                tile or None,
+                target,
+            )
+            if op == "forward" and not tile:
+                kernel = kernel.for_lengths(*params.longest, params.group, target)
+            reason = _tma_bias_reason(params, kernel)
+            if reason and tile:
+                raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
+            if reasons and tile:
+                warnings.warn(f"{kernel.traits} serves the call, since {'; '.join(reasons)}", stacklevel=2)
+            if reason:
+                kernel = kernel.without_tma_bias()
+            why = f"; for TMA, {reason.rstrip(',')}" if reason else "".join(f"; {x}" for x in reasons)
+            _log.debug("%s on %s takes tile %s%s", kernel.traits, target, kernel.tile, why)
+            return kernel
+        except ValueError as reason:
+            if len(names) == 1:
+                raise
+            reasons.append(str(reason))
+    raise registry.Unsupported("; ".join(reasons))
+
+
+def _tma_bias_reason(params: AttentionParams, kernel: Any) -> str | None:
+    """Why TMA cannot load a bias or store its gradient as the kernel's tile has it, or None.
+
+    A single row is cheaper without TMA.
+    """
+    bias = params.bias
+    if bias is None or not getattr(kernel.tile, "bias_stages", 0):
+        return None
+    if getattr(kernel, "stores_bias_gradient", False):
+        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
+        if tuple(bias.shape) != full or bias.shape[3] % 8:
+            return (
+                f"bias has shape {tuple(bias.shape)} and a gradient; accepted: {full} with a last size that is a "
+                "multiple of 8,"
+            )
+    whole = ALIGNMENT_BYTES // bias.element_size()
+    steps = [step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1]
+    aligned = is_aligned(bias)
+    rows = bias.shape[2] > 1 and bias.stride(2) != 0
+    if rows and aligned and bias.stride(-1) == 1 and all(step % whole == 0 <= step for step in steps):
+        return None
+    address = (
+        "" if aligned else f" and starts {bias.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of 16"
+    )
+    return (
+        f"bias has shape {tuple(bias.shape)}, strides {tuple(bias.stride())}{address}; accepted: more rows than one, "
+        f"multiples of {whole} elements before the last stride, and data aligned to {ALIGNMENT_BYTES} bytes,"
+    )

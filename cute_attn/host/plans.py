@@ -1,0 +1,125 @@
+"""The plans of calls, found by what is known of a call before any check: its options and its tensors' metadata.
+
+A plan is all that follows from those: checks that passed, kernels, layouts, constant arguments. A call that repeats an
+earlier one is recognized by torch's guards, those of compiled code, which compare types, dtypes, devices, shapes,
+strides and the dispatcher's state of all tensors at once. Where no guard matches, a key of the same metadata finds the
+plan, in five times that time.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from cute_attn.host.memory import Tensors, all_plain, tensor_guards
+
+_MAX_PLANS = 4096
+_MAX_GUARDS = 8
+"""Of calls with the same key and the same tensors present, the last ones first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An earlier call's plan.
+
+    Attributes:
+        plan: what :func:`keep` was given.
+        constant: whether none of the call's tensors requires a gradient.
+        check: torch's guards of the tensors that ``pick`` selects; None where a key found the plan.
+        pick: selects the tensors that were present, each once.
+        same: places of tensors that are one and the same, which guards cannot tell.
+    """
+
+    plan: Any
+    constant: bool
+    check: Callable[..., bool] | None = None
+    pick: Callable[[Tensors], Tensors] | None = None
+    same: tuple[tuple[int, int], ...] = ()
+
+
+_plans: dict[Hashable, Any] = {}
+_guarded: dict[Hashable, list[Known]] = {}
+
+
+def find(key: Hashable, tensors: Tensors) -> Known | None:
+    """The plan that was kept for ``key`` and for tensors of this metadata; None also for arguments of wrong types.
+
+    Memory is all there is to the tensors of a call with a plan (:func:`cute_attn.host.memory.all_plain`).
+
+    key: all that the plan depends on beside the tensors' metadata.
+    """
+    try:
+        for known in _guarded.get((key, tuple(map(type, tensors))), ()):
+            if known.check(*known.pick(tensors)) and (  # type: ignore[misc]
+                not known.same or all(tensors[i] is tensors[j] for i, j in known.same)
+            ):
+                return known
+        full = _full_key(key, tensors)
+        plan = _plans.get(full)
+        if plan is None or not all_plain(tensors):
+            return None
+    except (TypeError, AttributeError, RuntimeError):  # not hashable, no tensor, or one without memory
+        return None
+    if hasattr(plan, "ready"):
+        plan = _plans[full] = plan.ready(tensors)
+    return _guard(key, tensors, plan)
+
+
+def keep(key: Hashable, tensors: Tensors, plan: Any) -> Any:
+    """Let :func:`find` find a plan; returns it.
+
+    What pays only for calls that repeat is made when one does: guards, and what the plan's method ``ready`` returns for
+    its tensors, a plan that takes the plan's place.
+    """
+    if len(_plans) >= _MAX_PLANS:
+        forget()
+    with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
+        _plans[_full_key(key, tensors)] = plan
+    return plan
+
+
+def forget() -> None:
+    """Forget all plans."""
+    _plans.clear()
+    _guarded.clear()
+
+
+def _full_key(key: Hashable, tensors: Tensors) -> tuple[Hashable, ...]:
+    full: list[Any] = [key]
+    for x in tensors:  # one flat tuple, for speed
+        if x is None:
+            full.append(None)
+        else:
+            full += (type(x), x.dtype, x.get_device(), x.shape, x.stride())
+    return tuple(full)
+
+
+def _guard(key: Hashable, tensors: Tensors, plan: Any) -> Known:
+    """The plan, which guards find from now on."""
+    first: dict[int, int] = {}
+    same = []
+    for place, x in enumerate(tensors):
+        if x is not None and first.setdefault(id(x), place) != place:
+            same.append((first[id(x)], place))
+    places = tuple(first.values())
+    present = [tensors[place] for place in places]
+    constant = not any(x.requires_grad for x in present)
+    if tensor_guards is None or len(places) < 2:
+        return Known(plan, constant)
+    known = Known(plan, constant, guards(present), itemgetter(*places), tuple(same))
+    if len(_guarded) >= _MAX_PLANS:
+        _guarded.clear()
+    found = _guarded.setdefault((key, tuple(map(type, tensors))), [])
+    found.insert(0, known)
+    del found[_MAX_GUARDS:]
+    return known
+
+
+def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors, all different ones, have the metadata of these, which are so too."""
+    assert tensor_guards is not None
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
