@@ -9,7 +9,7 @@ import torch
 
 from cute_attn import compiler, reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host import kvcache_launcher, memory, plans
+from cute_attn.host import counters, kvcache_launcher, memory, plans
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
@@ -116,7 +116,5 @@ def patch(monkeypatch) -> list:
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_guarded", {})
     monkeypatch.setattr(kvcache_launcher, "multiprocessors", lambda device: PROCESSORS)
-    monkeypatch.setattr(
-        kvcache_launcher, "schedule", lambda device: (torch.zeros(4, dtype=torch.int32), PROCESSORS)
-    )
+    monkeypatch.setattr(counters, "schedule", lambda device: (torch.zeros(4, dtype=torch.int32), PROCESSORS))
     return chosen

@@ -1,22 +1,26 @@
 """:func:`append_kv`: new keys and values into a cache, with rotary embedding, and its torch operator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_attn.host import memory
+from cute_attn.host import plans
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_params import (
     AppendParams,
     check_append,
     check_append_for_kernels,
+    check_cache_addresses,
     check_lengths,
     check_tensors,
     named_tensors,
     readable,
     with_materialized,
 )
-from cute_attn.host.memory import as_strided, contiguous_strides, overwritten
+from cute_attn.host.launch import NOW, Repeated, Steps
+from cute_attn.host.memory import Tensors, as_strided, contiguous_strides, overwritten
 from cute_attn.host.params import DTYPE_NAMES, check_count, check_writable, regular_strides, rows_are_regular
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import AppendTile
@@ -81,20 +85,17 @@ def append_kv(
     NotImplementedError
         A tensor requires a gradient.
     """
-    params = AppendParams(
-        k_cache,
-        v_cache,
-        k,
-        v,
-        cache_seqlens,
-        page_table,
-        cache_batch_idx,
-        cu_seqlens_k_new,
-        rotary_cos,
-        rotary_sin,
-        rotary_seqlens,
-        rotary_interleaved,
+    tensors = (
+        *(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
+        *(rotary_cos, rotary_sin, rotary_seqlens),
     )
+    if not check_lengths and no_dispatch_mode():
+        known = plans.find(("append_kv", rotary_interleaved), tensors)
+        if known is not None and (known.constant or not torch.is_grad_enabled()):
+            check_cache_addresses(k_cache, v_cache)
+            known.plan(tensors)
+            return overwritten(k_cache, v_cache)
+    params = AppendParams._make((*tensors, rotary_interleaved))
     check_tensors(params, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_writable(name, x)
@@ -104,6 +105,18 @@ def append_kv(
         check_append(params, batch_of(params))
         _check_lengths(params)
     torch.ops.cute_attn.append_kv.default(*params)
+    if no_dispatch_mode() and k_cache.is_cuda:  # checked, and its kernel is built
+        plans.keep(("append_kv", rotary_interleaved), tensors, Repeated(_steps_of(rotary_interleaved)))
+
+
+def _steps_of(rotary_interleaved: bool) -> Callable[[Tensors, Steps], tuple[()]]:
+    """How to append, given a call's tensors."""
+
+    def run(tensors: Tensors, steps: Steps) -> tuple[()]:
+        launch(AppendParams._make((*tensors, rotary_interleaved)), steps=steps)
+        return ()
+
+    return run
 
 
 _check_lengths = check_lengths  # the parameter of the same name hides it
@@ -165,6 +178,7 @@ def append_cuda(*arguments: Any) -> None:
     check_append(params, batch_of(params))
     check_append_for_kernels(params)
     launch(params)
+    overwritten(params.k_cache, params.v_cache)
 
 
 _library.impl("append_kv", append_cpu, "CPU")
@@ -198,7 +212,11 @@ def traits_of(params: AppendParams, arch: str, q: Tensor | None) -> Traits:
 
 
 def launch(
-    params: AppendParams, q: Tensor | None = None, cu_seqlens_q: Tensor | None = None, rises: bool = False
+    params: AppendParams,
+    q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    rises: bool = False,
+    steps: Steps = NOW,
 ) -> Tensor | None:
     """Launch the kernel: append, and with ``q`` return its rotated copy.
 
@@ -215,14 +233,12 @@ def launch(
         if q is not None:
             q = readable(q)
             shape = tuple(q.shape)
-            rotated = memory.new_empty_strided(q, shape, contiguous_strides(shape), q.dtype)
+            rotated = steps.empty(q, shape, contiguous_strides(shape), q.dtype)
         arguments, rows = kernel_arguments(params, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")
             traits = traits_of(params, "sm90" if target == "sm90" else "sm80", q)
-            compiler.compile(traits, None, target).function(*arguments)
-    if params.k is not None:
-        overwritten(params.k_cache, params.v_cache)
+            steps.launch(compiler.compile(traits, None, target).function, *arguments)
     return rotated
 
 

@@ -4,6 +4,7 @@ On CUDA in up to three launches: the append kernel, where there is something to 
 and where the keys of a query block are divided among CTAs the combine kernel.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.api import append
 from cute_attn.api.attention import Window, _length, number, resolve_mask
-from cute_attn.host import memory
+from cute_attn.host import memory, plans
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
 from cute_attn.host.kvcache_params import (
@@ -25,7 +26,8 @@ from cute_attn.host.kvcache_params import (
     with_materialized,
 )
 from cute_attn.host.kvcache_params import check_lengths as _check_lengths
-from cute_attn.host.memory import is_lazy, overwritten, write_owned
+from cute_attn.host.launch import NOW, Repeated, Steps
+from cute_attn.host.memory import Tensors, is_lazy, overwritten, write_owned
 from cute_attn.host.params import (
     MAX_SEQLEN,
     check_apart,
@@ -137,6 +139,31 @@ check_lengths
     NotImplementedError
         A tensor requires a gradient.
     """
+    tensors = (
+        *(q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
+        *(
+            rotary_cos,
+            rotary_sin,
+            rotary_seqlens,
+            cache_leftpad,
+            cu_seqlens_q,
+            alibi_slopes,
+            sinks,
+            tree_mask,
+        ),
+    )
+    key = (
+        *("attention_with_kvcache", rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap),
+        *(num_splits, split_keys, kernel, tile),
+    )
+    if out is None and not check_lengths and no_dispatch_mode():
+        known = plans.find(key, tensors)  # of a call that was checked
+        if known is not None and (known.constant or not torch.is_grad_enabled()):
+            check_cache_addresses(k_cache, v_cache, k is not None)
+            found = known.plan(tensors)
+            if k is not None:
+                overwritten(k_cache, v_cache)
+            return found if return_lse else found[0]
     _check_splits(num_splits, split_keys)
     if causal is not False and causal is not True and not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {causal!r}; accepted: False or True, aligned bottom right")
@@ -182,6 +209,8 @@ check_lengths
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
     else:
+        if isinstance(cache_seqlens, Tensor | None):
+            plans.keep(key, tensors, Repeated(_Call(params.options, plan).in_steps))
         direct = out if out is not None and _is_written_directly(out) else None
         found, lse = attend(params, plan, direct)
     if out is not None and found is not out:
@@ -325,23 +354,47 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
-    check_cache_addresses(params.append)
-    if params.q.get_device() == memory.current_device():
-        return _attend(params, plan, out)
-    with torch.cuda.device(params.q.device):
-        return _attend(params, plan, out)
-
-
-def _attend(params: CacheParams, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    q = params.q
-    rotates = params.rotary_cos is not None and q.numel() > 0
-    if params.k is not None or rotates:
-        rotated = append.launch(params.append, q if rotates else None, params.cu_seqlens_q, bool(params.mask))
-        q = q if rotated is None else rotated
-    found = plan.launch(params, readable(q), out)
+    check_cache_addresses(params.k_cache, params.v_cache, params.k is not None)
+    found = _in_steps(params, plan, out, NOW)
+    if params.k is not None:
+        overwritten(params.k_cache, params.v_cache)
     if out is not None:
         overwritten(out)
     return found
+
+
+def _in_steps(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+    if params.q.get_device() == memory.current_device():
+        return _attend(params, plan, out, steps)
+    with torch.cuda.device(params.q.device):
+        return _attend(params, plan, out, steps)
+
+
+def _attend(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+    q = params.q
+    rotates = params.rotary_cos is not None and q.numel() > 0
+    if params.k is not None or rotates:
+        turned = q if rotates else None
+        rotated = append.launch(params.append, turned, params.cu_seqlens_q, bool(params.mask), steps)
+        q = q if rotated is None else rotated
+    return plan.launch(params, readable(q), out, steps=steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What :func:`attention_with_kvcache` keeps of a call that was checked.
+
+    Attributes:
+        options: of its parameters.
+        plan: its launches.
+    """
+
+    options: tuple
+    plan: Plan
+
+    def in_steps(self, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
+        """A call with other tensors of the same metadata, in the order of its arguments."""
+        return _in_steps(CacheParams.of(tensors, self.options), self.plan, None, steps)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

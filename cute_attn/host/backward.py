@@ -18,7 +18,7 @@ they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Determ
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from cute_attn.host import fused_qkv, memory, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import PARAMETERS, BoundBackward, Layout, Meta, ScoreArgs, ScoreSlots
+from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
 from cute_attn.host.launcher import are_aligned, user_classes, views
 from cute_attn.host.memory import as_strided, contiguous_strides, overwritten
 from cute_attn.host.params import (
@@ -46,7 +46,7 @@ from cute_attn.host.params import (
     is_aligned,
     rows_are_regular,
 )
-from cute_attn.host.slots import array, prepared, takes_slots
+from cute_attn.host.slots import prepared
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
 from cute_attn.traits import PARTS, Traits
@@ -131,12 +131,14 @@ class BiasGradient:
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
         return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
 
-    def allocate(self, like: Tensor, given: Tensor | None = None) -> Tensor:
+    def allocate(self, like: Tensor, given: Tensor | None, steps: Steps) -> Tensor:
         """The tensor that the kernel writes: ``given`` if it can be."""
+        if self.clear:
+            steps.also()
         if given is not None and (tuple(given.shape), given.dtype) == (self.shape, self.dtype):
             if given.is_contiguous() and is_aligned(given):
                 return given.zero_() if self.clear else given
-        gradient = memory.new_empty_strided(like, self.shape, contiguous_strides(self.shape), self.dtype)
+        gradient = steps.empty(like, self.shape, contiguous_strides(self.shape), self.dtype)
         return gradient.zero_() if self.clear else gradient
 
     def finish(self, gradient: Tensor, given: Tensor | None = None) -> Tensor:
@@ -171,7 +173,7 @@ class BackwardLauncher:
         score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
         sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
-        bound: the launches with their arguments, for calls that repeat; or None where a call does more than launch.
+        repeats: as of :class:`cute_attn.host.launcher.Launcher`.
     """
 
     preprocess: Callable[..., None] | None
@@ -199,7 +201,7 @@ class BackwardLauncher:
     score_args: ScoreArgs | None
     rest: tuple
     sign: int = 1
-    bound: BoundBackward | None = None
+    repeats: Repeats | None = None
 
     def launch(
         self,
@@ -216,82 +218,31 @@ class BackwardLauncher:
             into: tensors to write gradients into, None for those to allocate; without ``into``, none of those to
                 allocate is a part of another.
         """
-        if self.bound is not None and not any(x is not None for x in into or ()) and are_aligned(params):
-            found = self.bound.run(params, (grads[0], *outputs))
-            if found is not None:
-                dq, dk, dv = found
-                return dq, dk if self.needed[1] else None, dv if self.needed[2] else None, None, None
+        if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
+            tensors = (*params[:NUM_TENSORS], grads[0], *outputs, *params.epilogue_tensors)
+            return self.repeats.run(  # type: ignore[return-value]
+                tensors, lambda steps: self.run(params, grads, outputs, into, steps)
+            )
+        return self.run(params, grads, outputs, into)
+
+    def run(
+        self,
+        params: AttentionParams,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None = None,
+        steps: Steps = NOW,
+    ) -> Gradients:
+        """As :meth:`launch`, step by step."""
         device = params.q.get_device()
         if device == memory.current_device():
-            return self._launch(params, grads, outputs, into)
+            return self._launch(params, grads, outputs, into, steps)
         with torch.cuda.device(device):
-            return self._launch(params, grads, outputs, into)
+            return self._launch(params, grads, outputs, into, steps)
 
     def ready(self, tensors: tuple[Any, ...]) -> "BackwardLauncher":
-        """With its launches bound, if they can be. tensors: of a call, as its key has them; they are not kept."""
-        grad_out, grad_lse, out, lse = tensors[NUM_TENSORS : NUM_TENSORS + 4]
-        whole = all(shape[-2] == x.shape[-2] for shape, x in zip(self.shapes, tensors[:3], strict=True))
-        if self.bound is not None or self.parts or not whole or grad_lse is not None:
-            return self
-        grads = tuple(zip(self.shapes, self.strides, strict=True))
-        return replace(self, bound=self.bind(tensors, (grad_out, out, lse), grads))
-
-    def bind(
-        self,
-        tensors: Sequence[Any],
-        given: tuple[Tensor, Tensor, Tensor],
-        grads: tuple[Layout, ...],
-        places: Mapping[int, int] = PARAMETERS,
-    ) -> BoundBackward | None:
-        """The launches with their arguments; None where a call does more than launch three kernels.
-
-        Args:
-            tensors, given: of a call as its launcher takes them, given being grad_out, out and lse; they are not kept.
-            grads: the layouts in which it returns the gradients of q, k and v: the kernels' but for names of
-                dimensions.
-            places: as of :meth:`cute_attn.host.launcher.Launcher.bind`.
-        """
-        if (
-            not all(map(takes_slots, (self.preprocess, self.main, self.convert)))
-            or self.split is not None
-            or self.bias is not None
-            or self.needed[4]
-            or self.varlen
-            or not self.aligned
-            or any(self.copy)
-            or given[2].stride(-1) != 1
-            or self.sign != 1
-            or self.seqlens is None
-            or self.score_args is None
-            or self.workspace is None
-        ):
-            return None
-        viewed: list[Any] = list(tensors)
-        for index, shape, strides in self.views:
-            viewed[index] = as_strided(viewed[index], shape, strides)
-        score_slots = ScoreSlots.of(self.score_args, viewed, places)
-        if score_slots is None:
-            return None
-        inputs = [Meta.of(x) for x in viewed[:3]]
-        written = [
-            x._replace(shape=shape, strides=strides)
-            for x, shape, strides in zip(inputs, self.shapes, self.strides, strict=True)
-        ]
-        space = self.workspace
-        return BoundBackward(
-            preprocess=self.preprocess,  # type: ignore[arg-type]
-            main=self._main,
-            convert=self.convert,  # type: ignore[arg-type]
-            device=tensors[0].get_device(),
-            grads=grads,
-            rows=(*inputs, *map(Meta.of, given), *written),
-            space=(space.size, (space.lse_log2, space.minus_d, space.dq, space.next)),
-            seqlens=tuple(map(array, self.seqlens)),
-            softmax_scale=self.softmax_scale,
-            keep=1.0 - self.dropout_p,
-            schedule=self._schedule,
-            score_slots=score_slots,
-        )
+        """For calls that repeat."""
+        return self if self.repeats is not None else replace(self, repeats=Repeats())
 
     def _schedule(self, counter: Any) -> tuple:
         """A ``BackwardSchedule``."""
@@ -309,10 +260,12 @@ class BackwardLauncher:
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None,
+        steps: Steps,
     ) -> Gradients:
         q = params.q
         given = into or NOTHING
         if self.main is None or self.workspace is None:
+            steps.also()
             return self._without_keys(params, grads[1], outputs[1], given)
         params = params.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
@@ -323,17 +276,18 @@ class BackwardLauncher:
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(params, given, into is not None)
+        dq, dk, dv = self._allocate(params, given, into is not None, steps)
         space = self.workspace
-        workspace = memory.new_empty_strided(q, (space.size,), (1,), torch.float32)
+        workspace = steps.empty(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(workspace, *space.lse_log2)
         minus_d = as_strided(workspace, *space.minus_d)
         accumulators = as_strided(workspace, *space.dq)
         counter = as_strided(workspace, *space.next)
         if self.needed[4] and (self.varlen or params.seqused_q is not None):
             # Rows between sequences, which the preprocess leaves unwritten.
+            steps.also()
             workspace[: space.dq[2]].zero_()
-        dbias = self.bias.allocate(q, given[3]) if self.bias is not None else None
+        dbias = self.bias.allocate(q, given[3], steps) if self.bias is not None else None
         if self.views:
             viewed: list[Any] = list(params)
             for index, shape, strides in self.views:
@@ -343,7 +297,8 @@ class BackwardLauncher:
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
         cleared = (dq, dk, dv) if self.varlen else None
-        self.preprocess(
+        steps.launch(
+            self.preprocess,
             grad_out,
             out,
             lse,
@@ -367,10 +322,12 @@ class BackwardLauncher:
             self._schedule(counter),
             self._score_args(params, dbias),
         )
-        self._main((*params[:3], grad_out), shared)
+        self._main((*params[:3], grad_out), shared, steps)
         if self.convert is not None:
-            self.convert(accumulators, dq, part_seqlens, self.softmax_scale / keep, self._queries(params))
+            scale = self.softmax_scale / keep
+            steps.launch(self.convert, accumulators, dq, part_seqlens, scale, self._queries(params))
             if self.sign != 1:
+                steps.also()
                 dq.mul_(self.sign)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias, given[3])
@@ -383,18 +340,22 @@ class BackwardLauncher:
             _sinks_gradient(params.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
         )
 
-    def _main(self, operands: tuple[Tensor, ...], shared: tuple) -> None:
+    def _main(self, operands: tuple[Tensor, ...], shared: tuple, steps: Steps) -> None:
         """Launch the main kernel on (q, k, v, grad_out), or on their parts and then the other one."""
         assert self.main is not None
         if self.split is None:
-            self.main(*operands, *shared, *((None,) if self.kernel.traits.arch == "sm80" else ()))
+            no_scales = (None,) if self.kernel.traits.arch == "sm80" else ()
+            steps.launch(self.main, *operands, *shared, *no_scales)
             return
+        steps.also()
         assert self.exact is not None
         parts, scales = self.split.launch(operands)
         self.main(*parts, *shared, scales)
         self.exact(*operands, *shared, scales)
 
-    def _allocate(self, params: AttentionParams, given: Gradients, may_pack: bool) -> list[Tensor]:
+    def _allocate(
+        self, params: AttentionParams, given: Gradients, may_pack: bool, steps: Steps
+    ) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
         parts, shapes, found = self.parts, self.shapes, []
         together: Tensor | None = None
@@ -405,14 +366,14 @@ class BackwardLauncher:
             and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - parts :])
         ):
             shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-            together = memory.new_empty_strided(params.q, shape, contiguous_strides(shape), params.q.dtype)
+            together = steps.empty(params.q, shape, contiguous_strides(shape), params.q.dtype)
         for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
             own = given[i]
             if together is not None and i >= 3 - parts:
                 first = (i + parts - 3) * shape[-1] * shape[-2]
                 own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
             elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-                own = memory.new_empty_strided(params.q, shape, strides, params.q.dtype)
+                own = steps.empty(params.q, shape, strides, params.q.dtype)
             found.append(own)
         return found
 

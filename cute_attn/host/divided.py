@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.kvcache_launcher import Plan, make_plan
+from cute_attn.host.launch import Steps
 from cute_attn.host.params import KERNEL_DTYPES, AttentionParams
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 
@@ -92,6 +93,8 @@ def plan_for_attention(params: AttentionParams) -> Plan:
     return make_plan(AsCache(params))  # type: ignore[arg-type]
 
 
-def launch(plan: Plan, params: AttentionParams, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def launch(
+    plan: Plan, params: AttentionParams, out: Tensor, lse: Tensor, steps: Steps
+) -> tuple[Tensor, Tensor]:
     """Into out and lse; params: with the tensors' strides as kernels assume them."""
-    return plan.launch(AsCache(params), params.q, out, lse)  # type: ignore[arg-type]
+    return plan.launch(AsCache(params), params.q, out, lse, steps)  # type: ignore[arg-type]

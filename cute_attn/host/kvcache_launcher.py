@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import memory, plans
-from cute_attn.host.counters import multiprocessors, schedule
+from cute_attn.host import plans
+from cute_attn.host.counters import multiprocessors
 from cute_attn.host.kvcache_params import CacheParams
+from cute_attn.host.launch import NOW, Steps
 from cute_attn.host.memory import as_strided, clear_owned, contiguous_strides
 from cute_attn.host.params import (
     DTYPE_NAMES,
@@ -89,7 +90,12 @@ class Plan:
     score_args: tuple | None = None
 
     def launch(
-        self, params: CacheParams, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+        self,
+        params: CacheParams,
+        q: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        steps: Steps = NOW,
     ) -> tuple[Tensor, Tensor]:
         """Launch on the current stream.
 
@@ -99,35 +105,36 @@ class Plan:
         """
         starts = None if out is None else params.cu_seqlens_q
         if out is None:
-            out = memory.new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype)
+            out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype)
         if lse is None:
-            lse = memory.new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+            lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
         if self.function is None:
+            steps.also()
             out = clear_owned(out, starts)
             if params.sinks is None:
                 return out, lse.fill_(-math.inf)
             return out, lse.copy_(params.sinks[:, None].expand_as(lse))
         seqlens, tables, partials = self._seqlens(params), _tables(params), None
         if self.partials:
-            partials = self._partials(q)
-        tiles, score_args = schedule(q.get_device()), self.score_args
+            partials = self._partials(q, steps)
+        tiles, score_args = steps.work_tiles(q.get_device()), self.score_args
         if score_args is None:
             score_args = self.kernel.score_args(_score_inputs(params))
         k, v = (
             x if view is None else as_strided(x, *view)
             for x, view in zip((params.k_cache, params.v_cache), self.views, strict=True)
         )
-        self.function(
-            *(q, k, v, out, lse, seqlens, tables, params.softmax_scale, tiles, score_args, partials)
-        )
+        arguments = (q, k, v, out, lse, seqlens, tables, params.softmax_scale, tiles, score_args, partials)
+        steps.launch(self.function, *arguments)
         if self.split.how == "parts":
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-            self.combine(partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[misc, union-attr]
+            steps.launch(self.combine, partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[arg-type, union-attr]
         elif self.split.how == "shares":
             slots = self.partials[0][0][0] // 2
             mask_args = score_args[1]
-            self.combine(  # type: ignore[misc]
-                partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots
+            steps.launch(
+                self.combine,  # type: ignore[arg-type]
+                *(partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots),
             )
         return out, lse
 
@@ -137,11 +144,11 @@ class Plan:
         lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
         return Seqlens(*lengths, *self.longest, params.cache_leftpad, params.added)
 
-    def _partials(self, q: Tensor) -> Any:
+    def _partials(self, q: Tensor, steps: Steps) -> Any:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
         from cute_attn.work.key_parts import Partials
 
-        out, lse = (memory.new_empty_strided(q, *layout, torch.float32) for layout in self.partials)
+        out, lse = (steps.empty(q, *layout, torch.float32) for layout in self.partials)
         return Partials(out, lse, self.split.parts, self.split.part_keys)
 
 

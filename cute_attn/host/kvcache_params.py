@@ -7,7 +7,7 @@ that.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -143,6 +143,11 @@ class CacheParams(NamedTuple):
     def options(self) -> tuple:
         """The other arguments."""
         return self[_INTERLEAVED], *self[_NUMBERS:]
+
+    @classmethod
+    def of(cls, tensors: tuple[Any, ...], options: tuple) -> "CacheParams":
+        """From :attr:`tensors` and :attr:`options`."""
+        return cls._make((*tensors[:_INTERLEAVED], options[0], *tensors[_INTERLEAVED:], *options[1:]))
 
     @property
     def append(self) -> AppendParams:
@@ -478,15 +483,14 @@ def check_append_for_kernels(params: AppendParams) -> None:
         if x.dtype not in APPEND_DTYPES:
             accepted = ", ".join(map(str, APPEND_DTYPES))
             raise TypeError(f"{name} has dtype {x.dtype}; accepted on CUDA: {accepted}")
-    check_cache_addresses(params)
+    check_cache_addresses(params.k_cache, params.v_cache, params.k is not None)
     if params.k is not None:
         check_count("k has elements in rows of one head", params.k.numel() // params.k.shape[-1])
 
 
-def check_cache_addresses(params: AppendParams) -> None:
+def check_cache_addresses(k_cache: Tensor, v_cache: Tensor, written: bool = True) -> None:
     """Raise for what metadata does not show: where a cache starts, and that both share memory that is written."""
-    k_cache, v_cache = params.k_cache, params.v_cache
-    if params.k is not None and overlap(k_cache, v_cache):
+    if written and overlap(k_cache, v_cache):
         raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return

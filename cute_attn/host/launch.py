@@ -1,38 +1,379 @@
-"""A plan's launches: kernels' functions with arguments that are made once.
+"""What a call does on the GPU: allocations and launches, executed, recorded, and repeated from the record.
 
-A call that repeats an earlier one allocates outputs, sets addresses and launches. Nothing is viewed through other
-strides: slots (:mod:`cute_attn.host.slots`) have those that kernels read. Launching functions run without the
-interpreter's lock, so each launch takes arguments of its own while it lasts.
+A call that repeats an earlier one needs none of the Python between its arguments and its launches: it allocates what
+that one allocated, sets addresses, and launches with arguments made once. Slots (:mod:`cute_attn.host.slots`) stand for
+the tensors among them, also for views of an input or an output. Launching functions run without the interpreter's lock,
+so each call has arguments of its own while it lasts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn.host import counters, memory
-from cute_attn.host.memory import Tensors
+from cute_attn.host.memory import Tensors, as_strided
 from cute_attn.host.params import ALIGNMENT_BYTES, AttentionParams
-from cute_attn.host.slots import Slot, array, current_stream, prepared, slot
+from cute_attn.host.slots import TYPES, Slot, array, current_stream, prepared, slot, takes_slots
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
 
-class Meta(NamedTuple):
-    """A tensor's metadata as a kernel reads it."""
+# ---- steps ----
 
+
+class Steps:
+    """Executes a call's allocations and launches."""
+
+    def empty(
+        self, like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Memory on ``like``'s device, which is the current one."""
+        return memory.new_empty_strided(like, shape, strides, dtype)
+
+    def work_tiles(self, device: int) -> Any:
+        """A ``ForwardSchedule`` for one launch."""
+        return counters.schedule(device)
+
+    def launch(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Launch on the current stream."""
+        function(*arguments)
+
+    def also(self) -> None:
+        """Say that the call does more than allocate and launch, such as fill an output: a record would lack that."""
+
+    def unlike_others(self) -> None:
+        """Say that this call takes another way than most with its metadata, which another one may record."""
+
+
+NOW = Steps()
+"""Steps that leave no record."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor among a launch's arguments lies.
+
+    Attributes:
+        source: index among the call's tensors and, behind them, its allocations.
+        offset: bytes from the source's first element.
+        whole: whether it is the source itself, as torch has it.
+        shape, strides, dtype, device: its metadata.
+    """
+
+    source: int
+    offset: int
+    whole: bool
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, x: Tensor) -> "Meta":
-        """``x``'s."""
-        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+
+class _WorkTiles:
+    """Stands for :meth:`Steps.work_tiles` among recorded arguments."""
+
+
+class Recording(Steps):
+    """Executes a call, and records it."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        """tensors: the call's, some of them None.
+
+        A record keeps none of them. ``unlike``: whether :meth:`unlike_others` was called.
+        """
+        self._sources: list[Any] = list(tensors)
+        self._allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
+        self._given = len(tensors)
+        self._launches: list[tuple[Callable[..., None], list[Any]]] = []
+        self._work_tiles: Any = None
+        self._complete = True
+        self.unlike = False
+
+    def empty(
+        self, like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """As of :class:`Steps`."""
+        made = super().empty(like, shape, strides, dtype)
+        self._allocations.append((shape, strides, dtype))
+        self._sources.append(made)
+        return made
+
+    def work_tiles(self, device: int) -> Any:
+        """As of :class:`Steps`."""
+        self._work_tiles = super().work_tiles(device)
+        return self._work_tiles
+
+    def launch(self, function: Callable[..., None], *arguments: Any) -> None:
+        """As of :class:`Steps`."""
+        super().launch(function, *arguments)
+        if self._complete and takes_slots(function):
+            self._launches.append((function, [self._record(x) for x in arguments]))
+        else:
+            self._complete = False
+
+    def also(self) -> None:
+        """As of :class:`Steps`: such a call is not repeated from its record."""
+        self._complete = False
+
+    def unlike_others(self) -> None:
+        """As of :class:`Steps`: this call is not repeated."""
+        self._complete, self.unlike = False, True
+
+    def _record(self, x: Any) -> Any:
+        if x is self._work_tiles and x is not None:
+            return _WorkTiles
+        if isinstance(x, Tensor):
+            return self._place(x)
+        return tuple(map(self._record, x)) if isinstance(x, tuple) else x
+
+    def _place(self, x: Tensor) -> _Place | None:
+        """Where ``x`` lies; where that cannot be told, the call is not repeated from its record."""
+        if x.dtype not in TYPES:
+            self._complete = False
+            return None
+        first, metadata = x.data_ptr(), (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+        sources = [(i, y) for i, y in enumerate(self._sources) if y is not None and _share_memory(x, y)]
+        for source, y in sources:
+            if y is x:
+                return _Place(source, 0, True, *metadata)
+        for source, y in sources:
+            if y.data_ptr() == first:
+                return _Place(source, 0, False, *metadata)
+        if (
+            len(sources) == 1 and x.numel()
+        ):  # of several, such as q, k and v of one tensor, distances may vary
+            source, y = sources[0]
+            return _Place(source, first - y.data_ptr(), False, *metadata)
+        self._complete = False
+        return None
+
+    def replay(self, results: Sequence[Tensor | None]) -> "Replay | None":
+        """Repeats the call; None where it does more than was recorded.
+
+        results: what the call returns, allocations, views of such, and None.
+        """
+        places = [None if x is None else self._place(x) for x in results]
+        returned = [place.source for place in places if place is not None]
+        if not (self._complete and self._launches) or min(returned, default=self._given) < self._given:
+            return None
+        allocations = list(self._allocations)
+        for i, place in enumerate(places):
+            # What is returned in another layout of all its memory is allocated in that layout.
+            if place is None or place.whole or place.offset or returned.count(place.source) > 1:
+                continue
+            made = self._sources[place.source]
+            if made.numel() == results[i].numel() and made.dtype == place.dtype:  # type: ignore[union-attr]
+                allocations[place.source - self._given] = (place.shape, place.strides, place.dtype)
+                places[i] = place._replace(whole=True)
+        given = self._sources[: self._given]
+        starts = {i: x.data_ptr() for i, x in enumerate(given) if x is not None}
+        first = {start: i for i, start in reversed(starts.items())}
+        return Replay(
+            device=given[min(starts)].get_device(),
+            like=min(starts),
+            aligned=tuple(i for i, start in starts.items() if start % ALIGNMENT_BYTES == 0),
+            same=tuple((first[start], i) for i, start in starts.items() if first[start] != i),
+            allocations=tuple(allocations),
+            own=tuple(x[1] == y[1] for x, y in zip(allocations, self._allocations, strict=True)),
+            launches=tuple((function, tuple(arguments)) for function, arguments in self._launches),
+            results=tuple(places),
+            given=self._given,
+        )
+
+
+_share_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+# ---- repeated calls ----
+
+
+class _BoundLaunch(NamedTuple):
+    """A launch's arguments for one call at a time.
+
+    Attributes:
+        function: launches the kernel.
+        arguments: a list; those of the two places below are filled in by each call.
+        whole: (place, source) of a tensor that is passed as torch has it, by which TVM FFI finds the current stream.
+        work_tiles: the place of a ``ForwardSchedule``, or -1.
+    """
+
+    function: Callable[..., None]
+    arguments: list[Any]
+    whole: tuple[int, int] | None
+    work_tiles: int
+
+
+class _Bound(NamedTuple):
+    """The arguments of one call at a time.
+
+    Attributes:
+        launches: of the call.
+        addresses: (address, source, offset) of the slots among their arguments.
+        streams: whether each launch finds the current stream by itself.
+    """
+
+    launches: tuple[_BoundLaunch, ...]
+    addresses: tuple[tuple[Any, int, int], ...]
+    streams: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A recorded call, for others with tensors of the same metadata.
+
+    Attributes:
+        device: the tensors', as they give it.
+        like: index of one of the call's tensors.
+        aligned: which of them started at multiples of 16 bytes, as they do in each call.
+        same: which pairs of them started at one address, as they do in each call.
+        allocations: shapes, strides and dtypes, in order.
+        own: of each, whether kernels' arguments have these strides if they are the whole allocation.
+        launches: functions and their recorded arguments.
+        results: where the results lie; None for None.
+        given: how many tensors a call has.
+        free: arguments that no call has.
+    """
+
+    device: int
+    like: int
+    aligned: tuple[int, ...]
+    same: tuple[tuple[int, int], ...]
+    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    own: tuple[bool, ...]
+    launches: tuple[tuple[Callable[..., None], tuple], ...]
+    results: tuple[_Place | None, ...]
+    given: int
+    free: list[_Bound] = field(default_factory=list)
+
+    def run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
+        """The call's results; None where a tensor starts elsewhere than kernels have been chosen for."""
+        if self.device == memory.current_device():
+            return self._run(tensors)
+        with torch.cuda.device(self.device):
+            return self._run(tensors)
+
+    def _run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
+        starts = [None if x is None else x.data_ptr() for x in tensors]
+        unaligned = 0
+        for i in self.aligned:
+            unaligned |= starts[i]  # type: ignore[operator]
+        if unaligned % ALIGNMENT_BYTES or any(starts[i] != starts[j] for i, j in self.same):
+            return None
+        like = tensors[self.like]
+        made = [memory.new_empty_strided(like, *layout) for layout in self.allocations]
+        starts += [x.data_ptr() for x in made]
+        try:
+            bound = self.free.pop()
+        except IndexError:
+            bound = self._bind()
+        for address, source, offset in bound.addresses:
+            address.value = starts[source] + offset  # type: ignore[operator]
+        if bound.streams:
+            self._launch(bound, tensors, made)
+        else:
+            with current_stream(self.device):
+                self._launch(bound, tensors, made)
+        self.free.append(bound)
+        return tuple(
+            [None if x is None else self._result(x, made[x.source - self.given]) for x in self.results]
+        )
+
+    def _launch(self, bound: _Bound, tensors: Tensors, made: list[Tensor]) -> None:
+        for function, arguments, whole, work_tiles in bound.launches:
+            if whole is not None:
+                place, source = whole
+                arguments[place] = tensors[source] if source < self.given else made[source - self.given]
+            if work_tiles >= 0:
+                arguments[work_tiles] = counters.schedule(self.device)
+            function(*arguments)
+            if whole is not None:
+                arguments[whole[0]] = None  # keep no tensor alive
+
+    @staticmethod
+    def _result(place: _Place, made: Tensor) -> Tensor:
+        if place.whole:
+            return made
+        return as_strided(made, place.shape, place.strides, place.offset // made.element_size())
+
+    def _bind(self) -> _Bound:
+        addresses: list[tuple[Any, int, int]] = []
+
+        def bind(x: Any) -> Any:
+            if isinstance(x, _Place):
+                one: Slot = slot(x.shape, x.strides, x.dtype, x.device)
+                addresses.append((one.address, x.source, x.offset))
+                return one.tensor
+            return tuple(map(bind, x)) if isinstance(x, tuple) else x
+
+        launches = []
+        for function, recorded in self.launches:
+            whole, work_tiles, arguments = None, -1, []
+            for i, x in enumerate(recorded):
+                if x is _WorkTiles:
+                    work_tiles, value = i, None
+                elif whole is None and isinstance(x, _Place) and self._is_torchs(x):
+                    whole, value = (i, x.source), None
+                else:
+                    value = bind(x)
+                arguments.append(array(value) if isinstance(value, tuple) else value)
+            launches.append(_BoundLaunch(function, arguments, whole, work_tiles))
+        streams = self.device < 0 or all(one.whole is not None for one in launches)
+        return _Bound(tuple(launches), tuple(addresses), streams)
+
+    def _is_torchs(self, place: _Place) -> bool:
+        """Whether a call has that very tensor, rather than a view of it."""
+        return place.whole and (place.source < self.given or self.own[place.source - self.given])
+
+
+class Repeats:
+    """Of a plan whose calls repeat: the first of them records, the others follow the record."""
+
+    __slots__ = ("_recorded", "_replay")
+
+    def __init__(self) -> None:
+        self._recorded = False
+        self._replay: Replay | None = None
+
+    def run(
+        self, tensors: Tensors, call: Callable[[Steps], tuple[Tensor | None, ...]]
+    ) -> tuple[Tensor | None, ...]:
+        """The call's results. tensors: all that it reads and writes but its results; ``call`` makes it in steps."""
+        replay = self._replay
+        if replay is not None:
+            found = replay.run(tensors)
+            return call(NOW) if found is None else found
+        if self._recorded:
+            return call(NOW)
+        recording = Recording(tensors)
+        found = call(recording)
+        self._replay, self._recorded = recording.replay(found), not recording.unlike
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeated:
+    """A plan that is a function of a call's tensors, from a call's options on.
+
+    Attributes:
+        run: makes the call in steps; returns its results.
+        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
+    """
+
+    run: Callable[[Tensors, Steps], tuple[Tensor | None, ...]]
+    repeats: Repeats | None = None
+
+    def ready(self, tensors: Tensors) -> "Repeated":
+        """For calls that repeat."""
+        return self if self.repeats is not None else replace(self, repeats=Repeats())
+
+    def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
+        """A call's results."""
+        if self.repeats is None:
+            return self.run(tensors, NOW)
+        return self.repeats.run(tensors, lambda steps: self.run(tensors, steps))
 
 
 # ---- epilogues' arguments ----
@@ -79,229 +420,3 @@ class ScoreArgs:
 
 
 _SCORE_TENSORS = ("alibi_slopes", "bias", "sinks", "rng_state")
-
-
-class _BoundScoreArgs(NamedTuple):
-    """The epilogues' arguments of one launch at a time.
-
-    Attributes:
-        values: an array.
-        addresses: (address, place among a call's tensors) of the slots in it.
-    """
-
-    values: Any
-    addresses: tuple[tuple[Any, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreSlots:
-    """Epilogues' arguments whose tensors become slots.
-
-    Attributes:
-        args: the arguments.
-        tensors: metadata of the tensors among them, by index among the parameters.
-        places: where a call has these tensors, by index.
-    """
-
-    args: ScoreArgs
-    tensors: dict[int, Meta]
-    places: Mapping[int, int]
-
-    @classmethod
-    def of(cls, args: ScoreArgs, tensors: Sequence[Any], places: Mapping[int, int]) -> "ScoreSlots | None":
-        """None where a call lacks one of the tensors.
-
-        tensors: of a call as its kernels read them. Their memory is not kept.
-        """
-        wanted = {index for _, _, index in args.places}
-        if not wanted <= set(places):
-            return None
-        return cls(args, {index: Meta.of(tensors[index]) for index in wanted}, places)
-
-    def bind(self) -> _BoundScoreArgs:
-        """Arguments for one launch at a time."""
-        slots = {index: slot(*meta) for index, meta in self.tensors.items()}
-        values = self.args.fill({index: one.tensor for index, one in slots.items()})  # type: ignore[arg-type]
-        addresses = tuple((one.address, self.places[index]) for index, one in slots.items())
-        return _BoundScoreArgs(array(values), addresses)
-
-
-PARAMETERS = {index: index for index in range(len(AttentionParams._fields))}
-"""The places of tensors in a call that has them in the parameters' order."""
-
-
-# ---- the forward ----
-
-
-class _ForwardArguments(NamedTuple):
-    """Of one launch at a time."""
-
-    q: Slot
-    k: Slot
-    v: Slot
-    out: Slot
-    score_args: _BoundScoreArgs
-
-
-@dataclass(frozen=True, slots=True)
-class BoundForward:
-    """A forward's launch on tensors of known metadata, which start at multiples of 16 bytes.
-
-    Attributes:
-        function: launches the kernel.
-        device: of the tensors, as they give it.
-        out, lse: the layouts in which a call returns them; kernels write both in place.
-        rows: metadata of q, k, v and out as kernels read them.
-        seqlens: an array.
-        softmax_scale: the kernel's.
-        score_slots: the epilogues' arguments.
-        free: arguments that no launch has.
-    """
-
-    function: Callable[..., None]
-    device: int
-    out: Layout
-    lse: Layout
-    rows: tuple[Meta, Meta, Meta, Meta]
-    seqlens: Any
-    softmax_scale: float
-    score_slots: ScoreSlots
-    free: list[_ForwardArguments] = field(default_factory=list)
-
-    def run(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """out and lse. tensors: q, k, v, and at their places what epilogues read."""
-        if self.device == memory.current_device():
-            return self._run(tensors)
-        with torch.cuda.device(self.device):
-            return self._run(tensors)
-
-    def _run(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        query = tensors[0]
-        out = memory.new_empty_strided(query, *self.out, query.dtype)
-        lse = memory.new_empty_strided(query, *self.lse, torch.float32)
-        try:
-            arguments = self.free.pop()
-        except IndexError:
-            q, k, v, written = (slot(*one) for one in self.rows)
-            arguments = _ForwardArguments(q, k, v, written, self.score_slots.bind())
-        q, k, v, written, score_args = arguments
-        q.address.value, k.address.value = query.data_ptr(), tensors[1].data_ptr()
-        v.address.value, written.address.value = tensors[2].data_ptr(), out.data_ptr()
-        for address, place in score_args.addresses:
-            address.value = tensors[place].data_ptr()
-        self.function(
-            q.tensor,
-            k.tensor,
-            v.tensor,
-            written.tensor,
-            lse,  # torch's, by which TVM FFI finds the current stream
-            self.seqlens,
-            self.softmax_scale,
-            counters.schedule(self.device),
-            score_args.values,
-        )
-        self.free.append(arguments)
-        return out, lse
-
-
-# ---- the backward ----
-
-
-class _BackwardArguments(NamedTuple):
-    """Of one call at a time.
-
-    Attributes:
-        rows: of q, k, v, grad_out, out, lse, and the gradients of q, k and v.
-        workspace: of LSE, D, the accumulators and the counter.
-        schedule: a ``BackwardSchedule``, an array.
-        score_args: the epilogues' arguments.
-    """
-
-    rows: tuple[Slot, ...]
-    workspace: tuple[Slot, ...]
-    schedule: Any
-    score_args: _BoundScoreArgs
-
-
-@dataclass(frozen=True, slots=True)
-class BoundBackward:
-    """A backward's three launches, on tensors of known metadata.
-
-    Attributes:
-        preprocess, main, convert: launch the kernels; ``main`` takes its operands and then its other arguments.
-        device: as of :class:`BoundForward`.
-        grads: layouts of the gradients of q, k and v, which kernels write in place.
-        rows: metadata of the tensors of ``_BackwardArguments.rows`` as kernels read and write them.
-        space: elements of the fp32 workspace, and (shape, strides, first element) of its parts.
-        seqlens: arrays for the main kernel and for the others.
-        softmax_scale: the kernels'.
-        keep: 1 - dropout_p.
-        schedule: makes a ``BackwardSchedule`` of the counter.
-        score_slots: as of :class:`BoundForward`.
-        free: arguments that no call has.
-    """
-
-    preprocess: Callable[..., None]
-    main: Callable[[tuple, tuple], None]
-    convert: Callable[..., None]
-    device: int
-    grads: tuple[Layout, ...]
-    rows: tuple[Meta, ...]
-    space: tuple[int, tuple]
-    seqlens: tuple[Any, ...]
-    softmax_scale: float
-    keep: float
-    schedule: Callable[[Any], tuple]
-    score_slots: ScoreSlots
-    free: list[_BackwardArguments] = field(default_factory=list)
-
-    def run(self, tensors: Sequence[Any], given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
-        """Gradients of q, k and v; None where kernels cannot read grad_out or out.
-
-        tensors: as of :meth:`BoundForward.run`. given: grad_out, out and lse.
-        """
-        if (given[0].data_ptr() | given[1].data_ptr()) % ALIGNMENT_BYTES:
-            return None
-        if self.device == memory.current_device():
-            return self._run(tensors, given)
-        with torch.cuda.device(self.device):
-            return self._run(tensors, given)
-
-    def _run(self, tensors: Sequence[Any], given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        query, (size, parts) = tensors[0], self.space
-        grads = [memory.new_empty_strided(query, *layout, query.dtype) for layout in self.grads]
-        workspace = memory.new_empty_strided(query, (size,), (1,), torch.float32)
-        try:
-            arguments = self.free.pop()
-        except IndexError:
-            arguments = self._new_arguments()
-        for one, x in zip(arguments.rows, (*tensors[:3], *given, *grads), strict=True):
-            one.address.value = x.data_ptr()
-        first = workspace.data_ptr()
-        for one, (_, _, element) in zip(arguments.workspace, parts, strict=True):
-            one.address.value = first + 4 * element
-        for address, place in arguments.score_args.addresses:
-            address.value = tensors[place].data_ptr()
-        with current_stream(self.device):
-            self._launch(arguments)
-        self.free.append(arguments)
-        return tuple(grads)
-
-    def _launch(self, arguments: _BackwardArguments) -> None:
-        q, k, v, grad_out, out, lse, dq, dk, dv = (one.tensor for one in arguments.rows)
-        *workspace, counter = (one.tensor for one in arguments.workspace)
-        seqlens, part_seqlens = self.seqlens
-        self.preprocess(grad_out, out, lse, None, *workspace, counter, None, part_seqlens, self.keep)
-        shared = (seqlens, self.softmax_scale, arguments.schedule, arguments.score_args.values)
-        self.main((q, k, v, grad_out), (*workspace, dk, dv, *shared))
-        self.convert(workspace[2], dq, part_seqlens, self.softmax_scale / self.keep, None)
-
-    def _new_arguments(self) -> _BackwardArguments:
-        device = self.rows[0].device
-        workspace = tuple(slot(shape, strides, torch.float32, device) for shape, strides, _ in self.space[1])
-        return _BackwardArguments(
-            tuple(slot(*one) for one in self.rows),
-            workspace,
-            array(self.schedule(workspace[3].tensor)),
-            self.score_slots.bind(),
-        )

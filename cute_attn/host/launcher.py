@@ -6,7 +6,7 @@ launch.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cute_attn.host import memory, plans
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.counters import multiprocessors, schedule
-from cute_attn.host.launch import PARAMETERS, BoundForward, Layout, Meta, ScoreArgs, ScoreSlots
+from cute_attn.host.counters import multiprocessors
+from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
 from cute_attn.host.memory import Tensors, as_strided, clear_owned, contiguous_strides
 from cute_attn.host.params import (
     ALIGNMENT_BYTES,
@@ -32,7 +32,7 @@ from cute_attn.host.params import (
     rows_are_regular,
     rows_are_whole,
 )
-from cute_attn.host.slots import array, prepared, takes_slots
+from cute_attn.host.slots import prepared
 from cute_attn.traits import Traits
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -61,7 +61,7 @@ class Launcher:
             show; another one takes the others.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
-        bound: the launch with its arguments, for calls that repeat; or None where a call does more than launch.
+        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
     """
 
     function: Callable[..., None] | None
@@ -81,7 +81,11 @@ class Launcher:
     divided: Any = None
     sign: int = 1
     of_copies: "Launcher | None" = None
-    bound: BoundForward | None = None
+    repeats: Repeats | None = None
+
+    def ready(self, tensors: Tensors) -> "Launcher":
+        """For calls that repeat."""
+        return self if self.repeats is not None else replace(self, repeats=Repeats())
 
     def launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None
@@ -90,36 +94,53 @@ class Launcher:
 
         into: out's memory, which :func:`cute_attn.host.params.check_out` accepts.
         """
-        if self.bound is not None and into is None and are_aligned(tensors):
-            return (*self.bound.run(tensors), None)
+        if self.repeats is not None and into is None:
+            given = (*tensors, *epilogue_tensors) if epilogue_tensors else tensors
+            return self.repeats.run(given, lambda steps: self.run(tensors, epilogue_tensors, None, steps))  # type: ignore[return-value]
+        return self.run(tensors, epilogue_tensors, into)
+
+    def run(
+        self,
+        tensors: Tensors,
+        epilogue_tensors: tuple[Tensor, ...] = (),
+        into: Tensor | None = None,
+        steps: Steps = NOW,
+    ) -> Outputs:
+        """As :meth:`launch`, step by step."""
         device = tensors[0].get_device()
         if device == memory.current_device():
-            return self._launch(tensors, epilogue_tensors, into)
+            return self._launch(tensors, epilogue_tensors, into, steps)
         with torch.cuda.device(device):
-            return self._launch(tensors, epilogue_tensors, into)
+            return self._launch(tensors, epilogue_tensors, into, steps)
 
-    def _launch(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None) -> Outputs:
+    def _launch(
+        self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None, steps: Steps
+    ) -> Outputs:
         if self.sign != 1:
             tensors = ((tensors[0] * self.sign).contiguous(), *tensors[1:])
         q, k, v = tensors[:3]
         if self.aligned and not are_aligned(tensors):
+            steps.unlike_others()
             params = self._params(tensors, epilogue_tensors)
-            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into)
-        out = memory.new_empty_strided(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
+            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into, steps)
+        out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
         if self.of_copies is not None:
-            return self._launch_copies(tensors, epilogue_tensors, out)
-        lse = memory.new_empty_strided(q, self.shapes[1], self.strides[1], torch.float32)
+            return self._launch_copies(tensors, epilogue_tensors, out, steps)
+        lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
         # The kernel does not visit blocks outside the mask's band.
         softmax = None
         if self.softmax_shape is not None:
+            steps.also()
             strides = contiguous_strides(self.softmax_shape)
-            softmax = memory.new_empty_strided(q, self.softmax_shape, strides, q.dtype).zero_()
+            softmax = steps.empty(q, self.softmax_shape, strides, q.dtype).zero_()
         if self.prefill:
+            steps.also()
             clear_owned(out, None if into is None else tensors[3])
             lse.fill_(-math.inf)
         if self.divided is not None:
-            return (*self._launch_divided(tensors, out, lse), None)
+            return (*self._launch_divided(tensors, out, lse, steps), None)
         if self.function is None:
+            steps.also()
             if tensors[_SINKS] is not None:
                 _fill_with_sinks(lse, tensors)
             return out, lse, softmax
@@ -128,66 +149,27 @@ class Launcher:
         if self.score_args is not None:
             score_args = self.score_args.fill(tensors)
         else:
+            steps.also()  # users' classes may read what they are given
             score_args = self.kernel.score_args(self._params(tensors, epilogue_tensors).score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
-        tiles = schedule(q.get_device())
-        self.function(q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
+        tiles = steps.work_tiles(q.get_device())
+        steps.launch(self.function, q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
         if self.softmax_function is not None:
-            self.softmax_function(q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
+            steps.launch(self.softmax_function, q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
         return out, lse, softmax
 
-    def ready(self, tensors: Tensors) -> "Launcher":
-        """With its launch bound, if it can be. tensors: of a call, whose memory is not kept."""
-        if self.bound is not None:
-            return self
-        out, lse = zip(self.shapes, self.strides, strict=True)
-        return replace(self, bound=self.bind(tensors, out, lse))
-
-    def bind(
-        self, tensors: Tensors, out: Layout, lse: Layout, places: Mapping[int, int] = PARAMETERS
-    ) -> BoundForward | None:
-        """The launch with its arguments; None where a call does more than launch a kernel.
-
-        Args:
-            tensors: of a call, whose memory is not kept.
-            out, lse: the layouts in which it returns them: the kernels' but for names of dimensions.
-            places: of the parameters' tensors in a call of the bound launch.
-        """
-        if (
-            not takes_slots(self.function)
-            or self.softmax_shape is not None
-            or self.divided is not None
-            or self.of_copies is not None
-            or self.prefill
-            or self.sign != 1
-            or callable(self.seqlens)
-            or self.score_args is None
-            or not (self.aligned or are_aligned(tensors))
-        ):
-            return None
-        tensors = self._viewed(tensors)
-        score_slots = ScoreSlots.of(self.score_args, tensors, places)
-        if score_slots is None:
-            return None
-        q, k, v = map(Meta.of, tensors[:3])
-        return BoundForward(
-            function=self.function,  # type: ignore[arg-type]
-            device=tensors[0].get_device(),
-            out=out,
-            lse=lse,
-            rows=(q, k, v, Meta(self.shapes[0], self.strides[0], q.dtype, q.device)),
-            seqlens=array(self.seqlens),
-            softmax_scale=self.softmax_scale,
-            score_slots=score_slots,
-        )
-
-    def _launch_copies(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor) -> Outputs:
+    def _launch_copies(
+        self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor, steps: Steps
+    ) -> Outputs:
         """Launch with aligned copies of q, k, v and the output, of whose columns the first are the call's."""
         assert self.of_copies is not None
+        steps.also()
         copies = aligned_copies((*tensors[:3], into))
-        _, lse, softmax = self.of_copies._launch((*copies[:3], *tensors[3:]), epilogue_tensors, copies[3])
+        _, lse, softmax = self.of_copies._launch(
+            (*copies[:3], *tensors[3:]), epilogue_tensors, copies[3], steps
+        )
         return into.copy_(copies[3][..., : into.shape[-1]]), lse, softmax
 
     def _params(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> AttentionParams:
@@ -204,10 +186,12 @@ class Launcher:
             viewed[index] = as_strided(viewed[index], shape, strides)
         return tuple(viewed)
 
-    def _launch_divided(self, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _launch_divided(
+        self, tensors: Tensors, out: Tensor, lse: Tensor, steps: Steps
+    ) -> tuple[Tensor, Tensor]:
         from cute_attn.host import divided
 
-        return divided.launch(self.divided, self._params(self._viewed(tensors)), out, lse)
+        return divided.launch(self.divided, self._params(self._viewed(tensors)), out, lse, steps)
 
 
 def are_aligned(tensors: Tensors) -> bool:

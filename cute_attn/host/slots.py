@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import tvm_ffi
 
-_TYPES = {  # DLDataType: code and bits
+TYPES = {  # DLDataType: code and bits
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
     torch.float32: (2, 32),
+    torch.int32: (0, 32),
     torch.int64: (0, 64),
 }
 _DEVICES = {"cpu": 1, "cuda": 2}  # DLDeviceType
@@ -75,7 +76,7 @@ def slot(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, d
         _DEVICES[device.type],
         device.index or 0,
         ndim,
-        *_TYPES[dtype],
+        *TYPES[dtype],
         1,
         memory + size,
         memory + size + 8 * ndim,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cute_attn.api import operators
 from cute_attn.host import backward, random_states
 from cute_attn.host.bias import last_contiguous
-from cute_attn.host.launch import BoundBackward, BoundForward, Layout
+from cute_attn.host.launch import NOW, Layout, Repeats, Steps
 from cute_attn.host.launcher import Launcher, launcher_for
 from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.params import (
@@ -97,13 +97,6 @@ def _tensors(
 ) -> tuple:
     """The first of AttentionParams, which PyTorch's operators have but seqused_q and sinks."""
     return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes, bias, None, rng_state
-
-
-_PLACES = {
-    AttentionParams._fields.index(name): place
-    for name, place in (("bias", 3), ("alibi_slopes", 7), ("rng_state", 8))
-}
-"""Where a plan's inputs, with the dropout state behind them, have the parameters that epilogues read."""
 
 
 # ---- layouts of outputs ----
@@ -218,7 +211,7 @@ class ForwardPlan:
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
         return_softmax: whether softmax is wanted.
-        bound: the launch with its arguments, or None where the launcher makes them.
+        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
     """
 
     call: Call
@@ -229,7 +222,7 @@ class ForwardPlan:
     lse_rows: int
     empty_rows: bool
     return_softmax: bool
-    bound: BoundForward | None = None
+    repeats: Repeats | None = None
 
     def run(self, inputs: tuple) -> Results:
         """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
@@ -239,26 +232,30 @@ class ForwardPlan:
             state = None
         if self.launcher is None:
             return self._by_reference(inputs, state)
-        softmax = None
-        if self.bound is not None:
-            out, lse = self.bound.run(inputs if state is None else (*inputs, state))
-        else:
-            tensors = _launched(inputs, self.views, self._kernel_inputs, state)
-            written, lse, softmax = self.launcher.launch(tensors)
-            out = self.out.of_rows(written)
+        out, lse, softmax = self.launch(inputs, state)
         if self.empty_rows:
             lse.nan_to_num_(math.nan, math.inf, math.inf)
         if self.lse_rows > self.call.longest[0]:
             lse.narrow(2, self.call.longest[0], self.lse_rows - self.call.longest[0]).fill_(math.inf)
         return Results(out, lse, state, softmax)
 
+    def launch(self, inputs: tuple, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """out, as PyTorch promises it, lse as kernels leave it, and softmax."""
+        if self.repeats is None:
+            return self._launch(inputs, state)
+        return self.repeats.run((*inputs, state), lambda steps: self._launch(inputs, state, steps))  # type: ignore[return-value]
+
+    def _launch(
+        self, inputs: tuple, state: Tensor | None, steps: Steps = NOW
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self.launcher is not None
+        tensors = _launched(inputs, self.views, self._kernel_inputs, state)
+        written, lse, softmax = self.launcher.run(tensors, steps=steps)
+        return self.out.of_rows(written), lse, softmax
+
     def ready(self, inputs: tuple) -> "ForwardPlan":
-        """With its launch bound, if it can be. inputs: as of :meth:`run`, of the call that was planned."""
-        if self.bound is not None or self.launcher is None or self.views is None or not self.out.in_place:
-            return self
-        tensors = _launched(inputs, self.views, self._kernel_inputs, _any_state(self.call, inputs))
-        lse = self.launcher.shapes[1], self.launcher.strides[1]
-        return replace(self, bound=self.launcher.bind(tensors, self.out.layout, lse, _PLACES))
+        """For calls that repeat."""
+        return self if self.launcher is None or self.repeats is not None else replace(self, repeats=Repeats())
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         return _kernel_inputs(inputs, self.out.heads_first)
@@ -327,7 +324,7 @@ def plan_forward(
         return plan
     state = _any_state(call, inputs)
     made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
-    made = replace(made, aligned=False, bound=None)  # the plan's key says where rows start
+    made = replace(made, aligned=False, repeats=None)  # the plan's key says where rows start
     if out.written is not None:
         made = replace(made, strides=(out.written, made.strides[1]))
         plan = replace(plan, out=replace(out, in_place=True))
@@ -408,7 +405,7 @@ class BackwardPlan:
         launcher: None on the CPU.
         rest: the parameters after the tensors.
         bias_gradient: whether the bias's gradient is wanted.
-        bound: as of :class:`ForwardPlan`.
+        repeats: as of :class:`ForwardPlan`.
     """
 
     call: Call
@@ -418,7 +415,7 @@ class BackwardPlan:
     launcher: backward.BackwardLauncher | None
     rest: tuple
     bias_gradient: bool
-    bound: BoundBackward | None = None
+    repeats: Repeats | None = None
 
     def run(
         self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], rng_state: Tensor | tuple[Tensor, Tensor]
@@ -428,30 +425,28 @@ class BackwardPlan:
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
-        if self.bound is not None:
-            bound = self.bound.run(inputs if state is None else (*inputs, state), grads)
-            if bound is not None:
-                return bound
+        if self.repeats is None:
+            return self._launch(inputs, grads, state)
+        return self.repeats.run(  # type: ignore[return-value]
+            (*inputs, *grads, state), lambda steps: self._launch(inputs, grads, state, steps)
+        )
+
+    def _launch(
+        self, inputs: tuple, grads: tuple[Tensor, Tensor, Tensor], state: Tensor | None, steps: Steps = NOW
+    ) -> tuple[Tensor, ...]:
         grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
             params = parameters(self.call, self._kernel_inputs(inputs), state)
             needed = [True, True, True, self.bias_gradient, False]
             found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, needed, *params)
         else:
-            found = self.launcher.launch(self._params(inputs, state), (grad_out, None), (out, lse))
+            found = self.launcher.run(self._params(inputs, state), (grad_out, None), (out, lse), steps=steps)
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
     def ready(self, tensors: tuple) -> "BackwardPlan":
-        """With its launches bound, if they can be. tensors: grads and inputs of :meth:`run`, of the planned call."""
-        grads, inputs = tensors[:3], tensors[3:]
-        if self.bound is not None or self.launcher is None or self.views is None:
-            return self
-        if not all(one.in_place for one in self.grads):
-            return self
-        params = self._params(inputs, _any_state(self.call, inputs))
-        given, layouts = map(_viewed, grads, self.outputs), tuple(one.layout for one in self.grads)
-        return replace(self, bound=self.launcher.bind(params, tuple(given), layouts, _PLACES))  # type: ignore[arg-type]
+        """For calls that repeat."""
+        return self if self.launcher is None or self.repeats is not None else replace(self, repeats=Repeats())
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         heads_first = self.grads[0].heads_first
@@ -505,7 +500,7 @@ def plan_backward(
         plan,
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
-        launcher=replace(made, strides=strides, bound=None),
+        launcher=replace(made, strides=strides, repeats=None),
         rest=params[NUM_TENSORS:],
     )
 

@@ -7,6 +7,7 @@ from cute_attn.api import operators
 from cute_attn.api.attention import _Options, _params_of
 from cute_attn.compiler import registry
 from cute_attn.host import divided, kvcache_launcher
+from cute_attn.host.launch import NOW
 from cute_attn.host.launcher import check_query_blocks, choose_kernel
 from tests import emulated_kvcache
 
@@ -112,7 +113,7 @@ def test_launches_equal_the_definition(name, monkeypatch):
     out_shape, lse_shape, _ = params.output_shapes()
     out, lse = torch.full(out_shape, torch.nan).half(), torch.full((*lse_shape[:-1], 8), torch.nan)
     lse = lse[..., : lse_shape[-1]]
-    divided.launch(plan, params, out, lse)
+    divided.launch(plan, params, out, lse, NOW)
     for one, whole in zip((out, lse), operators.forward_cpu(params), strict=False):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
 

@@ -17,7 +17,7 @@ from cute_attn.api import operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
-from cute_attn.host import launcher, memory, plans
+from cute_attn.host import counters, launcher, memory, plans
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
@@ -270,7 +270,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_guarded", {})
     monkeypatch.setattr(memory, "current_device", lambda: -1)
-    monkeypatch.setattr(launcher, "schedule", lambda device: (COUNTERS, 132))
+    monkeypatch.setattr(counters, "schedule", lambda device: (COUNTERS, 132))
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(operators, "forward_cpu", operators.forward_cuda)

@@ -1,0 +1,259 @@
+"""Calls that are recorded and repeated from their record, by functions of TVM FFI on CPU tensors."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import tvm_ffi
+
+from cute_attn.host import counters, memory
+from cute_attn.host.launch import NOW, Recording, Repeats
+
+
+def as_torch(x):
+    if isinstance(x, tvm_ffi.Tensor):
+        return torch.from_dlpack(x)
+    return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x
+
+
+def kernel(function):
+    """As a launching function of TVM FFI, which takes slots."""
+    return tvm_ffi.convert(lambda *arguments: function(*map(as_torch, arguments)))
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(memory, "current_device", lambda: -1)
+    monkeypatch.setattr(counters, "schedule", lambda device: tvm_ffi.convert((7,)))
+
+
+@kernel
+def scale_and_add(x, more, out, numbers):
+    """``more``: (tensor or None, factor)."""
+    out.copy_(x * numbers[0])
+    if more[0] is not None:
+        out.add_(more[0] * more[1])
+
+
+def call(x, y, steps, function=scale_and_add):
+    """(2x + 3y transposed, 2x)."""
+    out = steps.empty(x, (4, 5), (5, 1), x.dtype)
+    second = steps.empty(x, (4, 5), (5, 1), x.dtype)
+    steps.launch(function, x, (y.t(), 3.0), out, (2.0,))
+    steps.launch(function, x, (None, 0.0), second, (2.0,))
+    return out.t(), second
+
+
+def inputs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 5, generator=generator), torch.randn(5, 4, generator=generator)
+
+
+class Calls:
+    """Repeated calls, and how many ran step by step."""
+
+    def __init__(self, call=call):
+        self.repeats, self.in_steps, self.call = Repeats(), 0, call
+
+    def __call__(self, *tensors):
+        def run(steps):
+            self.in_steps += 1
+            return self.call(*tensors, steps)
+
+        return self.repeats.run(tensors, run)
+
+
+def check(found, x, y):
+    torch.testing.assert_close(found[0], (2 * x + 3 * y.t()).t())
+    torch.testing.assert_close(found[1], 2 * x)
+
+
+def test_a_repeated_call_follows_the_record():
+    calls = Calls()
+    kept = [(calls(*inputs(seed)), *inputs(seed)) for seed in range(4)]
+    assert calls.in_steps == 1
+    for found, x, y in kept:  # later calls write nothing of earlier ones
+        check(found, x, y)
+        assert found[0].stride() == (1, 5) and found[1].is_contiguous()
+
+
+def test_a_result_is_allocated_in_the_layout_that_is_returned():
+    calls = Calls()
+    results = [calls(*inputs(seed))[0] for seed in range(2)]
+    assert results[0]._base is not None and results[1]._base is None
+
+
+def test_parts_of_one_allocation_are_results():
+    def parts(x, y, steps):
+        whole = steps.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
+        steps.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
+        steps.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
+        return whole[1], None, whole[0]
+
+    calls = Calls(parts)
+    for seed in range(3):
+        x, y = inputs(seed)
+        second, nothing, first = calls(x, y)
+        torch.testing.assert_close(first, x + y.t())
+        torch.testing.assert_close(second, x + 2 * y.t())
+        assert nothing is None and first.data_ptr() + 80 == second.data_ptr()
+    assert calls.in_steps == 1
+
+
+def test_views_of_an_input_follow_it():
+    def later_rows(x, y, steps):
+        out = steps.empty(x, (3, 5), (5, 1), x.dtype)
+        steps.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
+        return (out,)
+
+    calls = Calls(later_rows)
+    for seed in range(3):
+        x, y = inputs(seed)
+        assert torch.equal(calls(x, y)[0], x[1:])
+    assert calls.in_steps == 1
+
+
+def test_one_tensor_as_two_arguments_is_no_record_of_two():
+    def add(x, y, steps):
+        out = steps.empty(x, (4, 5), (5, 1), x.dtype)
+        steps.launch(scale_and_add, x, (y, 1.0), out, (1.0,))
+        return (out,)
+
+    calls = Calls(add)
+    for first, second in ((0, 0), (1, 2), (3, 3), (4, 5)):
+        x = inputs(first)[0]
+        y = x if first == second else inputs(second)[0]
+        assert torch.equal(calls(x, y)[0], x + y)
+    assert calls.in_steps == 3  # one was like the first
+
+
+def test_views_of_tensors_with_one_memory_are_not_recorded():
+    def rows(x, y, steps):
+        out = steps.empty(x, (3, 5), (5, 1), x.dtype)
+        steps.launch(scale_and_add, x[1:], (y[1:], 1.0), out, (1.0,))
+        return (out,)
+
+    calls = Calls(rows)
+    both = torch.randn(8, 5)
+    for x, y in (both.split(4), (torch.randn(4, 5), torch.randn(4, 5))):
+        torch.testing.assert_close(calls(x, y)[0], x[1:] + y[1:])
+    assert calls.in_steps == 2
+
+
+def test_a_tensor_that_starts_elsewhere_is_no_repeat():
+    calls, storage = Calls(), torch.randn(21)
+    x, y = inputs(0)
+    check(calls(x, y), x, y)
+    shifted = storage[1:].view(4, 5)
+    assert shifted.data_ptr() % 16
+    check(calls(shifted, y), shifted, y)
+    assert calls.in_steps == 2
+    check(calls(x, y), x, y)
+    assert calls.in_steps == 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["python", "more", "unknown", "dtype", "copied result", "given result", "nothing"]
+)
+def test_what_a_record_would_lack_runs_in_steps(kind):
+    def odd(x, y, steps):
+        if kind == "more":
+            steps.also()
+        function = (lambda *a: scale_and_add(*a)) if kind == "python" else scale_and_add
+        given = y.t().clone() if kind == "unknown" else y.t()
+        given = given.double() if kind == "dtype" else given
+        out = steps.empty(x, (4, 5), (5, 1), x.dtype)
+        if kind == "nothing":
+            return (out.copy_(x * 2 + 3 * given),)
+        steps.launch(function, x, (given, 3.0), out, (2.0,))
+        if kind == "given result":
+            return (y.t().copy_(out),)
+        return (out.clone() if kind == "copied result" else out,)
+
+    calls = Calls(odd)
+    for seed in range(3):
+        x, y = inputs(seed)
+        expected = 2 * x + 3 * y.t()
+        torch.testing.assert_close(calls(x, y)[0], expected)
+    assert calls.in_steps == 3
+
+
+def test_a_call_unlike_others_leaves_the_record_to_another():
+    odd = [True]
+
+    def run(x, y, steps):
+        if odd.pop() if odd else False:
+            steps.unlike_others()
+        return call(x, y, steps)
+
+    calls = Calls(run)
+    for seed in range(4):
+        check(calls(*inputs(seed)), *inputs(seed))
+    assert calls.in_steps == 2
+
+
+def test_work_tiles_are_those_of_the_moment(monkeypatch):
+    seen = []
+
+    @kernel
+    def note(x, tiles, out):
+        seen.append(tuple(tiles))
+
+    def run(x, y, steps):
+        out = steps.empty(x, (1,), (1,), x.dtype)
+        steps.launch(note, x, steps.work_tiles(-1), out)
+        return (out,)
+
+    calls = Calls(run)
+    for number in (1, 2, 3):
+        monkeypatch.setattr(counters, "schedule", lambda device, n=number: tvm_ffi.convert((n,)))
+        calls(*inputs(0))
+    assert seen == [(1,), (2,), (3,)] and calls.in_steps == 1
+
+
+def test_a_record_keeps_no_tensor():
+    calls = Calls()
+    references = []
+    for seed in range(3):
+        x, y = inputs(seed)
+        found = calls(x, y)
+        references += map(weakref.ref, (x, y, *found))
+        del x, y, found
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def test_calls_at_one_time_have_arguments_of_their_own():
+    """A launching function runs without the interpreter's lock: others may come in between."""
+    calls, inside, results = Calls(), threading.Event(), {}
+    go_on = threading.Event()
+
+    @kernel
+    def slow(x, more, out, numbers):
+        if threading.current_thread().name == "slow" and not inside.is_set():
+            inside.set()
+            go_on.wait(10)
+        out.copy_(x * numbers[0])
+        if more[0] is not None:
+            out.add_(more[0] * more[1])
+
+    calls.call = lambda x, y, steps: call(x, y, steps, slow)
+    calls(*inputs(0))
+    thread = threading.Thread(target=lambda: results.update(slow=calls(*inputs(1))), name="slow")
+    thread.start()
+    assert inside.wait(10)
+    check(calls(*inputs(2)), *inputs(2))
+    go_on.set()
+    thread.join()
+    check(results["slow"], *inputs(1))
+    assert calls.in_steps == 1
+
+
+def test_without_a_record_steps_execute_alone():
+    x, y = inputs(0)
+    check(call(x, y, NOW), x, y)
+    recording = Recording((x, y))
+    recording.also()
+    assert recording.replay(call(x, y, recording)) is None
