@@ -4,16 +4,17 @@
     python -m bench.host_time '*dropout*'         the rows whose name matches
 
 Needs a GPU. The problems are so small that host time dominates. Prints microseconds a call, the median and the least of
-many short runs: of the forward alone, and of a forward and a backward of q, k and v. PyTorch's
-scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes twice:
-with cute_attn.sdpa active, and after ``restore()``. Their runs alternate, since a busy
-host slows all; where it is busy the least is the figure to read.
+many short runs: of the forward alone, and of the forward and ``torch.autograd.grad``. PyTorch's
+scaled_dot_product_attention comes first, as long as no operator is overridden. Then each of its rows comes twice: with
+cute_attn.sdpa active, and after ``restore()``. Their runs alternate, since a busy host slows all; where it is busy the
+least is the figure to read.
 """
 
 import argparse
 import contextlib
 import fnmatch
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -31,12 +32,14 @@ class Row:
 
     Attributes:
         name: of the row.
-        call: makes a call; with True, of tensors that require gradients.
+        call: makes a call; with True, of ``leaves``.
+        leaves: q, k and v that require gradients; () where a call has none.
         around: what the calls run in, entered before each run.
     """
 
     name: str
     call: Callable[[bool], Any]
+    leaves: Sequence[Any] = ()
     around: Callable[[], AbstractContextManager] = contextlib.nullcontext
 
 
@@ -59,11 +62,11 @@ def microseconds(steps: Sequence[tuple[Callable[[], Any], Row]]) -> list[tuple[f
     return [(statistics.median(own), min(own)) for own in times]
 
 
-def rows() -> dict[str, Callable[[bool], Any]]:
-    """A call for each row; with True, of tensors that require gradients."""
+def rows() -> list[Row]:
+    """Calls of the package's own functions."""
     import torch
 
-    from cute_attn import attention, attention_varlen
+    from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache
 
     def tensors(shape: tuple[int, ...], nheads_kv: int, gradients: bool) -> list[Any]:
         q_shape, k_shape = shape, (*shape[:-2], nheads_kv, shape[-1])
@@ -78,19 +81,32 @@ def rows() -> dict[str, Callable[[bool], Any]]:
     starts = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
 
-    def call(**options: Any) -> Callable[[bool], Any]:
-        return lambda gradients: attention(*batch[gradients], causal=True, **options)
+    def row(name: str, **options: Any) -> Row:
+        return Row(name, lambda leaves: attention(*batch[leaves], causal=True, **options), batch[True])
 
-    return {
-        "plain": call(),
-        "dropout": call(dropout_p=0.1, rng_state=state),
-        "dropout, drawn": call(dropout_p=0.1),
-        "bias": call(bias=bias),
-        "bias, broadcast": call(bias=bias[:, :, :1]),
-        "packed": lambda gradients: attention_varlen(
-            *packed[gradients], starts, starts, 156, 156, causal=True
-        ),
-    }
+    def varlen(leaves: bool) -> Any:
+        return attention_varlen(*packed[leaves], starts, starts, 156, 156, causal=True)
+
+    q, caches = tensors((2, 1, 8, 128), 2, False)[0], tensors((2, 512, 2, 128), 2, False)[1:]
+    new, lengths = (
+        tensors((2, 1, 2, 128), 2, False)[1:],
+        torch.tensor([100, 200], dtype=torch.int32, device="cuda"),
+    )
+    pages = torch.arange(2, dtype=torch.int32, device="cuda")[:, None]
+    cache: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+    appended = {**cache, "k": new[0], "v": new[1]}
+    return [
+        row("plain"),
+        row("dropout", dropout_p=0.1, rng_state=state),
+        row("dropout, drawn", dropout_p=0.1),
+        row("bias", bias=bias),
+        row("bias, broadcast", bias=bias[:, :, :1]),
+        Row("packed", varlen, packed[True]),
+        Row("cache", lambda _: attention_with_kvcache(q, *caches, **cache)),
+        Row("cache, pages", lambda _: attention_with_kvcache(q, *caches, page_table=pages, **cache)),
+        Row("cache, append", lambda _: attention_with_kvcache(q, *caches, **appended)),
+        Row("append alone", lambda _: append_kv(*caches, *new, lengths)),
+    ]
 
 
 def sdpa_rows() -> list[list[Row]]:
@@ -121,10 +137,11 @@ def sdpa_rows() -> list[list[Row]]:
         def call(gradients: bool) -> Any:
             return F.scaled_dot_product_attention(*inputs[gradients], **options)  # type: ignore[arg-type]
 
-        stock.append(Row(f"{name}, PyTorch", call, functools.partial(sdpa_kernel, backend)))
+        leaves = inputs[True]
+        stock.append(Row(f"{name}, PyTorch", call, leaves, functools.partial(sdpa_kernel, backend)))
         return [
-            Row(f"{name}, cute_attn.sdpa", call, functools.partial(ours, backend)),
-            Row(f"{name}, restored", call, functools.partial(sdpa_kernel, backend)),
+            Row(f"{name}, cute_attn.sdpa", call, leaves, functools.partial(ours, backend)),
+            Row(f"{name}, restored", call, leaves, functools.partial(sdpa_kernel, backend)),
         ]
 
     groups = [
@@ -136,8 +153,11 @@ def sdpa_rows() -> list[list[Row]]:
     return [stock, *groups]
 
 
-def _step(call: Callable[[bool], Any]) -> None:
-    call(True).sum().backward()
+def _step(row: Row) -> None:
+    import torch
+
+    out = row.call(True)
+    torch.autograd.grad(out, row.leaves, out.detach())
 
 
 def main() -> None:
@@ -149,17 +169,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU: a benchmark needs one")
     print(f"{'us of host time, median (least)':34} {'forward':>16} {'forward+backward':>20}")
-    for group in [[Row(name, call)] for name, call in rows().items()] + sdpa_rows():
+    for group in [[row] for row in rows()] + sdpa_rows():
         chosen = [
             row for row in group if any(fnmatch.fnmatch(row.name, pattern) for pattern in options.patterns)
         ]
         forward = microseconds([(functools.partial(row.call, False), row) for row in chosen])
-        both = microseconds([(functools.partial(_step, row.call), row) for row in chosen])
-        for row, alone, pair in zip(chosen, forward, both, strict=True):
-            print(
-                f"{row.name:34} {alone[0]:7.1f} ({alone[1]:5.1f}) {pair[0]:11.1f} ({pair[1]:5.1f})",
-                flush=True,
-            )
+        both = microseconds([(functools.partial(_step, row), row) for row in chosen if row.leaves])
+        for row, alone, pair in itertools.zip_longest(chosen, forward, both):
+            gradients = f"{pair[0]:11.1f} ({pair[1]:5.1f})" if pair else ""
+            print(f"{row.name:34} {alone[0]:7.1f} ({alone[1]:5.1f}) {gradients}", flush=True)
 
 
 if __name__ == "__main__":

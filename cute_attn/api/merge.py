@@ -1,5 +1,6 @@
 """:func:`merge_attention`: one result from partial ones over disjoint sets of keys, and its torch operator."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from cute_attn.host import plans
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.kvcache_params import readable
 from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import contiguous_strides, materialized
+from cute_attn.host.memory import Tensors, contiguous_strides, materialized
 from cute_attn.host.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_dense, check_sinks
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
@@ -76,9 +77,7 @@ def merge_attention(
     of_out = outs.dtype if dtype is None else dtype
     out, lse = torch.ops.cute_attn.merge.default(*materialized(tensors), of_out)
     if direct and outs.is_cuda:
-        plans.keep(
-            key, tensors, Repeated(lambda tensors, steps: _in_steps(*tensors[:3], dtype=of_out, steps=steps))
-        )
+        plans.keep(key, tensors, Repeated(functools.partial(_in_steps, of_out)))
     return out, lse
 
 
@@ -161,13 +160,12 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
     """By the combine kernel, on the current stream of outs' device."""
     check(outs, lses, sinks, dtype)
     check_for_kernels(outs, lses, dtype)
-    return _in_steps(outs, lses, sinks, dtype, NOW)
+    return _in_steps(dtype, (outs, lses, sinks), NOW)
 
 
-def _in_steps(
-    outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype, steps: Steps
-) -> tuple[Tensor, Tensor]:
-    """The launch of a call that was checked."""
+def _in_steps(dtype: torch.dtype, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
+    """The launch of a call that was checked. tensors: outs, lses and sinks."""
+    outs, lses, sinks = tensors
     with torch.cuda.device(outs.device):
         out = steps.empty(outs, *_contiguous(outs), dtype)
         lse = steps.empty(outs, *_contiguous(lses), torch.float32)

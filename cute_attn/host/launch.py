@@ -169,19 +169,30 @@ class Recording(Steps):
                 allocations[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
         given = self._sources[: self._given]
-        starts = {i: x.data_ptr() for i, x in enumerate(given) if x is not None}
-        first = {start: i for i, start in reversed(starts.items())}
+        used = tuple(i for i, x in enumerate(given) if x is not None)
+        starts = [given[i].data_ptr() for i in used]
+        first = [starts.index(start) for start in starts]
+        number = {source: i for i, source in enumerate((*used, *range(self._given, len(self._sources))))}
         return Replay(
-            device=given[min(starts)].get_device(),
-            like=min(starts),
-            aligned=tuple(i for i, start in starts.items() if start % ALIGNMENT_BYTES == 0),
-            same=tuple((first[start], i) for i, start in starts.items() if first[start] != i),
+            device=given[used[0]].get_device(),
+            tensors=used,
+            aligned=tuple(i for i, start in enumerate(starts) if start % ALIGNMENT_BYTES == 0),
+            same=tuple((j, i) for i, j in enumerate(first) if i != j),
             allocations=tuple(allocations),
             own=tuple(x[1] == y[1] for x, y in zip(allocations, self._allocations, strict=True)),
-            launches=tuple((function, tuple(arguments)) for function, arguments in self._launches),
-            results=tuple(places),
-            given=self._given,
+            launches=tuple(
+                (function, tuple(_numbered(x, number) for x in arguments))
+                for function, arguments in self._launches
+            ),
+            results=tuple(_numbered(x, number) for x in places),
         )
+
+
+def _numbered(x: Any, number: dict[int, int]) -> Any:
+    """A recorded argument, whose sources are numbered anew."""
+    if isinstance(x, _Place):
+        return x._replace(source=number[x.source])
+    return tuple(_numbered(y, number) for y in x) if isinstance(x, tuple) else x
 
 
 _share_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -226,26 +237,24 @@ class Replay:
 
     Attributes:
         device: the tensors', as they give it.
-        like: index of one of the call's tensors.
+        tensors: which of the call's tensors are not None; they are the first sources, the allocations follow.
         aligned: which of them started at multiples of 16 bytes, as they do in each call.
         same: which pairs of them started at one address, as they do in each call.
         allocations: shapes, strides and dtypes, in order.
         own: of each, whether kernels' arguments have these strides if they are the whole allocation.
         launches: functions and their recorded arguments.
         results: where the results lie; None for None.
-        given: how many tensors a call has.
         free: arguments that no call has.
     """
 
     device: int
-    like: int
+    tensors: tuple[int, ...]
     aligned: tuple[int, ...]
     same: tuple[tuple[int, int], ...]
     allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     own: tuple[bool, ...]
     launches: tuple[tuple[Callable[..., None], tuple], ...]
     results: tuple[_Place | None, ...]
-    given: int
     free: list[_Bound] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
@@ -256,36 +265,36 @@ class Replay:
             return self._run(tensors)
 
     def _run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
-        starts = [None if x is None else x.data_ptr() for x in tensors]
+        sources = [tensors[i] for i in self.tensors]
+        starts = [x.data_ptr() for x in sources]
         unaligned = 0
         for i in self.aligned:
-            unaligned |= starts[i]  # type: ignore[operator]
-        if unaligned % ALIGNMENT_BYTES or any(starts[i] != starts[j] for i, j in self.same):
+            unaligned |= starts[i]
+        if unaligned % ALIGNMENT_BYTES or (self.same and any(starts[i] != starts[j] for i, j in self.same)):
             return None
-        like = tensors[self.like]
-        made = [memory.new_empty_strided(like, *layout) for layout in self.allocations]
-        starts += [x.data_ptr() for x in made]
+        like = sources[0]
+        for layout in self.allocations:
+            made = memory.new_empty_strided(like, *layout)
+            sources.append(made)
+            starts.append(made.data_ptr())
         try:
             bound = self.free.pop()
         except IndexError:
             bound = self._bind()
         for address, source, offset in bound.addresses:
-            address.value = starts[source] + offset  # type: ignore[operator]
+            address.value = starts[source] + offset
         if bound.streams:
-            self._launch(bound, tensors, made)
+            self._launch(bound, sources)
         else:
             with current_stream(self.device):
-                self._launch(bound, tensors, made)
+                self._launch(bound, sources)
         self.free.append(bound)
-        return tuple(
-            [None if x is None else self._result(x, made[x.source - self.given]) for x in self.results]
-        )
+        return tuple([None if x is None else self._result(x, sources[x.source]) for x in self.results])
 
-    def _launch(self, bound: _Bound, tensors: Tensors, made: list[Tensor]) -> None:
+    def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
         for function, arguments, whole, work_tiles in bound.launches:
             if whole is not None:
-                place, source = whole
-                arguments[place] = tensors[source] if source < self.given else made[source - self.given]
+                arguments[whole[0]] = sources[whole[1]]
             if work_tiles >= 0:
                 arguments[work_tiles] = counters.schedule(self.device)
             function(*arguments)
@@ -325,7 +334,8 @@ class Replay:
 
     def _is_torchs(self, place: _Place) -> bool:
         """Whether a call has that very tensor, rather than a view of it."""
-        return place.whole and (place.source < self.given or self.own[place.source - self.given])
+        given = len(self.tensors)
+        return place.whole and (place.source < given or self.own[place.source - given])
 
 
 class Repeats:

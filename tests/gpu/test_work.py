@@ -13,6 +13,8 @@ from tests.checks import check_backward, check_forward
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case
 
+pytestmark = pytest.mark.once
+
 ARCHS = runnable_archs()
 SPECULATIVE = [arch for arch in ARCHS if arch == "sm90"]
 OTHER_LENGTHS = ((1300, 1300), (7, 70), (0, 40), (300, 300))
