@@ -77,7 +77,7 @@ $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(install) .
+	$(install) ".[lab]"
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -78,13 +78,16 @@ def draw(grid: Sequence[Sequence[Panel | None]], title: str, legend: Legend, pat
     """Draws a grid of panels with a title and writes the file.
 
     The legend is below, or in the top left corner if the grid has no panel there. Raises ValueError unless the path
-    ends in .png or .svg.
+    ends in .png or .svg, ImportError without matplotlib.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"path={str(path)!r}: accepted suffixes are {', '.join(SUFFIXES)}")
-    import matplotlib
-    from matplotlib.figure import Figure
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib; pip install 'cute-attn[lab]' brings it") from error
 
     heights = [max(panel.height for panel in row if panel) for row in grid]
     widths = [max(panel.width for row in grid if (panel := row[i])) for i in range(len(grid[0]))]

@@ -4,7 +4,7 @@ Traits, tile, target, the toolchain's versions, ``CUTE_DSL_*`` variables and sou
 (the folders that shape a kernel) and, for a user's kernel or epilogue, its file and the user's files that it imports.
 """
 
-import ast
+import builtins
 import functools
 import hashlib
 import importlib.metadata
@@ -17,8 +17,9 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import asdict
+from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from cute_attn import _imported_at
@@ -146,14 +147,20 @@ def _user_file(module: ModuleType) -> Path | None:
 
 
 def _imported_modules(module: ModuleType, source: bytes) -> set[ModuleType]:
-    """The loaded modules that a module's import statements name."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = importlib.util.resolve_name("." * node.level + base, module.__package__ or "")
-            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    """The loaded modules that a module's import statements name.
+
+    Read from its code: threads that make trees of :mod:`ast` at the same time end in a SystemError in Python 3.11, and
+    the DSL makes them while another thread builds.
+    """
+    names, pending = set(), [builtins.compile(source, str(module.__file__), "exec", dont_inherit=True)]
+    while pending:
+        code = pending.pop()
+        pending += [x for x in code.co_consts if isinstance(x, CodeType)]
+        for kind, what in ModuleFinder().scan_opcodes(code):
+            if kind == "store":
+                continue
+            level, fromlist, base = (0, *what) if kind == "absolute_import" else what
+            if level:
+                base = importlib.util.resolve_name("." * level + base, module.__package__ or "")
+            names |= {base, *(f"{base}.{name}" for name in fromlist or ())}
     return {sys.modules[name] for name in names if name in sys.modules}

@@ -183,3 +183,41 @@ def test_prebuild_says_what_failed(run):
     done = run(*LOAD, "cache", "prebuild", "forward-sm80:toy-bf16-d128", "--target", "sm80", "--workers", "1")
     assert done.returncode == 2 and "1 of 1 kernels could not be built" in done.stderr
     assert "head_dim is 128" in done.stdout.replace("\n", " ")
+
+
+WITHOUT = (
+    "import sys; sys.modules.update(dict.fromkeys(('jinja2', 'matplotlib', 'networkx', 'rich', 'typer')))\n"
+)
+"""What only the laboratory and the commands need is not installed."""
+
+
+def in_a_new_process(script):
+    environment = os.environ | {"PYTHONPATH": str(processes.ROOT)}
+    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+
+
+def test_attention_needs_nothing_of_the_laboratory(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        WITHOUT + "import torch, cute_attn, cute_attn.flash_attn, cute_attn.sdpa, layouts\n"
+        "from cute_attn.compiler import registry\n"
+        "q = torch.randn(1, 4, 2, 8)\n"
+        "cute_attn.sdpa.activate()\n"
+        "print(cute_attn.attention(q, q, q).shape, cute_attn.lookup(cute_attn.Traits.parse('forward-sm80-bf16-d64')))\n"
+    )
+    done = in_a_new_process(script)
+    assert done.returncode == 0 and "torch.Size([1, 4, 2, 8]) ForwardSm80" in done.stdout, done.stderr
+
+
+MISSING = "jinja2, matplotlib, networkx, rich, typer; pip install 'cute-attn[lab]' brings them"
+
+
+def test_a_missing_package_is_named_in_one_sentence(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT + "from cute_attn.__main__ import main\nmain()\n")
+    done = in_a_new_process(script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"the laboratory and the commands need {MISSING}\n"
+    script.write_text(WITHOUT + "from layouts.show import show\nimport cute_attn.lab.verdict\n")
+    done = in_a_new_process(script)
+    assert done.returncode == 1 and MISSING in done.stderr.splitlines()[-1]
