@@ -24,11 +24,11 @@ from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.kernels.forward_sm80.cache_kernel import KvcacheSm80
-from cute_attn.kernels.forward_sm80.parts_kernel import ForwardExact, ForwardParts
-from cute_attn.kernels.forward_sm90.cache_kernel import KvcacheSm90
-from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.kernels.forward_sm90.large_kernel import ForwardLargeSm90
+from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.fp32_sm80 import ForwardExact, ForwardParts
+from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
+from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
+from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
 from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.kernels.split_fp32 import SplitFp32

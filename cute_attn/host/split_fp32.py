@@ -94,7 +94,7 @@ def can_split(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeForward:
-    """Splits q, k and v, and launches both kernels of :mod:`cute_attn.kernels.forward_sm80.parts_kernel`.
+    """Splits q, k and v, and launches both kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel`.
 
     Called as a forward kernel's function is.
 
@@ -141,14 +141,14 @@ class SpeculativeKernels(NamedTuple):
         """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
 
         A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
-        enough to pay for the launches before (:func:`cute_attn.kernels.forward_sm80.heuristics.parts_pay`).
+        enough to pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.parts_pay`).
 
         Raises:
             Unsupported: the call names one of them, and the other does not support it.
             ValueError: the call names one of them, and has too many rows.
         """
         from cute_attn.compiler import registry
-        from cute_attn.kernels.forward_sm80.heuristics import parts_pay
+        from cute_attn.kernels.fp32_sm80.heuristics import parts_pay
 
         traits, few_rows = kernel.traits, can_split((params.q, params.k, params.v))
         if traits.variant in registry.SPECULATIVE_PAIR:

@@ -20,7 +20,7 @@ from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
-from cute_attn.kernels.forward_sm80.parts_kernel import parts_serve
+from cute_attn.kernels.fp32_sm80.kernel import parts_serve
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 from layouts.host import run_on_host

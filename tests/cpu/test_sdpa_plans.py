@@ -23,7 +23,7 @@ from cute_attn.host.memory import contiguous_strides
 from cute_attn.host.params import NUM_TENSORS, AttentionParams
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
-from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.sdpa import operators, plans
 from cute_attn.sdpa.operators import Options
 

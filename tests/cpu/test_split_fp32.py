@@ -7,7 +7,7 @@ from cutlass import Float16, Float32, Int32, Int64, cute
 
 from cute_attn.device.hi_lo import NO_ROW, fits, power_of_two, scale_exponent
 from cute_attn.device.hi_lo_rows import split_tile
-from cute_attn.kernels.forward_sm80.parts_kernel import ForwardParts
+from cute_attn.kernels.fp32_sm80 import ForwardParts
 from cute_attn.kernels.split_fp32 import RowPlaces, SplitFp32
 from cute_attn.tiles import ForwardPartsTile, padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile

@@ -16,7 +16,7 @@ from cute_attn.host import choose, launcher
 from cute_attn.host.params import AttentionParams
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
-from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits

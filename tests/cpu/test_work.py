@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.kernels.forward_sm80.order import TILES_OF_A_SECTION
+from cute_attn.kernels.forward_sm80.kernel import TILES_OF_A_SECTION
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder

@@ -3,14 +3,12 @@
 import dataclasses
 
 from cute_attn.tiles import (
-    ForwardPartsTile,
     ForwardSm80Tile,
     best_packing,
     first_that_fits,
     may_pack_heads,
     padded,
 )
-from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
 SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
@@ -29,24 +27,6 @@ def tile_for_lengths(
     if not may_pack_heads(traits):
         return plain
     return best_packing([*few, plain], plain, seqlen_q, group, traits.varlen) or plain
-
-
-def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:
-    """The tile for attention with a cache."""
-    plain = first_that_fits(_tiles_for_cached_prefill(traits), traits, target)
-    few = tiles_for_few_rows(traits, target)
-    tile = tile_for_lengths(traits, call.seqlen_q, call.group, few, plain)
-    return dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target))
-
-
-def _tiles_for_cached_prefill(traits: Traits) -> list[ForwardSm80Tile]:
-    """For many rows, best first: with fewer keys than the forward's, as pages and shares take registers too."""
-    d = max(padded(traits.head_dim), padded(traits.head_dim_v))
-    if d <= 128:
-        return [_tile(128, 64 if d <= 64 else 32, 4, 2, qk_unroll=1)]
-    if d <= 192:
-        return [_tile(128, 64, 8, 1), _tile(64, 32, 4, 2, qk_unroll=4)]
-    return [_tile(64, 32, 4, 2, qk_unroll=4)]
 
 
 def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:
@@ -69,17 +49,19 @@ def tiles_for_few_rows(traits: Traits, target: str) -> list[ForwardSm80Tile]:
         ]
         tile = first_that_fits(tiles, traits, target)
         if tile.reject(traits, target) is None:
-            found.append(dataclasses.replace(tile, blocks_per_sm=_blocks_per_sm(tile, traits, target)))
+            found.append(
+                dataclasses.replace(tile, blocks_per_sm=ctas_per_multiprocessor(tile, traits, target))
+            )
     return found
 
 
-def _blocks_per_sm(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
+def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) -> int:
     """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
     by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)
 
 
-def _register_need(traits: Traits) -> str:
+def register_need(traits: Traits) -> str:
     """Registers that the epilogues need beside the scores: a key of the tables in ``_TILES``."""
     modified = traits.softcap or traits.alibi
     if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
@@ -106,7 +88,7 @@ def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: 
     return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
 
 
-# Largest head_dim_v -> ``_register_need`` -> tiles, best first; the first that fits the traits and the target is the
+# Largest head_dim_v -> ``register_need`` -> tiles, best first; the first that fits the traits and the target is the
 # default. A need that is not listed takes "none", and dropout "low" before it. Fastest on an H200 of those that do not
 # spill on any target: 32 queries a warp read K and V from shared memory half as often as 16, and two stages save a
 # barrier. bench/notes.md has others.
@@ -180,71 +162,6 @@ _FIT_ALWAYS_FP32 = [
 ]
 
 
-# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Fastest at head dims
-# 64 and 128 of those that do not spill: 32 rows a warp read K and V from shared memory half as often as 16, and of two
-# CTAs of four warps a multiprocessor one's softmax overlaps the other's products.
-_PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
-    64: {"none": [ForwardPartsTile(128, 64, 4, 1)], "high": [ForwardPartsTile(128, 32, 4, 1)]},
-    96: {
-        "none": [ForwardPartsTile(128, 32, 4, 2)],
-        "high": [ForwardPartsTile(128, 32, 4, 1)],
-        "highest": [ForwardPartsTile(64, 64, 4, 1)],
-    },
-    128: {"none": [ForwardPartsTile(128, 32, 4, 1)], "high": [ForwardPartsTile(64, 64, 4, 1)]},
-    256: {"none": [ForwardPartsTile(128, 32, 8, 1)]},
-}
-_PARTS_DIVIDED = [
-    ForwardPartsTile(64, 32, 8, warps_n=2),
-    ForwardPartsTile(32, 32, 4, warps_n=2),
-    ForwardPartsTile(16, 32, 2, warps_n=2),
-]
-_PARTS_FIT_ALWAYS = [
-    ForwardPartsTile(64, 32, 4, 1),
-    ForwardPartsTile(64, 16, 4, 1),
-    ForwardPartsTile(32, 16, 2, 1),
-]
-
-
-def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
-    """Tiles for fp32 in fp16 parts, best first."""
-    if traits.fp16_parts == 1:  # its main loop is that of 16-bit tensors
-        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        half = dataclasses.replace(
-            traits, dtype="fp16", precision="", aligned=True, head_dim=d, head_dim_v=dv
-        )
-        return [ForwardPartsTile(**vars(tile)) for tile in preferred_tiles(half)]
-    if traits.head_dim_v > 256:
-        return _PARTS_DIVIDED
-    table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
-    need = _register_need(traits)
-    if need not in table:
-        need = "high" if need != "none" and "high" in table else "none"
-    return [*table[need], *_PARTS_FIT_ALWAYS]
-
-
-PARTS_LEAST_USES = {2: 512, 1: 1024}
-"""Parts -> keys of a query, and queries of a key, from which on products by parts pay for splitting the rows.
-
-Those of one part, in place of one product of tf32, have not been searched.
-"""
-PARTS_LEAST_FLOP = {2: 2**32, 1: 2**33}
-"""Parts -> floating-point operations of a call from which on they pay for three more launches."""
-
-
-def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:
-    """Whether a call in fp32 is large enough for kernels that split its tensors first.
-
-    Args:
-        rows: queries of all heads and sequences.
-        seqlen_q, seqlen_k: of the longest sequences.
-        group: query heads of a key head.
-    """
-    flop = 2 * rows * seqlen_k * (traits.head_dim + traits.head_dim_v)
-    uses = min(seqlen_k, seqlen_q * group)
-    parts = traits.fp16_parts
-    return uses >= PARTS_LEAST_USES[parts] and flop >= PARTS_LEAST_FLOP[parts]
-
-
 # A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. The second one of fp32 spills 20 bytes
 # at head dim 512.
 _DIVIDED_FEW_REGISTERS = [
@@ -282,11 +199,11 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
         return _unaligned_tiles(traits)
     single = traits.dtype == "fp32"
     if traits.head_dim_v > (224 if single and not traits.precision else 256):
-        plain = [] if _register_need(traits) != "none" else _DIVIDED_FEW_REGISTERS
+        plain = [] if register_need(traits) != "none" else _DIVIDED_FEW_REGISTERS
         return _DIVIDED_FP32 if single else [*plain, *_DIVIDED]
     tables = _TILES_FP32[traits.precision] if single else _TILES
     table = next(table for dim, table in tables.items() if traits.head_dim_v <= dim)
-    need = _register_need(traits)
+    need = register_need(traits)
     if single:
         preferred = table["none"] if need == "none" else table.get("high", table["none"])
         return [*preferred, *_FIT_ALWAYS_FP32]
@@ -294,7 +211,7 @@ def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
 
 
 def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    need, single = _register_need(traits), traits.dtype == "fp32"
+    need, single = register_need(traits), traits.dtype == "fp32"
     if single:
         exact = not traits.precision and traits.head_dim_v > 192
         return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32

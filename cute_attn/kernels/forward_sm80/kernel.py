@@ -16,9 +16,19 @@ A CTA owns tile_m queries of one head and visits the key blocks that they see, l
 Key blocks that the mask's edge crosses take loops with masks, those inside a loop without. Follows FlashAttention-2
 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
+Above head dim 256 one warp cannot hold a row of O. There ``warps_n`` warps share rows: they divide the keys of a score
+tile and the columns of V and O, and exchange row maxima, P, and once at the end row sums in shared memory:
+
+    wait K[j]; start V[j]
+    S = Q K[j]^T, epilogues; own row maxima to shared memory
+    wait V[j]; start K[j - 1]
+    row maxima of all; P = exp(S - max), to shared memory
+    barrier
+    O = rescaled O + P V[j]
+
 In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``, or in large calls on fp16, see
-``parts_kernel``. Above head dim 256 warps divide the columns of O, see ``divided_columns``. Rows that start anywhere
-are copied by words, see ``cute_attn.device.word_rows``, or by 8 bytes, see ``cute_attn.device.skewed_rows``.
+``cute_attn.kernels.fp32_sm80``. Rows that start anywhere are copied by words, see ``cute_attn.device.word_rows``, or by
+8 bytes, see ``cute_attn.device.skewed_rows``.
 
 Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
 16; up to 256 of rows that do not.
@@ -26,7 +36,6 @@ Limits: head dims up to 576, padded in shared memory and registers, of rows of w
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,38 +47,37 @@ import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.element_copy import store_elements
 from cute_attn.device.forward_fp32 import store_rows
-from cute_attn.device.gemm import gemm_rs
-from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.gemm import SmemResult, gemm, gemm_rs
+from cute_attn.device.math import add, fmax, optimization_barrier, quad_reduce, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.skewed_rows import has_room, rows_start_alike
+from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import forward_fake_args
-from cute_attn.kernels.forward_sm80.divided_columns import add_row_sums, step_of_divided_columns
-from cute_attn.kernels.forward_sm80.groups import GroupResults, KeyGroup
 from cute_attn.kernels.forward_sm80.heuristics import (
     preferred_tiles,
     tile_for_lengths,
     tiles_for_few_rows,
 )
-from cute_attn.kernels.forward_sm80.loads import BlockLoad
-from cute_attn.kernels.forward_sm80.order import query_grid
-from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.key_groups import GroupResults, KeyGroup
+from cute_attn.kernels.forward_sm80.loads import BlockLoad, UnalignedLoad
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
-from cute_attn.kernels.forward_sm80.unaligned import (
-    UnalignedLoad,
-    as_copied,
-    start_alike,
-    unaligned_load,
-)
+from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.warps_along_n import RowExchange
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.query_tiles import ForwardSchedule, QueryTile
+from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
+
+TILES_OF_A_SECTION = 4
+"""Work tiles of a section of heads, for each multiprocessor: the last section starts with its longest tiles, and has to
+have short ones for all CTAs after them, of which a multiprocessor has two."""
 
 
 @dataclass(frozen=True)
@@ -244,14 +252,35 @@ class ForwardSm80:
         score_args: tuple,
         scales: cute.Tensor | None = None,
     ) -> ForwardParams:
-        """Of a launch; scales: of q, k and v, which the kernels of :mod:`.parts_kernel` read."""
+        """Of a launch; scales: of q, k and v, which the kernels of :mod:`cute_attn.kernels.fp32_sm80.kernel` read."""
         nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
-        grid = query_grid(self, seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
+        grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        alike = start_alike(self, mQ, mK, mV)
+        alike = self.start_alike(mQ, mK, mV)
         return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales, alike)
+
+    def query_grid(
+        self, seqlens: Seqlens, batch: Int32, nheads: Int32, nheads_kv: Int32, schedule: ForwardSchedule
+    ) -> QueryGrid:
+        """The work tiles in their order: longest first under a causal mask."""
+        m_blocks = cute.ceil_div(seqlens.max_seqlen_q, self.tile.queries)
+        grid = QueryGrid.make(m_blocks, nheads, nheads_kv, self.tile.pack_heads)
+        if not self.traits.causal:
+            return grid
+        key_bytes = sum(self.row_widths) * self.dtype.width // 8
+        return grid.longest_first(seqlens, batch, key_bytes, schedule.multiprocessors * TILES_OF_A_SECTION)
+
+    def start_alike(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
+        """Whether rows of Q, of K and of V start alike; Nones where they are moved, or always aligned."""
+        if self.loads_aligned or self.single:
+            return None, None, None
+        tile, (dim, dim_v) = self.tile, self.row_widths
+        return tuple(
+            rows_start_alike(m) if has_room(rows, padded(width), width, tile.num_threads) else None
+            for m, rows, width in ((mQ, tile.tile_m, dim), (mK, tile.tile_n, dim), (mV, tile.tile_n, dim_v))
+        )
 
     # ---- device ----
 
@@ -284,8 +313,8 @@ class ForwardSm80:
                 operands, load_k, load_v, blocks, state, row0, params.scale_log2, shared, group
             )
             if cutlass.const_expr(not self.loads_aligned):
-                load_q = unaligned_load(self, q, shared.q, width, info.seqlen_q, thread)
-                ctx = dataclasses.replace(ctx, **as_copied(self, load_q, load_k, load_v, params.alike))
+                load_q = self.unaligned_load(q, shared.q, width, info.seqlen_q, thread)
+                ctx = self.with_rows_in_place(ctx, load_q, params.alike)
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):
@@ -312,7 +341,14 @@ class ForwardSm80:
                 start += cute.assume(group.index * cute.cosize(layout), divby=512)
             return cute.make_tensor(start, layout)
 
-        p, exchange = self.divided_columns(area)
+        p, exchange = None, None
+        if tile.warps_n > 1:
+            columns = self.products.parts * tile.tile_n
+            p_layout = layouts.smem_layout(tile.tile_m, columns, self.dtype, stages=1)
+            p = cute.make_tensor(area("p", self.dtype), p_layout)
+            exchange = cute.make_tensor(
+                area("exchange", Float32), cute.make_layout((tile.tile_m, tile.warps_n))
+            )
         return SharedMemory(
             cute.make_tensor(area("q", self.dtype), self.smem_layout(tile.tile_m, d)),
             stages("k", d),
@@ -323,17 +359,6 @@ class ForwardSm80:
             area("share", Int32),
             p,
             exchange,
-        )
-
-    def divided_columns(self, area: Callable[[str, Any], cute.Pointer]) -> tuple:
-        """P, and a number a row of each of the warps that share it, where warps divide columns."""
-        tile = self.tile
-        if tile.warps_n == 1:
-            return None, None
-        layout = layouts.smem_layout(tile.tile_m, self.products.parts * tile.tile_n, self.dtype, stages=1)
-        return (
-            cute.make_tensor(area("p", self.dtype), layout),
-            cute.make_tensor(area("exchange", Float32), cute.make_layout((tile.tile_m, tile.warps_n))),
         )
 
     def row_stats(self, stats: cute.Pointer, rows: int, thread: Int32) -> cute.Tensor:
@@ -348,9 +373,35 @@ class ForwardSm80:
         """The loads of one head's K or V."""
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
         if not self.loads_aligned:
-            return unaligned_load(self, g, s, head_dim, tile.info.seqlen_k, group.thread)
+            return self.unaligned_load(g, s, head_dim, tile.info.seqlen_k, group.thread)
         row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
+
+    def unaligned_load(
+        self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen: Int32, thread: Int32
+    ) -> UnalignedLoad:
+        """The loads of one head's Q, K or V, of rows that start anywhere."""
+        return UnalignedLoad(UnalignedRows(g, head_dim, thread, self.tile.num_threads), s, seqlen)
+
+    def with_rows_in_place(
+        self, ctx: MainloopContext, load_q: UnalignedLoad, alike: tuple
+    ) -> MainloopContext:
+        """Loads of unaligned rows: those of K and V that start alike stay where they are copied.
+
+        Then O's columns lie where V's do, and O is stored from there on; Q is brought to where K lies.
+        """
+        of_q, of_k, of_v = alike
+        # Columns beside V make columns beside O, which are not stored.
+        rows_k = dataclasses.replace(ctx.load_k.rows, alike=of_k)
+        rows_v = dataclasses.replace(ctx.load_v.rows, alike=of_v, cleaned=False)
+        rows_q = load_q.rows.at_column(rows_k.first_col(), of_q)
+        one_stage = self.tile.num_stages == 1
+        return dataclasses.replace(
+            ctx,
+            load_q=dataclasses.replace(load_q, rows=rows_q),
+            load_k=dataclasses.replace(ctx.load_k, rows=rows_k),
+            load_v=dataclasses.replace(ctx.load_v, rows=rows_v, last_may_be_whole=one_stage),
+        )
 
     def mainloop_context(
         self,
@@ -488,7 +539,7 @@ class ForwardSm80:
         """Key blocks ``block`` down to ``begin``; returns the next one."""
         while block >= begin:
             if cutlass.const_expr(self.tile.warps_n > 1):
-                step_of_divided_columns(self, ctx, block, masked)
+                self.step_sharing_rows(ctx, block, masked)
             elif cutlass.const_expr(self.tile.num_stages == 1):
                 self.step_one_stage(ctx, block, masked)
             else:
@@ -536,6 +587,37 @@ class ForwardSm80:
         # Recomputed, or the stage would stay in a register through the softmax.
         stage = self.stage(optimization_barrier(block) + stages)
         self.accumulate(ctx, block, acc_s, loaded, stage, masked)
+
+    @cute.jit
+    def step_sharing_rows(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
+        """One key block, by warps that share rows; each load overlaps the other operand's product."""
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        ctx.load_v.start(block, 0, not masked)
+        cute.arch.cp_async_commit_group()
+        acc_s, loaded = self.scores(ctx, block, Int32(0))
+        thread = rematerialize(ctx.thread)
+        scores = self.score_tile(ctx, block, acc_s, thread)
+        self.epilogues.forward(ctx.state, scores, loaded, masked)
+        stored = self.stored_softmax(ctx, thread)
+        softmax, exchange = stored.load_stats(), self.row_exchange(ctx, thread)
+        maxima = cute.make_rmem_tensor(cute.make_layout(cute.size(scores.acc, mode=[0])), Float32)
+        for r in cutlass.range_constexpr(cute.size(maxima)):
+            maxima[r] = quad_reduce(softmax.block_max(scores.acc, r), fmax)
+        exchange.write(maxima, thread)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.barrier()
+        if block > ctx.blocks.begin:
+            ctx.load_k.start(block - 1, 0, True)
+        cute.arch.cp_async_commit_group()
+        exchange.read(maxima, fmax)
+        factors = cute.make_rmem_tensor_like(maxima)
+        for r in cutlass.range_constexpr(cute.size(maxima)):
+            factors[r] = softmax.exponentiate(scores.acc, r, maxima[r], masked)
+        stored.store_stats(softmax)
+        self.share_probabilities(ctx, scores, acc_s, thread)
+        cute.arch.barrier()
+        self.accumulate_shared(ctx, softmax, factors)
 
     def stage(self, block: Int32) -> Int32:
         """The stage of a key block."""
@@ -625,6 +707,55 @@ class ForwardSm80:
         chain.drop(ctx.state, scores, self.by_rows(ctx, p))
         gemm_rs(op.tiled_mma, ctx.acc_o, layouts.as_operand_a(p), op.v, stage)
 
+    # ---- where warps share rows ----
+
+    def row_exchange(self, ctx: MainloopContext, thread: Int32) -> RowExchange:
+        """For a thread's rows."""
+        score_map = self.score_map(ctx, thread)
+        return RowExchange(ctx.shared.exchange, score_map, thread // (32 * self.tile.warps_m))
+
+    @cute.jit
+    def share_probabilities(
+        self, ctx: MainloopContext, scores: ScoreTile, acc_s: cute.Tensor, thread: Int32
+    ) -> None:
+        """P with dropout to shared memory, in the operands' dtype; of operands in two parts hi, then lo."""
+        tile, chain = self.tile, self.epilogues
+        tiled_mma, shape, s_p = ctx.operands.tiled_mma, (tile.tile_m, tile.tile_n), ctx.shared.p
+        assert s_p is not None
+        s_p = s_p[None, None, 0]
+        if cutlass.const_expr(self.products.scales_output):
+            chain.drop(ctx.state, scores, scores.acc)
+            self.products.store_p(ctx.operands, acc_s, shape, s_p, thread)
+        else:
+            p = cute.make_rmem_tensor_like(acc_s, self.dtype)
+            p.store(acc_s.load().to(self.dtype))
+            chain.drop(ctx.state, scores, self.by_rows(ctx, p))
+            SmemResult(tiled_mma, shape, s_p, thread).store(p)
+
+    @cute.jit
+    def accumulate_shared(self, ctx: MainloopContext, softmax: OnlineSoftmax, factors: cute.Tensor) -> None:
+        """O = factors * O + P V, of the warp's own columns."""
+        op = ctx.operands
+        if cutlass.const_expr(self.products.scales_output):
+            self.products.stored_pv(op, ctx.acc_o, factors)
+        else:
+            softmax.rescale(ctx.acc_o_rows, factors)
+            gemm(op.tiled_mma, ctx.acc_o, op.p, op.v, Int32(0), op.v.steps)
+
+    @cute.jit
+    def add_row_sums(self, ctx: MainloopContext, softmax: OnlineSoftmax, thread: Int32) -> None:
+        """Row sums of all warps that share a row, a quarter in each lane of a quad, which adds them up."""
+        exchange = self.row_exchange(ctx, thread)
+        sums = cute.make_rmem_tensor_like(softmax.row_sum)
+        for r in cutlass.range_constexpr(cute.size(sums)):
+            sums[r] = quad_reduce(softmax.row_sum[r], add)
+        cute.arch.barrier()
+        exchange.write(sums, thread)
+        cute.arch.barrier()
+        exchange.read(sums, add)
+        for r in cutlass.range_constexpr(cute.size(sums)):
+            softmax.row_sum[r] = sums[r] * Float32(0.25)
+
     # ---- after the last step ----
 
     @cute.jit
@@ -654,7 +785,7 @@ class ForwardSm80:
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(ctx.acc_o_rows, mode=[0])), Float32)
         softmax = self.stored_softmax(ctx, thread).load_stats()
         if cutlass.const_expr(self.tile.warps_n > 1):
-            add_row_sums(self, ctx, softmax, thread)
+            self.add_row_sums(ctx, softmax, thread)
         chain, sinks = self.epilogues, None
         if cutlass.const_expr(chain.sinks is not None):
             sinks = chain.sinks_of_rows(score_args, tile.head, tile.heads_left, self.score_map(ctx, thread))

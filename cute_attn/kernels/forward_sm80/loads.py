@@ -1,14 +1,14 @@
-"""Loads of key blocks by cp.async: of a head's rows at equal distances, or of a paged cache's."""
+"""Loads of the Ampere forward by cp.async, block by block: of aligned rows, or of rows that start anywhere."""
 
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Constexpr, Int32, Int64, cute
+from cutlass import Constexpr, Int32, cute
 
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.key_rows import KeyRows
-from cute_attn.device.math import rematerialize
-from cute_attn.kernels.forward_sm80.groups import KeyGroup
+from cute_attn.device.skewed_rows import shift_rows
+from cute_attn.device.unaligned_rows import UnalignedRows
+from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 
 
 @dataclass(frozen=True)
@@ -36,59 +36,40 @@ class BlockLoad:
 
 
 @dataclass(frozen=True)
-class PagedLoad:
-    """Loads a group's keys of key blocks of one head's K or V of a paged cache, row by row.
+class UnalignedLoad:
+    """Loads blocks of one head's Q, K or V whose rows start anywhere.
 
-    The page numbers of a block's rows are read from the table one block ahead (:meth:`find`), so that no load waits
-    for the table.
+    Rows that start alike stay where they are copied, see :class:`UnalignedRows`; others are moved.
     """
 
-    row_copy: RowCopy
-    cache: cute.Tensor  # (pages, page_size, nheads_kv, head_dim)
-    head: Int32
-    key_rows: KeyRows
-    entry: Int32
-    s: cute.Tensor  # (group_keys, padded head_dim, stage)
-    first_key: Int32
-    seqlen_k: Int32
-    group: KeyGroup
-    pages: cute.Tensor  # page numbers of the thread's rows of the block that is loaded next
+    rows: UnalignedRows
+    s: cute.Tensor  # (rows of a block, padded head_dim, stage)
+    seqlen: Int32
+    last_may_be_whole: Constexpr = False  # whether the last block is loaded as a whole one, too
 
     @cute.jit
-    def find(self, block: Int32) -> None:
-        """Read the page numbers of ``block``. For rows that do not exist that is another row's: some do."""
-        first, step = self._rows()
-        row = self.group.part_of(block) * cute.size(self.s, mode=[0]) + first[0]
-        for m in cutlass.range_constexpr(cute.size(self.pages)):
-            existing = cutlass.max(cutlass.min(row + m * step, self.seqlen_k - 1), self.first_key)
-            self.pages[m] = self.key_rows.page(self.entry, existing)
+    def start(self, block: Int32, stage: Int32 | int, whole: Constexpr) -> None:
+        """Start loading ``block``; ``whole``: all its rows exist. Others are zeroed, since 0 * NaN is NaN."""
+        size: Constexpr = cute.size(self.s, mode=[0])
+        row0 = block * size
+        tile, rows = self.s[None, None, stage], self.seqlen - row0
+        if cutlass.const_expr(not (whole and self.last_may_be_whole and self.rows.alike is not None)):
+            self.rows.start(tile, row0, rows, whole)
+        elif rows > size:
+            self.rows.start(tile, row0, rows, True)
+        else:
+            self.rows.start(tile, row0, rows, False)
+
+    def finish(self, block: Int32, stage: Int32 | int) -> None:
+        """After a thread's copies of ``block`` have arrived, and before the barrier that publishes them."""
+        row0 = block * cute.size(self.s, mode=[0])
+        self.rows.finish(self.s[None, None, stage], row0, self.seqlen - row0)
 
     @cute.jit
-    def start(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Start loading ``block``, whose page numbers were read last; keys that do not exist are zeroed."""
-        copy = self.row_copy
-        first, step = self._rows()
-        targets = copy.tiled_copy.get_slice(rematerialize(copy.thread)).partition_D(self.s[None, None, stage])
-        steps: Constexpr = cute.size(targets, mode=[2])
-        width: Constexpr = copy.cols // steps
-        exists = cute.make_rmem_tensor(cute.make_layout((1, 1, steps)), Boolean)
-        row0 = self.group.part_of(block) * cute.size(self.s, mode=[0]) + first[0]
-        for m in cutlass.range_constexpr(cute.size(self.pages)):
-            row = row0 + m * step
-            there = (row >= self.first_key) & (row < self.seqlen_k)
-            for k in cutlass.range_constexpr(steps):
-                exists[0, 0, k] = there
-                if cutlass.const_expr((k + 1) * width > copy.valid_cols):
-                    exists[0, 0, k] = there & (first[1] + k * width < copy.valid_cols)
-            place = (self.pages[m], self.key_rows.row_in_page(row))
-            start = self.key_rows.row(self.cache, place, self.head).iterator
-            vectors = cute.make_layout(((8, 1), steps), stride=((1, 0), width))
-            source = cute.make_tensor(start + cute.assume(Int64(first[1]), divby=8), vectors)
-            cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
-
-    def _rows(self) -> tuple:
-        """(row, column) of the thread's first element of a block, and how many rows further the next ones are."""
-        copy = self.row_copy
-        step = cute.size(copy.tiled_copy.tiler_mn[0])
-        mine = copy.tiled_copy.get_slice(rematerialize(copy.thread))
-        return mine.partition_S(cute.make_identity_tensor((step, copy.cols)))[0], step
+    def bring_to(self, other: "UnalignedLoad") -> None:
+        """Move rows that have been loaded, and lie there or at column 0, to the column where those of ``other`` lie."""
+        if cutlass.const_expr(other.rows.alike is not None):
+            col = other.rows.first_col()
+            if col != self.rows.first_col():
+                cute.arch.barrier()
+                shift_rows(self.s[None, None, 0], col, self.rows.thread, self.rows.num_threads)

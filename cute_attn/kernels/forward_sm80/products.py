@@ -1,22 +1,20 @@
 """The Ampere forward's two products: their operands in shared memory, and the instructions for each element type.
 
 16-bit operands are read by ldmatrix, V transposed. fp32 ones are multiplied in tf32, see
-:mod:`cute_attn.device.forward_fp32`, or as two fp16 parts, see :mod:`cute_attn.device.forward_parts`. One fp16 part, of
-precision tf32, is a 16-bit operand whose products are in other units.
+:mod:`cute_attn.device.forward_fp32`, or in fp16 parts, see :mod:`cute_attn.kernels.fp32_sm80.products`.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cutlass import Float16, Int32, cute
+from cutlass import Int32, cute
 
 import layouts
 from cute_attn.device.forward_fp32 import Fp32Rows, PermutedResult, as_fp32, as_operand_a, gemm_pv, gemm_qk
-from cute_attn.device.forward_parts import gemm_pv_parts, gemm_qk_parts, parts_of_probabilities
-from cute_attn.device.gemm import SmemOperand, SmemResult, gemm
+from cute_attn.device.gemm import SmemOperand, gemm
 from cute_attn.device.gemm_fp32 import split
 from cute_attn.kernels.arguments import CUTE_DTYPES
-from cute_attn.kernels.forward_sm80.params import Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import Operands, SharedMemory
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits
 
@@ -120,66 +118,3 @@ class Fp32Products(Products):
         op.p.load_all()
         p = split(as_fp32(op.p.fragment), self.each)
         gemm_pv(op.tiled_mma, acc_o, p, op.v, Int32(0), factors, self.each)
-
-
-@dataclass(frozen=True)
-class TwoPartProducts(Products):
-    """Of two fp16 parts: rows of Q, K, V and P have hi, then lo."""
-
-    parts: ClassVar[int] = 2
-    scales_output: ClassVar[bool] = True
-
-    @property
-    def dtype(self) -> Any:
-        return Float16
-
-    @property
-    def each(self) -> int:
-        return 3
-
-    def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        factor = op.scales[0] * op.scales[1]
-        gemm_qk_parts(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, factor)
-
-    def pv(
-        self, op: Operands, acc_o: cute.Tensor, acc_s: cute.Tensor, stage: Int32, factors: cute.Tensor
-    ) -> None:
-        p = [layouts.as_operand_a(part) for part in parts_of_probabilities(acc_s)]
-        gemm_pv_parts(op.tiled_mma, acc_o, *p, op.v, stage, factors)
-
-    def store_p(
-        self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
-    ) -> None:
-        result = SmemResult(op.tiled_mma, shape, s_p, thread)
-        for i, part in enumerate(parts_of_probabilities(acc_s)):
-            result.store(part, i * self.tile.tile_n)
-
-    def stored_pv(self, op: Operands, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
-        assert op.p is not None
-        op.p.load_all()
-        parts = cute.logical_divide(op.p.fragment, (None, None, op.p.steps // 2))
-        hi, lo = parts[None, None, (None, 0)], parts[None, None, (None, 1)]
-        gemm_pv_parts(op.tiled_mma, acc_o, hi, lo, op.v, Int32(0), factors)
-
-
-@dataclass(frozen=True)
-class OnePartProducts(Products):
-    """Of one fp16 part.
-
-    Attributes:
-        folds_factor: whether the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else
-            reads scores.
-    """
-
-    folds_factor: bool
-
-    @property
-    def dtype(self) -> Any:
-        return Float16
-
-    def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
-        if not self.folds_factor:
-            factor = op.scales[0] * op.scales[1]
-            for i in range(cute.size(acc_s)):
-                acc_s[i] = acc_s[i] * factor

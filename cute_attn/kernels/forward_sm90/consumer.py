@@ -1,22 +1,36 @@
-"""The consumer warpgroups of the Hopper forward: O and LSE of 64 rows of each work tile."""
+"""The consumer warpgroups of the Hopper forward: O and LSE of 64 rows of each work tile.
 
+:class:`Consumer` has what happens once a work tile, :class:`MainLoop` the steps over its key blocks, last one first.
+"""
+
+import dataclasses
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 
 import layouts
-from cute_attn.device.math import rematerialize
-from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.device.math import convert_to_16_bits, optimization_barrier, rematerialize
+from cute_attn.device.pipeline import WARPGROUP, Accessed, warpgroup_any, warpgroup_barrier
+from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.wgmma import start_gemm
+from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.forward_sm90.main_loop import MainLoop
-from cute_attn.kernels.forward_sm90.output import OutputStore
-from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardOutputs, PipelineState, all_rows
-from cute_attn.kernels.forward_sm90.query_buffer import LastUse
 from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, PipelineState, all_rows
 from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
+from cute_attn.rows.query_buffer import LastUse
+from cute_attn.tiles import padded
+from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
+
+LARGEST_SUM = 2.0**40
+"""Largest sum of a thread's probabilities of a row that a frozen maximum may leave: far below fp32's largest."""
+HIDDEN = -64.0
+"""log2: a row whose frozen maximum is below this has only seen keys that a bias hides."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Consumer(ForwardRole):
             keys += blocks.end - blocks.begin
         return PipelineState(queries, keys)
 
-    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> MainLoop:
+    def main_loop(self, tile: QueryTile, pipeline_state: PipelineState) -> "MainLoop":
         """The main loop of one work tile, with empty row maxima and sums."""
         context, state = self.begin(tile)
         blocks, score_map = self.key_blocks(tile, state), self.kernel.score_map(self.thread.index)
@@ -102,7 +116,7 @@ class Consumer(ForwardRole):
         return chain.sinks_of_rows(self.params.score_args, tile.head, tile.heads_left, score_map)
 
     @cute.jit
-    def store(self, loop: MainLoop) -> OutputStore:
+    def store(self, loop: "MainLoop") -> OutputStore:
         """Normalize O and store it with the LSE; a TMA store may be pending afterwards."""
         # Otherwise coordinates derived from it stay in registers through the main loop.
         thread, group = rematerialize(self.thread.index), self.thread.group
@@ -115,3 +129,195 @@ class Consumer(ForwardRole):
         output = OutputStore(self.kernel, self.outputs, s_o, group, thread % WARPGROUP)
         output.store(fragments.acc_o, tile)
         return output
+
+
+@dataclass(frozen=True)
+class MainLoop:
+    """The steps of one work tile: S, softmax and P of a key block, beside P V of the one visited before it."""
+
+    kernel: Constexpr
+    storage: ForwardStorage
+    thread: ConsumerThread
+    query_tile: QueryTile
+    blocks: BlockRange
+    state: ScoreState
+    score_map: ScoreMap
+    softmax: OnlineSoftmax
+    first_use: Int32  # of the pipelines of K and V
+
+    @cute.jit
+    def run(self, queries: Int32, speculative: Constexpr) -> None:
+        """All key blocks; ``queries``: the use of Q's buffer."""
+        blocks = self.blocks
+        self.first_step()
+        last = blocks.end - 1
+        self.steps(cutlass.min(blocks.full_end, last), last, True, False)
+        begin, end = blocks.full_begin, cutlass.min(blocks.full_end, last)
+        if cutlass.const_expr(speculative and self.kernel.may_hide_rows):
+            if self.some_row_hidden():
+                self.steps(begin, end, False, False)
+            else:
+                self.steps(begin, end, False, True)
+        else:
+            self.steps(begin, end, False, speculative)
+        if cutlass.const_expr(self.state.band.has_first):
+            self.steps(blocks.begin, cutlass.min(blocks.full_begin, last), True, False)
+        self.storage.q.release_after(LastUse.PRODUCTS, queries)
+        self.last_product()
+
+    @cute.jit
+    def overflowed(self) -> Boolean:
+        """Whether, in the thread's part of a row below seqlen_q, the sum is above LARGEST_SUM, NaN, or O not finite."""
+        failed, score_map = Boolean(False), self.kernel.score_map(rematerialize(self.thread.index))
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            too_large = ~self.softmax.within(r, LARGEST_SUM)
+            if cutlass.const_expr(self.kernel.traits.dtype == "fp16"):
+                # A probability above 2^16 is inf in fp16, and its product with any V is not finite.
+                o = self.thread.fragments.acc_o_rows[r, 0]
+                too_large = too_large | ~(o - o == 0.0)
+            failed = failed | (self.exists(score_map, r) & too_large)
+        return failed
+
+    @cute.jit
+    def some_row_hidden(self) -> Boolean:
+        """Whether a row of the warpgroup has seen only hidden keys yet; a barrier of all its threads."""
+        index = rematerialize(self.thread.lane + self.thread.group * WARPGROUP)
+        hidden, score_map = Boolean(False), self.kernel.score_map(index)
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            hidden = hidden | (self.exists(score_map, r) & ~self.softmax.has_seen(r, HIDDEN))
+        return warpgroup_any(self.thread.group, hidden)
+
+    def exists(self, score_map: ScoreMap, r: int) -> Boolean:
+        """Whether the query of row r is below seqlen_q."""
+        return self.query_tile.row0 + score_map.query(r) < self.query_tile.info.seqlen_q
+
+    @cute.jit
+    def steps(self, begin: Int32, end: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """Key blocks [begin, end), last one first; ``frozen``: with frozen row maxima."""
+        # Otherwise the compiler recomputes their minima and maxima in every step.
+        begin, end = optimization_barrier(begin), optimization_barrier(end)
+        for i in cutlass.range(end - begin, unroll=1):
+            self.step(end - 1 - i, masked, frozen)
+
+    @cute.jit
+    def first_step(self) -> None:
+        """S, softmax and P of the last key block, the first one visited."""
+        scores, acc_s = self.first_probabilities()
+        self.convert(scores, acc_s)
+        self.zero_values_out_of_bounds(self.blocks.end - 1, self.first_use)
+
+    @cute.jit
+    def first_probabilities(self):
+        """S and softmax of the last key block: its score tile, and the registers in which P is now."""
+        storage, n = self.storage, self.first_use
+        scores, acc_s, loaded = self.score_tile(self.blocks.end - 1, n)
+        storage.pipeline_k.consumer_wait(n)
+        self.start_qk(acc_s, n)
+        warpgroup.wait_group(0)
+        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
+        self.probabilities(scores, loaded, True, False)
+        return scores, acc_s
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """S and P of ``block``, overlapped with P V of the block visited before it."""
+        storage, n = self.storage, self.first_use + (self.blocks.end - 1 - block)
+        scores, acc_s, loaded = self.score_tile(block, n)
+        storage.pipeline_k.consumer_wait(n)
+        self.thread.ping_pong.sync()
+        self.start_qk(acc_s, n)
+        storage.pipeline_v.consumer_wait(n - 1)
+        self.start_pv(n - 1)
+        self.thread.ping_pong.arrive()
+        warpgroup.wait_group(1)
+        storage.pipeline_k.consumer_release(n, Accessed.BY_WGMMA)
+        self.probabilities(scores, loaded, masked, frozen)
+        warpgroup.wait_group(0)
+        storage.pipeline_v.consumer_release(n - 1, Accessed.BY_WGMMA)
+        self.convert(scores, acc_s)
+        if cutlass.const_expr(not frozen):
+            self.softmax.rescale(self.thread.fragments.acc_o_rows, self.thread.fragments.factors)
+
+    @cute.jit
+    def last_product(self) -> None:
+        """O += P V of the first key block, the last one visited."""
+        n = self.first_use + (self.blocks.end - 1 - self.blocks.begin)
+        self.zero_values_before_first(self.blocks.begin, n)
+        self.storage.pipeline_v.consumer_wait(n)
+        self.start_pv(n)
+        warpgroup.wait_group(0)
+        self.storage.pipeline_v.consumer_release(n, Accessed.BY_WGMMA)
+
+    @cute.jit
+    def score_tile(self, block: Int32, n: Int32):
+        """Registers for the scores of ``block``, use n of K's pipeline, and the epilogues' loads from global memory."""
+        kernel, thread = self.kernel, self.thread
+        shape = (kernel.tile.tile_m, kernel.tile.tile_n)
+        acc_s = cute.make_rmem_tensor(kernel.mma_qk().get_slice(0).partition_shape_C(shape), Float32)
+        scores = self.score_map.tile(acc_s, self.query_tile.row0, block * kernel.tile.tile_n)
+        if cutlass.const_expr(kernel.loads_bias_by_tma):
+            tma_bias = self.storage.bias.tile(thread.group, thread.lane, n)
+            scores = dataclasses.replace(scores, tma_bias=tma_bias)
+        return scores, acc_s, kernel.epilogues.load(self.state, scores)
+
+    @cute.jit
+    def start_qk(self, acc_s: cute.Tensor, n: Int32) -> None:
+        """Issue acc_s = Q K^T with use n of K's pipeline."""
+        op, stage = self.thread.fragments, self.storage.pipeline_k.stage(n)
+        start_gemm(self.kernel.mma_qk(), acc_s, op.q, op.k[None, None, None, stage], False)
+
+    @cute.jit
+    def start_pv(self, n: Int32) -> None:
+        """Issue O += P V with use n of V's pipeline."""
+        op, stage = self.thread.fragments, self.storage.pipeline_v.stage(n)
+        start_gemm(self.kernel.mma_pv(), op.acc_o, op.p_operand, op.v[None, None, None, stage], True)
+
+    @cute.jit
+    def probabilities(self, scores: ScoreTile, loaded: tuple, masked: Constexpr, frozen: Constexpr) -> None:
+        """Scores to probabilities; unless ``frozen``, ``factors`` become O's rescaling factors."""
+        self.kernel.epilogues.forward(self.state, scores, loaded, masked)
+        if cutlass.const_expr(frozen):
+            self.softmax.advance_frozen(scores.acc)
+        else:
+            self.softmax.advance(scores.acc, self.thread.fragments.factors, masked)
+
+    @cute.jit
+    def convert(self, scores: ScoreTile, acc_s: cute.Tensor) -> None:
+        """P to 16 bits with dropout, into the operand of P V, whose last use must be complete."""
+        p = self.thread.fragments.p
+        convert_to_16_bits(acc_s, p)
+        self.kernel.epilogues.drop(self.state, scores, self.score_map.view(p))
+
+    @cute.jit
+    def zero_values_out_of_bounds(self, block: Int32, n: Int32) -> None:
+        """Zero the rows of V beyond the sequence in shared memory, where it does not own them."""
+        kernel, storage = self.kernel, self.storage
+        if cutlass.const_expr(kernel.has_values_out_of_bounds):
+            rows = self.state.band.seqlen_k - block * kernel.tile.tile_n
+            if rows < kernel.tile.tile_n:
+                storage.pipeline_v.consumer_wait(n)
+                self.zero_values(rows, Int32(kernel.tile.tile_n), n)
+
+    @cute.jit
+    def zero_values_before_first(self, block: Int32, n: Int32) -> None:
+        """Zero the rows of V before the sequence's first key, where that is not row 0: in its first block."""
+        if cutlass.const_expr(self.state.band.first is not None):
+            rows = self.state.band.first - block * self.kernel.tile.tile_n
+            if rows > 0:
+                self.storage.pipeline_v.consumer_wait(n)
+                self.zero_values(Int32(0), cutlass.min(rows, self.kernel.tile.tile_n), n)
+
+    @cute.jit
+    def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
+        """Zero rows [begin, end) of V's use n, which is full; a barrier of the warpgroup's threads."""
+        kernel, storage = self.kernel, self.storage
+        s_v = storage.s_v[None, None, storage.pipeline_v.stage(n)]
+        lane = cute.arch.thread_idx()[0] % WARPGROUP
+        vectors = padded(kernel.traits.head_dim_v) // 8
+        zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
+        zeros.fill(0.0)
+        for i in cutlass.range(lane, (end - begin) * vectors, WARPGROUP, unroll=1):
+            row = cute.local_tile(s_v, (1, 8), (begin + i // vectors, i % vectors))
+            cute.autovec_copy(zeros, row[0, None])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        warpgroup_barrier(self.thread.group)

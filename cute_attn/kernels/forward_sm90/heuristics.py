@@ -3,7 +3,6 @@
 import dataclasses
 
 from cute_attn.tiles import (
-    ForwardLargeTile,
     ForwardSm90Tile,
     best_packing,
     first_that_fits,
@@ -119,18 +118,3 @@ def _other_tiles(traits: Traits, d: int, needs_registers: bool) -> list[ForwardS
         *(dataclasses.replace(plain, tile_n=n, speculative=True) for n in (128, 112, 96) if more_keys),
         *(dataclasses.replace(plain, tile_n=n) for n in (80, 64, 32)),
     ]
-
-
-def large_tiles(traits: Traits) -> list[ForwardLargeTile]:
-    """For head dims above 256, best first."""
-    two = [ForwardLargeTile(n, num_stages=2) for n in (96, 80, 64)]
-    return [*two, *(ForwardLargeTile(n) for n in (64, 32))]
-
-
-def large_tile_for_lengths(
-    traits: Traits, tile: ForwardLargeTile, seqlen_q: int, group: int
-) -> ForwardLargeTile:
-    """``tile``, with packed heads where sequences of at most ``seqlen_q`` queries have few rows."""
-    if not may_pack_heads(traits):
-        return tile
-    return best_packing([tile], tile, seqlen_q, group, traits.varlen) or tile

@@ -26,7 +26,7 @@ Overlap of products and softmax within a warpgroup and, by ping-pong, between wa
 et al. 2024, https://arxiv.org/abs/2407.08608). The next tile's loads overlap the store of O.
 
 Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples of 32 in shared memory; rows 16-byte
-aligned with a contiguous last dimension. For head dims above 256 see ``large_kernel``.
+aligned with a contiguous last dimension. For head dims above 256 see :mod:`cute_attn.kernels.head_dim_512_sm90.kernel`.
 """
 
 import dataclasses
@@ -46,20 +46,19 @@ from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, forward_fake_args
-from cute_attn.kernels.forward_sm90.bias_producer import BiasProducer
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.heuristics import preferred_tiles, tile_for_lengths
-from cute_attn.kernels.forward_sm90.params import (
+from cute_attn.kernels.forward_sm90.producer import BiasProducer, Producer
+from cute_attn.kernels.forward_sm90.storage import (
     ConsumerThread,
     ForwardInputs,
-    ForwardOutputs,
     ForwardParams,
     ForwardStorage,
     make_storage,
 )
-from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
 from cute_attn.tiles import ForwardSm90Tile, first_that_fits, padded

@@ -1,4 +1,4 @@
-"""The producer warp of the Hopper forward: claims and broadcasts work tiles, and loads Q, K and V."""
+"""The producer warps of the Hopper forward: one claims work tiles and loads Q, K and V for them, others load a bias."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cute_attn.kernels.forward_sm90.params import ForwardInputs, PipelineState
 from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs, PipelineState
+from cute_attn.rows.tma import TmaTiles
+from cute_attn.rows.tma_bias import ROWS, rows_of
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import WorkItem
 from cute_attn.work.query_tiles import QueryTile, WorkClaims
@@ -118,3 +120,25 @@ class Producer(ForwardRole):
         pipeline_v.producer_acquire(end)
         inputs.v.load(g_v, blocks.begin, storage.s_v, pipeline_v, end)
         return claimed
+
+
+@dataclass(frozen=True)
+class BiasProducer(ForwardRole):
+    """One warp: loads by TMA the bias of every work tile for one consumer warpgroup, ``group``."""
+
+    tma: TmaTiles
+    group: Int32
+
+    @cute.jit
+    def run_tile(
+        self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
+    ) -> PipelineState:
+        """Load the warpgroup's rows of all key blocks, in the order in which they are visited."""
+        _, state = self.begin(tile)
+        blocks, keys = self.key_blocks(tile, state), pipeline_state.keys
+        count = blocks.end - blocks.begin
+        row0 = tile.row0 + self.group * ROWS
+        tiles = rows_of(self.tma, row0, tile.head, tile.batch, self.kernel.tile.tile_n)
+        for i in cutlass.range(count, unroll=1):
+            self.storage.bias.load(tiles, self.tma, blocks.end - 1 - i, self.group, keys + i)
+        return PipelineState(pipeline_state.queries, keys + count)

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of the Hopper forward for head dims above 256; see ``large_kernel``."""
+"""The consumer warpgroups for head dims above 256: one computes S and P, and both divide the columns of O."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,14 +14,13 @@ from cute_attn.device.pipeline import Accessed
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import multiply_rows, rescale_rows
-from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.large_storage import SCORES, VALUES, LargeStorage
-from cute_attn.kernels.forward_sm90.main_loop import MainLoop
-from cute_attn.kernels.forward_sm90.output import OutputStore
-from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardOutputs, PipelineState
-from cute_attn.kernels.forward_sm90.query_buffer import LastUse
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, PipelineState
+from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage
 from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
+from cute_attn.rows.query_buffer import LastUse
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
 

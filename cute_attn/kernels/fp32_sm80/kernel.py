@@ -36,10 +36,11 @@ from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import rows_fake, scales_fake
-from cute_attn.kernels.forward_sm80.heuristics import tiles_of_parts
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.params import ForwardParams, MainloopContext, Operands
-from cute_attn.kernels.forward_sm80.products import OnePartProducts, Products, TwoPartProducts
+from cute_attn.kernels.forward_sm80.products import Products
+from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
+from cute_attn.kernels.fp32_sm80.heuristics import tiles_of_parts
+from cute_attn.kernels.fp32_sm80.products import OnePartProducts, TwoPartProducts
 from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
@@ -69,7 +70,7 @@ class FollowsSplit(ForwardSm80):
         """Why this kernel cannot serve ``traits``, or None."""
         if traits.dtype != "fp32":
             return f"it computes fp32, not {traits.dtype}"
-        return ForwardSm80.supports.__func__(cls, traits)  # type: ignore[attr-defined]
+        return super().supports(traits)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream: the forward's, and scales (3,)."""

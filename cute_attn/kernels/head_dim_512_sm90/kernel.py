@@ -29,19 +29,20 @@ from cutlass import Int32, cute
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.wgmma import operand_layout
-from cute_attn.kernels.forward_sm90.heuristics import large_tile_for_lengths, large_tiles
-from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.kernels.forward_sm90.large_roles import ScoreConsumer, ValueConsumer
-from cute_attn.kernels.forward_sm90.large_storage import (
+from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90.storage import ForwardParams
+from cute_attn.kernels.head_dim_512_sm90.heuristics import preferred_tiles, tile_for_lengths
+from cute_attn.kernels.head_dim_512_sm90.roles import ScoreConsumer, ValueConsumer
+from cute_attn.kernels.head_dim_512_sm90.storage import (
     SCORES,
     VALUES,
     LargeStorage,
     consumer_thread,
     make_storage,
 )
-from cute_attn.kernels.forward_sm90.params import ForwardOutputs, ForwardParams
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
+from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import ForwardLargeTile, first_that_fits, padded
 from cute_attn.traits import MAX_HEAD_DIM, Traits
@@ -66,13 +67,13 @@ class ForwardLargeSm90(ForwardSm90):
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
         """The tile for calls that name none."""
-        return first_that_fits(large_tiles(traits), traits, target)
+        return first_that_fits(preferred_tiles(traits), traits, target)
 
     def for_lengths(
         self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm90"
     ) -> "ForwardLargeSm90":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths."""
-        tile = large_tile_for_lengths(self.traits, self.tile, seqlen_q, group)
+        tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
 
     def without_tma_bias(self) -> "ForwardLargeSm90":

@@ -10,7 +10,7 @@ import layouts
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.arguments import CUTE_DTYPES
-from cute_attn.kernels.forward_sm90.query_buffer import QueryBuffer
+from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
@@ -67,15 +67,6 @@ class ForwardInputs:
     k: Any
     v: Any
     bias: Any  # TmaTiles, or None
-
-
-@dataclass(frozen=True)
-class ForwardOutputs:
-    """Results in global memory."""
-
-    tma_o: Any  # TmaTiles, or None where threads store O
-    mO: cute.Tensor
-    mLSE: cute.Tensor
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
 import layouts
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.kernels.forward_sm90.params import ConsumerThread, ForwardStorage, Fragments, smem_tensor
-from cute_attn.kernels.forward_sm90.query_buffer import QueryBuffer
+from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardStorage, Fragments, smem_tensor
+from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.work.broadcast import WorkBroadcast
 from cute_attn.work.replay import Replay
 

@@ -14,11 +14,10 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import warm_lengths
 from cute_attn.epilogues.chain import ScoreState
-from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.main_loop import MainLoop
-from cute_attn.kernels.forward_sm90.params import ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
 from cute_attn.kernels.forward_sm90.role import ForwardRole
+from cute_attn.kernels.forward_sm90.storage import ForwardParams, PipelineState
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange

@@ -29,11 +29,12 @@ from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
 from cute_attn.kernels.arguments import kvcache_fake_args
-from cute_attn.kernels.forward_sm80.groups import KeyGroup
-from cute_attn.kernels.forward_sm80.heuristics import tile_for_cache
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.loads import BlockLoad, PagedLoad
-from cute_attn.kernels.forward_sm80.params import MainloopContext, SharedMemory
+from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
+from cute_attn.kernels.forward_sm80.loads import BlockLoad
+from cute_attn.kernels.forward_sm80.storage import MainloopContext, SharedMemory
+from cute_attn.kernels.kvcache_sm80.heuristics import tile_for_cache
+from cute_attn.kernels.kvcache_sm80.loads import PagedLoad
 from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded

@@ -11,8 +11,16 @@ from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import convert_to_16_bits
 from cute_attn.device.pipeline import warpgroup_barrier
 from cute_attn.device.seqlen import sequence
-from cute_attn.kernels.forward_sm90.params import ForwardOutputs
 from cute_attn.work.query_tiles import QueryTile
+
+
+@dataclass(frozen=True)
+class ForwardOutputs:
+    """Results in global memory."""
+
+    tma_o: Any  # TmaTiles, or None where threads store O
+    mO: cute.Tensor
+    mLSE: cute.Tensor
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ from cutlass.cute.nvgpu import cpasync
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.arguments import kvcache_fake_args
-from cute_attn.kernels.forward_sm90.cache_heuristics import cache_tile, default_cache_tile
-from cute_attn.kernels.forward_sm90.cache_roles import CacheConsumer, CacheParams, CacheProducer
-from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
-from cute_attn.kernels.forward_sm90.params import ForwardInputs, ForwardOutputs
+from cute_attn.kernels.forward_sm90 import ForwardSm90
+from cute_attn.kernels.forward_sm90.storage import ForwardInputs
+from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile, default_cache_tile
+from cute_attn.kernels.kvcache_sm90.roles import CacheConsumer, CacheParams, CacheProducer
 from cute_attn.kernels.limits import beyond_cache
+from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheSm90Tile, padded
 from cute_attn.tiles.inference import CacheCall

@@ -10,7 +10,7 @@ from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.forward_sm80.groups import KeyGroup
+from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryGrid
 

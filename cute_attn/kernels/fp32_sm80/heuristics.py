@@ -1,0 +1,71 @@
+"""Default tiles of the Ampere forward of fp32 in fp16 parts, and which calls are large enough for it."""
+
+import dataclasses
+
+from cute_attn.kernels.forward_sm80.heuristics import preferred_tiles, register_need
+from cute_attn.tiles import ForwardPartsTile, padded
+from cute_attn.traits import Traits
+
+# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Fastest at head dims
+# 64 and 128 of those that do not spill: 32 rows a warp read K and V from shared memory half as often as 16, and of two
+# CTAs of four warps a multiprocessor one's softmax overlaps the other's products.
+_PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
+    64: {"none": [ForwardPartsTile(128, 64, 4, 1)], "high": [ForwardPartsTile(128, 32, 4, 1)]},
+    96: {
+        "none": [ForwardPartsTile(128, 32, 4, 2)],
+        "high": [ForwardPartsTile(128, 32, 4, 1)],
+        "highest": [ForwardPartsTile(64, 64, 4, 1)],
+    },
+    128: {"none": [ForwardPartsTile(128, 32, 4, 1)], "high": [ForwardPartsTile(64, 64, 4, 1)]},
+    256: {"none": [ForwardPartsTile(128, 32, 8, 1)]},
+}
+_PARTS_DIVIDED = [
+    ForwardPartsTile(64, 32, 8, warps_n=2),
+    ForwardPartsTile(32, 32, 4, warps_n=2),
+    ForwardPartsTile(16, 32, 2, warps_n=2),
+]
+_PARTS_FIT_ALWAYS = [
+    ForwardPartsTile(64, 32, 4, 1),
+    ForwardPartsTile(64, 16, 4, 1),
+    ForwardPartsTile(32, 16, 2, 1),
+]
+
+
+def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
+    """Tiles for fp32 in fp16 parts, best first."""
+    if traits.fp16_parts == 1:  # its main loop is that of 16-bit tensors
+        d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
+        half = dataclasses.replace(
+            traits, dtype="fp16", precision="", aligned=True, head_dim=d, head_dim_v=dv
+        )
+        return [ForwardPartsTile(**vars(tile)) for tile in preferred_tiles(half)]
+    if traits.head_dim_v > 256:
+        return _PARTS_DIVIDED
+    table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
+    need = register_need(traits)
+    if need not in table:
+        need = "high" if need != "none" and "high" in table else "none"
+    return [*table[need], *_PARTS_FIT_ALWAYS]
+
+
+PARTS_LEAST_USES = {2: 512, 1: 1024}
+"""Parts -> keys of a query, and queries of a key, from which on products by parts pay for splitting the rows.
+
+Those of one part, in place of one product of tf32, have not been searched.
+"""
+PARTS_LEAST_FLOP = {2: 2**32, 1: 2**33}
+"""Parts -> floating-point operations of a call from which on they pay for three more launches."""
+
+
+def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: int) -> bool:
+    """Whether a call in fp32 is large enough for kernels that split its tensors first.
+
+    Args:
+        rows: queries of all heads and sequences.
+        seqlen_q, seqlen_k: of the longest sequences.
+        group: query heads of a key head.
+    """
+    flop = 2 * rows * seqlen_k * (traits.head_dim + traits.head_dim_v)
+    uses = min(seqlen_k, seqlen_q * group)
+    parts = traits.fp16_parts
+    return uses >= PARTS_LEAST_USES[parts] and flop >= PARTS_LEAST_FLOP[parts]

@@ -1,0 +1,5 @@
+"""The Hopper forward for head dims above 256, up to 576 of q and k and 512 of v."""
+
+from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
+
+__all__ = ["ForwardLargeSm90"]
