@@ -33,8 +33,8 @@ by elements.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -42,23 +42,28 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, cute, memory
 
 import layouts
-from cute_attn.device.band import Band
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.gemm import below_1024
-from cute_attn.device.gemm_hi_lo import P_EXPONENT, all_fit, common_scale
-from cute_attn.device.math import optimization_barrier, rematerialize, rematerialize_each
+from cute_attn.device.element_copy import store_elements
+from cute_attn.device.gemm_hi_lo import all_fit, common_scale
+from cute_attn.device.math import optimization_barrier, rematerialize_each
 from cute_attn.device.one_part import change_units, running_scale
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
-from cute_attn.device.score_tile import ScoreMap, ScoreTile
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.skewed_rows import has_room, heads_start_alike, shift_rows
 from cute_attn.device.unaligned_rows import UnalignedRows
-from cute_attn.epilogues.chain import EpilogueChain
+from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
-from cute_attn.kernels.backward_sm80.gradients import Gradients, stage_gradient, store_gradient
 from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, PARTS_LEAST_FLOP, preferred_tiles
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
-from cute_attn.kernels.backward_sm80.params import MainloopContext
+from cute_attn.kernels.backward_sm80.params import (
+    BackwardParams,
+    Gradients,
+    MainloopContext,
+    ReadAhead,
+    StartAlike,
+)
 from cute_attn.kernels.backward_sm80.products import Operands, Products
 from cute_attn.kernels.backward_sm80.step import step_content
 from cute_attn.kernels.backward_sm80.storage import (
@@ -67,11 +72,9 @@ from cute_attn.kernels.backward_sm80.storage import (
     SPILLED,
     BackwardSm80Storage,
     ScaleStorage,
-    factor_of,
     gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
-from cute_attn.kernels.backward_sm80.unaligned import finish_keys, first_cols, start_alike
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs import dq_order as dq
@@ -233,96 +236,79 @@ class BackwardSm80:
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
-        inputs = (mQ, mK, mV, mDO, mLSElog2, mMinusD)
-        outputs = (mDQaccum, mDK, mDV)
-        alike = start_alike(self, mQ, mDO, mK.shape[-2])
-        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits, alike)
+        tensors = (mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV)
+        alike = self.start_alike(mQ, mDO, mK.shape[-2])
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
-            self.kernel(inputs, outputs, seqlens, scalars, score_args, order, skipped, scales).launch(
+            params = BackwardParams(*tensors, seqlens, *scalars, alike, score_args, order, skipped, scales)
+            self.kernel(params).launch(
                 grid=[order.blocks, self.tile.parts(self.traits), 1],
                 block=[self.tile.num_threads, 1, 1],
                 stream=stream,
                 min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
             )
 
+    def start_alike(self, mQ: cute.Tensor, mDO: cute.Tensor, nheads_kv: Int32) -> StartAlike:
+        """Of unaligned rows in 16 bits, which of Q's and dO's may stay where they are copied."""
+        traits, tile, group = self.traits, self.tile, mQ.shape[-2] // cutlass.max(nheads_kv, 1)
+        if traits.element_bytes != 2 or traits.aligned:
+            return StartAlike(None, None)
+        of_q = heads_start_alike(mQ, group) if dq.queries_stay(traits, tile) else None
+        dim = traits.head_dim_v
+        stays = not tile.columns and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
+        return StartAlike(of_q, heads_start_alike(mDO, group) if stays else None)
+
     # ---- device ----
 
     @cute.kernel
-    def kernel(
-        self,
-        inputs: tuple,
-        outputs: tuple,
-        seqlens: Seqlens,
-        scalars: tuple,
-        score_args: tuple,
-        order: KeyTileOrder,
-        skipped: Int32,
-        scales: cute.Tensor | None,
-    ) -> None:
+    def kernel(self, params: BackwardParams) -> None:
         # Keys beyond seqused_k have gradients too: zeros.
-        key_tile = key_tile_of(order, seqlens, optimization_barrier(cute.arch.block_idx()[0]))
-        key0 = (key_tile.first + skipped) * self.tile.tile_n
-        exists = key0 < existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch)
+        seqlens, scales, key_tile = params.seqlens, params.scales, params.key_tile(cute.arch.block_idx()[0])
+        key0 = params.first_key(key_tile, self.tile.tile_n)
+        exists = key0 < existing_rows(seqlens.cu_seqlens_k, params.mK, key_tile.batch)
         if cutlass.const_expr(scales is not None):
             exists = exists & (all_fit(scales) == self.tile.in_parts)
         if exists:
             if cutlass.const_expr(self.tile.columns):
-                streamed = Streamed(self)
-                streamed.run(inputs, outputs, seqlens, scalars, score_args, scales, key_tile, key0)
+                Streamed(self).run(params, key_tile, key0)
             else:
                 smem = self.shared_memory()
-                strides = {"rows_q": inputs[0].stride[-3], "rows_do": inputs[3].stride[-3]}
+                strides = {"rows_q": params.mQ.stride[-3], "rows_do": params.mDO.stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
                 if cutlass.const_expr(self.tile.in_parts):
                     smem.scales.store(scales)  # type: ignore[union-attr]
-                gradients = self.key_block(
-                    inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem
-                )
-                key_tile = key_tile_of(order, seqlens, smem.reload_int("block"))
-                key0 = (key_tile.first + skipped) * self.tile.tile_n
-                self.store(gradients, inputs, outputs, seqlens, scalars, score_args, key_tile, key0, smem)
+                gradients = self.key_block(params, key_tile, key0, smem)
+                key_tile = key_tile_of(params.order, seqlens, smem.reload_int("block"))
+                key0 = params.first_key(key_tile, self.tile.tile_n)
+                self.store(params, gradients, key_tile, key0, smem)
 
     @cute.jit
     def key_block(
-        self,
-        inputs: tuple,
-        outputs: tuple,
-        seqlens: Seqlens,
-        scalars: tuple,
-        score_args: tuple,
-        key_tile: KeyTiles,
-        key0: Int32,
-        smem: BackwardSm80Storage,
+        self, params: BackwardParams, key_tile: KeyTiles, key0: Int32, smem: BackwardSm80Storage
     ) -> Gradients:
         """dK and dV of the key block at ``key0``, without constant factors; adds its part of dQ to the accumulator."""
-        traits, tile, chain = self.traits, self.tile, self.epilogues
-        _, mK, mV, _, _, _ = inputs
-        mDQaccum, _, _ = outputs
-        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits, alike = scalars
+        traits, tile, chain, seqlens = self.traits, self.tile, self.epilogues, params.seqlens
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
-        head_kv = key_tile.head_dkv // head_splits
-        self.load_keys(mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
-        self.load_keys(mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
+        head_kv = key_tile.head_dkv // params.head_splits
+        self.load_keys(params.mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
+        self.load_keys(params.mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(not self.products.loads_vectors):
-            finish_keys(self, inputs, alike, (smem.k, smem.v), key_tile, (head_kv, heads), key0, thread)
+            self.finish_keys(params, smem, key_tile, head_kv, key0, thread)
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
             operands.v.load_all()  # type: ignore[union-attr]
             cute.arch.barrier()
-        gradients = Gradients.zeros(self, operands.mma_dkv, thread)
-        head0 = key_tile.head_dkv * heads
-        for head in cutlass.range(head0, head0 + heads, unroll=1):
-            context = chain.context(
-                score_args, seqlens, key_tile.info, key_tile.batch, head, nheads, softmax_scale
-            )
-            state = chain.begin(score_args, context)
+        gradients = self.zero_gradients(operands.mma_dkv, thread)
+        head0 = key_tile.head_dkv * params.heads
+        for head in cutlass.range(head0, head0 + params.heads, unroll=1):
+            state = chain.begin(params.score_args, self.score_context(params, key_tile, head))
             # What is computed from key0 itself would stay in registers for all heads. After a shuffle ptxas takes the
             # loop over query blocks for one that lanes may leave apart, and builds what follows twice.
             key = rematerialize_each(key0, head)
@@ -331,14 +317,11 @@ class BackwardSm80:
             )
             queries = key_tile.queries_of(head) if traits.varlen else key_tile
             row0 = padded_row0(seqlens, queries.info, queries.batch, tile.tile_m)
-            accumulator = mDQaccum[0, None, None] if traits.varlen else mDQaccum[0, None, None, None]
-            head_dq = workspace_rows(
-                accumulator, queries.batch, head, row0, padded(traits.head_dim), traits.varlen
-            )
-            dq_blocks = head_dq.iterator + Int64(queries.first) * split_stride
-            load_q, load_do = self.query_loads(inputs, smem, queries, head, row0, thread, alike)
+            dq_blocks = params.dq_of(queries, head, row0, padded(traits.head_dim), traits.varlen)
+            load_q, load_do = self.query_loads(params, smem, queries, head, row0, thread)
             ctx = MainloopContext(
-                smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0, scale_log2, thread
+                *(smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0),
+                *(params.scale_log2, thread),
             )
             self.main_loop(ctx)
         # dK and dV reuse shared memory: all copies and reads have to be complete.
@@ -346,35 +329,86 @@ class BackwardSm80:
         cute.arch.barrier()
         return gradients
 
+    def score_context(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> ScoreContext:
+        """The epilogues' context of a query head and a key head's sequence."""
+        return self.epilogues.context(
+            params.score_args,
+            params.seqlens,
+            key_tile.info,
+            key_tile.batch,
+            head,
+            params.nheads,
+            params.softmax_scale,
+        )
+
+    # ---- dK and dV ----
+
+    def zero_gradients(self, mma_dkv: cute.TiledMma, thread: Int32) -> Gradients:
+        """Before the first query block."""
+        dk, dv = (
+            cute.make_rmem_tensor(
+                mma_dkv.get_slice(thread).partition_shape_C((self.tile.tile_n, padded(dim))), Float32
+            )
+            for dim in (self.traits.head_dim, self.traits.head_dim_v)
+        )
+        dk.fill(0.0)
+        dv.fill(0.0)
+        return Gradients(dk, dv)
+
     @cute.jit
     def store(
         self,
+        params: BackwardParams,
         gradients: Gradients,
-        inputs: tuple,
-        outputs: tuple,
-        seqlens: Seqlens,
-        scalars: tuple,
-        score_args: tuple,
         key_tile: KeyTiles,
         key0: Int32,
         smem: BackwardSm80Storage,
     ) -> None:
         """Store dK and dV times their constant factors, for the keys within the sequence's memory."""
-        _, mDK, mDV = outputs
-        softmax_scale, _, _, nheads, heads, _, alike = scalars
+        traits, scale = self.traits, params.softmax_scale
         thread, _, _ = cute.arch.thread_idx()
-        rescale = self.epilogues.context(
-            score_args, seqlens, key_tile.info, key_tile.batch, key_tile.head_dkv, nheads, softmax_scale
-        ).gradient_scale
-        keys = existing_rows(seqlens.cu_seqlens_k, inputs[1], key_tile.batch) - key0
+        rescale = self.score_context(params, key_tile, key_tile.head_dkv).gradient_scale
+        keys = existing_rows(params.seqlens.cu_seqlens_k, params.mK, key_tile.batch) - key0
         mma_dkv = self.mma_dkv()
-        of_dk, of_dv = gradient_factors(smem.scales, softmax_scale * rescale, rescale, thread)
-        stage_gradient(self, gradients.dk, of_dk, mma_dkv, smem.dk, thread)
-        stage_gradient(self, gradients.dv, of_dv, mma_dkv, smem.dv, thread)
+        of_dk, of_dv = gradient_factors(smem.scales, scale * rescale, rescale, thread)
+        self.stage_gradient(gradients.dk, of_dk, mma_dkv, smem.dk, thread)
+        self.stage_gradient(gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
-        cols = first_cols(self, inputs, alike, key_tile, key_tile.head_dkv * heads)
-        store_gradient(self, smem.dk, mDK, self.traits.head_dim, key_tile, key0, keys, thread, cols[0])
-        store_gradient(self, smem.dv, mDV, self.traits.head_dim_v, key_tile, key0, keys, thread, cols[1])
+        col_q, col_do = self.first_cols(params, key_tile, key_tile.head_dkv * params.heads)
+        self.store_gradient(smem.dk, params.mDK, traits.head_dim, key_tile, key0, keys, thread, col_q)
+        self.store_gradient(smem.dv, params.mDV, traits.head_dim_v, key_tile, key0, keys, thread, col_do)
+
+    @cute.jit
+    def stage_gradient(
+        self, acc: cute.Tensor, factor: Float32, mma_dkv: cute.TiledMma, s: cute.Tensor, thread: Int32
+    ) -> None:
+        """Write acc * factor to shared memory, in the gradients' dtype."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] * factor
+        self.products.result(mma_dkv, s, thread).store(self.rounded(acc))
+
+    @cute.jit
+    def store_gradient(
+        self,
+        s: cute.Tensor,
+        m: cute.Tensor,
+        head_dim: int,
+        key_tile: KeyTiles,
+        key0: Int32,
+        keys: Int32,
+        thread: Int32,
+        first_col: Int32,
+    ) -> None:
+        """dK or dV from shared to global memory: vectors of 16 bytes; of unaligned rows elements, from a column on."""
+        tile_n, cols = self.tile.tile_n, padded(head_dim)
+        g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
+        if cutlass.const_expr(not self.traits.aligned):
+            store_elements(s, g, key0, keys, thread, self.tile.num_threads, first_col)
+        else:
+            tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
+            RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
+
+    # ---- shared memory and loads ----
 
     def shared_memory(self) -> BackwardSm80Storage:
         """The areas of shared memory as tensors."""
@@ -436,19 +470,55 @@ class BackwardSm80:
                 tile = block_of_rows(part_of(g, part, cols), key0 // tile_n, tile_n, cols)
                 row_copy.copy(tile, s[None, None, part], key_tile.info.seqlen_k - key0, False)
 
+    @cute.jit
+    def first_cols(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> tuple[Int32, Int32]:
+        """The columns where rows of Q and of dO lie in shared memory; head: a query head of the CTA."""
+        traits, alike, cols = self.traits, params.alike, []
+        of_q, of_do = (params.mQ, traits.head_dim, alike.q), (params.mDO, traits.head_dim_v, alike.do)
+        for m, dim, one in (of_q, of_do):
+            g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, traits.varlen)
+            cols.append(UnalignedRows(g, dim, Int32(0), self.tile.num_threads, one).first_col())
+        return cols[0], cols[1]
+
+    @cute.jit
+    def finish_keys(
+        self,
+        params: BackwardParams,
+        smem: BackwardSm80Storage,
+        key_tile: KeyTiles,
+        head_kv: Int32,
+        key0: Int32,
+        thread: Int32,
+    ) -> None:
+        """Of unaligned rows, wait for a thread's copies of K and V, and bring them to the columns of Q and dO.
+
+        Then dK's and dQ's columns lie where Q's do, and dV's where dO's do: in one place for all query heads of a CTA.
+        A barrier follows.
+        """
+        traits, threads, info = self.traits, self.tile.num_threads, key_tile.info
+        cute.arch.cp_async_wait_group(0)
+        of_k, of_v = (params.mK, smem.k, traits.head_dim), (params.mV, smem.v, traits.head_dim_v)
+        for m, s, dim in (of_k, of_v):
+            g = sequence(m, key_tile.batch, head_kv, info.offset_k, traits.varlen)
+            UnalignedRows(g, dim, thread, threads).finish(s[None, None, 0], key0, info.seqlen_k - key0)
+        if cutlass.const_expr(params.alike.any):
+            cols = self.first_cols(params, key_tile, key_tile.head_dkv * params.heads)
+            if (cols[0] | cols[1]) != 0:
+                cute.arch.barrier()
+                for s, col in zip((smem.k, smem.v), cols, strict=True):
+                    shift_rows(s[None, None, 0], col, thread, threads)
+
     def query_loads(
         self,
-        inputs: tuple,
+        params: BackwardParams,
         smem: BackwardSm80Storage,
         key_tile: KeyTiles,
         head: Int32,
         row0: Int32,
         thread: Int32,
-        alike: tuple,
     ) -> tuple[BlockLoad, BlockLoad]:
         """Q with LSE, and dO with D, of one head."""
-        mQ, _, _, mDO, mLSElog2, mMinusD = inputs
-        varlen = self.traits.varlen
+        varlen, alike = self.traits.varlen, params.alike
 
         def load(m, head_dim, s, stride, m_row, s_row, alike):
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
@@ -459,9 +529,13 @@ class BackwardSm80:
             return BlockLoad(*tensors, seqlen, thread, threads, self.num_parts, alike)
 
         return (
-            load(mQ, self.traits.head_dim, smem.q, "rows_q", mLSElog2, smem.lse, alike[0]),
-            load(mDO, self.traits.head_dim_v, smem.do, "rows_do", mMinusD, smem.minus_d, alike[1]),
+            load(params.mQ, self.traits.head_dim, smem.q, "rows_q", params.mLSElog2, smem.lse, alike.q),
+            load(
+                params.mDO, self.traits.head_dim_v, smem.do, "rows_do", params.mMinusD, smem.minus_d, alike.do
+            ),
         )
+
+    # ---- the main loop ----
 
     @cute.jit
     def main_loop(self, ctx: MainloopContext) -> None:
@@ -504,18 +578,24 @@ class BackwardSm80:
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
-            products, factors = self.products, partial(factor_of, ctx.smem.scales)
+            products = self.products
             unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage_do = self.stage(block, tile.stages_do)
             products.multiply(
-                op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll, factor=factors("dv")
+                op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll, factor=ctx.factor("dv")
             )
             if cutlass.const_expr(tile.stages_do == 1):
                 cute.arch.barrier()
                 self.start_next(ctx, block, False, True)
             stage_q = self.stage(block, tile.stages_q)
             products.multiply(
-                op.mma_dkv, ctx.gradients.dk, op.ds_t, op.q_t, stage_q, unroll, factor=factor * factors("q")
+                op.mma_dkv,
+                ctx.gradients.dk,
+                op.ds_t,
+                op.q_t,
+                stage_q,
+                unroll,
+                factor=factor * ctx.factor("q"),
             )
             if cutlass.const_expr(tile.stages_q == 1):
                 cute.arch.barrier()
@@ -534,88 +614,119 @@ class BackwardSm80:
         if cutlass.const_expr(q or do):
             cute.arch.cp_async_commit_group()
 
-    def band(self, ctx: MainloopContext) -> Band:
-        """The mask's band, read again from where :meth:`spill` keeps it."""
-        return dataclasses.replace(ctx.state.band, **{name: ctx.smem.reload_int(name) for name in BAND})
-
     @cute.jit
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
 
         Returns what dS is times, if it is stored in parts.
         """
-        tile, op, chain, traits = self.tile, ctx.operands, self.epilogues, self.traits
-        products, factors = self.products, partial(factor_of, ctx.smem.scales)
-        stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
-        acc_s = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
-        acc_s.fill(0.0)
-        loaded, mask = (), ()
-        if cutlass.const_expr(bool(traits.dropout)):  # while few registers are live
-            mask = chain.dropout_mask(ctx.state, self.score_tile(ctx, block, piece, acc_s))
-        if cutlass.const_expr(chain.modifiers):
-            loaded = chain.load(ctx.state, self.score_tile(ctx, block, piece, acc_s))
-        unroll = products.steps_at_once(padded(traits.head_dim), tile.sdp_unroll)
-        if cutlass.const_expr(tile.p_in_regs):
-            products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll, factor=factors("s"))
-        else:
-            products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q, factors("s"))
-        products.to_units(acc_s, factors("s"))
+        tile, op, chain = self.tile, ctx.operands, self.epilogues
+        acc_s, ahead = self.multiply_qk(ctx, block, piece)
         scores = self.score_tile(ctx, block, piece, acc_s)
-        saved = chain.forward(ctx.state, scores, loaded, False)
-        full_begin, full_end = ctx.smem.reload_int("full_begin"), ctx.smem.reload_int("full_end")
-        if (block < full_begin) | (block >= full_end):
-            chain.mask.forward(self.band(ctx), scores)
-        lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
-        visible_keys = (lambda query: self.band(ctx).visible_keys(query)) if chain.may_be_large else None
-        probabilities(scores, lse, ctx.scale_log2, visible_keys)
+        saved = self.exponentiate(ctx, block, piece, scores, ahead)
         stage_do = self.stage(optimization_barrier(block), tile.stages_do) * tile.pieces + piece
-        minus_d = None
-        # Dropout zeroes elements of dP, not of D; and one part's dP is in other units.
-        if cutlass.const_expr(bool(traits.dropout) or products.in_one_part):
-            acc_dp = self.dp(ctx, stage_do, None)
-            minus_d = self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
-        else:
-            acc_dp = self.dp(ctx, stage_do, self.row_numbers(ctx, block, piece, ctx.smem.minus_d))
-        p = cute.make_rmem_tensor_like(acc_s, self.dtype)
-        p.store(acc_s.load().to(self.dtype))
-        dp = self.score_tile(ctx, block, piece, acc_dp)
-        chain.zero_dropped(mask, self.by_rows(op, p))
-        if cutlass.const_expr(tile.in_parts):
-            p = products.in_parts(p, Float32(2.0**P_EXPONENT))
-        if cutlass.const_expr(op.p_out is None):
-            products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, factors("dv"))
-        else:
-            op.p_out.store(p)  # type: ignore[union-attr]
-        chain.zero_dropped(mask, dp.acc)
+        acc_dp, minus_d = self.multiply_dov(ctx, block, piece, stage_do)
+        p, dp = self.rounded(acc_s), self.score_tile(ctx, block, piece, acc_dp)
+        chain.zero_dropped(ahead.dropped, self.by_rows(op, p))
+        self.use_probabilities(ctx, self.products.operand_of_p(p), stage_do)
+        chain.zero_dropped(ahead.dropped, dp.acc)
         score_gradient(scores.acc, dp.acc, minus_d)
         chain.backward(ctx.state, dp, saved)
-        factor = Float32(1.0)
-        if cutlass.const_expr(tile.in_parts):
-            thread = below_1024(rematerialize(ctx.thread))
-            scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, (ctx.gradients.dk,), thread, piece)
-            ds = products.in_parts(acc_dp, scale)
-        else:
-            ds = cute.make_rmem_tensor_like(acc_dp, self.dtype)
-            ds.store(acc_dp.load().to(self.dtype))
+        ds, factor = self.operand_of_ds(ctx, acc_dp, (ctx.gradients.dk,), ctx.thread_again, piece)
         op.ds_out.store(ds, piece * tile.queries)
         if cutlass.const_expr(tile.p_in_regs):
             stage_q = self.stage(optimization_barrier(block), tile.stages_q) * tile.pieces + piece
-            products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, factor * factors("q"))
+            of_dk = factor * ctx.factor("q")
+            self.products.multiply_scores(op.mma_dkv, ctx.gradients.dk, ds, op.q_t, stage_q, of_dk)
         return factor
 
+    def multiply_qk(self, ctx: MainloopContext, block: Int32, piece: int) -> tuple[cute.Tensor, ReadAhead]:
+        """S = Q K^T, and what is computed and read before it."""
+        tile, op, products = self.tile, ctx.operands, self.products
+        stage_q = self.stage(block, tile.stages_q) * tile.pieces + piece
+        acc_s = self.scores_accumulator(op)
+        acc_s.fill(0.0)
+        ahead = self.read_ahead(ctx.state, lambda: self.score_tile(ctx, block, piece, acc_s))
+        unroll = products.steps_at_once(padded(self.traits.head_dim), tile.sdp_unroll)
+        if tile.p_in_regs:
+            products.multiply(op.mma_sdp, acc_s, op.k, op.q, stage_q, unroll, factor=ctx.factor("s"))
+        else:
+            products.multiply(op.mma_sdp, acc_s, op.q, op.k, Int32(0), unroll, stage_q, ctx.factor("s"))
+        products.to_units(acc_s, ctx.factor("s"))
+        return acc_s, ahead
+
+    def read_ahead(self, state: ScoreState, score_tile: Callable[[], ScoreTile]) -> ReadAhead:
+        """The dropout mask, while few registers are live, and the modifiers' loads from global memory.
+
+        score_tile: where the scores will be.
+        """
+        chain = self.epilogues
+        dropped = chain.dropout_mask(state, score_tile()) if self.traits.dropout else ()
+        return ReadAhead(dropped, chain.load(state, score_tile()) if chain.modifiers else ())
+
     @cute.jit
-    def dp(self, ctx: MainloopContext, stage: Int32, start: cute.Tensor | None) -> cute.Tensor:
-        """dP = dO V^T + start; ``start``: one number for each of the thread's rows, or None for 0."""
+    def exponentiate(
+        self, ctx: Any, block: Int32, piece: Constexpr, scores: ScoreTile, ahead: ReadAhead
+    ) -> tuple:
+        """S becomes P: the epilogues, the mask where its edge crosses the block, and exp(S - LSE).
+
+        Returns what the epilogues' derivatives need.
+        """
+        chain = self.epilogues
+        saved = chain.forward(ctx.state, scores, ahead.loaded, False)
+        full_begin, full_end = ctx.full_blocks()
+        if (block < full_begin) | (block >= full_end):
+            chain.mask.forward(ctx.band(), scores)
+        lse = self.row_numbers(ctx, block, piece, ctx.smem.lse)
+        visible_keys = (lambda query: ctx.band().visible_keys(query)) if chain.may_be_large else None
+        probabilities(scores, lse, ctx.scale_log2, visible_keys)
+        return saved
+
+    def multiply_dov(
+        self, ctx: MainloopContext, block: Int32, piece: int, stage: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """dP = dO V^T and -D of the thread's rows; or dP - D, which the product starts from, and None."""
         op = ctx.operands
-        acc = cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
-        if cutlass.const_expr(start is None):
+        # Dropout zeroes elements of dP, not of D; and one part's dP is in other units.
+        apart = bool(self.traits.dropout) or self.products.in_one_part
+        minus_d = None if apart else self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
+        acc = self.scores_accumulator(op)
+        if minus_d is None:
             acc.fill(0.0)
         else:
-            start_from(self.by_rows(op, acc), start)
-        factor = factor_of(ctx.smem.scales, "dp")
+            start_from(self.by_rows(op, acc), minus_d)
+        factor = ctx.factor("dp")
         self.products.multiply_by_v(acc, op, stage, factor)
         self.products.to_units(acc, factor)
-        return acc
+        return acc, self.row_numbers(ctx, block, piece, ctx.smem.minus_d) if apart else None
+
+    def use_probabilities(self, ctx: MainloopContext, p: Any, stage_do: Int32) -> None:
+        """P to shared memory for dV, or with ``p_in_regs`` its product with dO."""
+        op = ctx.operands
+        if op.p_out is not None:
+            op.p_out.store(p)
+        else:
+            of_dv = ctx.factor("dv")
+            self.products.multiply_scores(op.mma_dkv, ctx.gradients.dv, p, op.do_t, stage_do, of_dv)
+
+    def operand_of_ds(
+        self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], piece: int = 0
+    ) -> tuple[Any, Float32]:
+        """dS as an operand of dK and dQ, and what it is times; dk: accumulators, in units of that with one part."""
+        if not self.tile.in_parts:
+            return self.rounded(acc_dp), Float32(1.0)
+        scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), piece)
+        return self.products.in_parts(acc_dp, scale), factor
+
+    def rounded(self, acc: cute.Tensor) -> cute.Tensor:
+        """An accumulator in the gradients' dtype."""
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store(acc.load().to(self.dtype))
+        return fragment
+
+    def scores_accumulator(self, op: Operands) -> cute.Tensor:
+        """Registers for the scores of a piece of the queries, or of their gradients."""
+        return cute.make_rmem_tensor(op.mma_sdp.get_slice(0).partition_shape_C(self.scores_shape), Float32)
 
     @cute.jit
     def gradient_scale(
@@ -637,7 +748,7 @@ class BackwardSm80:
             ctx.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            below_1024(rematerialize(ctx.thread)),
+            ctx.thread_again(),
             tile.p_in_regs,
         )
         return score_map.tile(acc, block * tile.tile_m + piece * tile.queries, ctx.key0)
@@ -654,7 +765,7 @@ class BackwardSm80:
             ctx.operands.mma_sdp,
             tile.queries,
             tile.tile_n,
-            below_1024(rematerialize(ctx.thread)),
+            ctx.thread_again(),
             tile.p_in_regs,
         )
         rows = score_map.modes.rows
@@ -674,7 +785,7 @@ class BackwardSm80:
         for index in cutlass.range_constexpr(tile.dq_passes):
             acc = dq.make_accumulator(op.mma_dq, self.traits, tile)
             acc.fill(0.0)
-            of_k = factor_of(ctx.smem.scales, "k")
+            of_k = ctx.factor("k")
             self.products.multiply(
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factors[0] * of_k
             )
@@ -690,4 +801,4 @@ class BackwardSm80:
             if cutlass.const_expr(index > 0):
                 first += index * (floats // tile.dq_passes)
             target = blocks + cute.assume(first, divby=4)
-            add_fragment(acc, target, below_1024(rematerialize(ctx.thread)), tile.dq_vector)
+            add_fragment(acc, target, ctx.thread_again(), tile.dq_vector)

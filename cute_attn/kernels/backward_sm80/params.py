@@ -1,15 +1,95 @@
-"""What the main loop of the Ampere backward works on."""
+"""What the Ampere backward works on: a launch, a query head of a key block, and a piece of its queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
+from cute_attn.device.band import Band
+from cute_attn.device.gemm import below_1024
+from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.seqlen import Seqlens, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
-from cute_attn.kernels.backward_sm80.gradients import Gradients
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
 from cute_attn.kernels.backward_sm80.products import Operands
-from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
+from cute_attn.kernels.backward_sm80.storage import BAND, BackwardSm80Storage, factor_of
 from cute_attn.work.block_range import BlockRange
+from cute_attn.work.key_tiles import KeyTileOrder, KeyTiles, key_tile_of
+
+
+@dataclass(frozen=True)
+class StartAlike:
+    """Whether all rows of Q, and of dO, start alike: they stay where they are copied.
+
+    None where they are moved, or always aligned.
+    """
+
+    q: Int32 | None
+    do: Int32 | None
+
+    @property
+    def any(self) -> bool:
+        """Whether rows of one of them may stay."""
+        return self.q is not None or self.do is not None
+
+
+@dataclass(frozen=True)
+class BackwardParams:
+    """A launch: tensors and lengths as of ``cute_attn.kernels.arguments``, and what follows from them."""
+
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mDO: cute.Tensor
+    mLSElog2: cute.Tensor
+    mMinusD: cute.Tensor
+    mDQaccum: cute.Tensor
+    mDK: cute.Tensor
+    mDV: cute.Tensor
+    seqlens: Seqlens
+    softmax_scale: Float32
+    scale_log2: Float32
+    split_stride: Int64
+    nheads: Int32
+    heads: Int32  # query heads of a CTA
+    head_splits: Int32
+    alike: StartAlike
+    score_args: tuple
+    order: KeyTileOrder
+    skipped: Int32  # key blocks of each CTA that launches before this one computed
+    scales: (
+        cute.Tensor | None
+    )  # of operands in parts, and of the kernel that computes where they do not serve
+
+    def key_tile(self, index: Int32) -> KeyTiles:
+        """The key tiles of CTA ``index``."""
+        return key_tile_of(self.order, self.seqlens, optimization_barrier(index))
+
+    def first_key(self, key_tile: KeyTiles, tile_n: int) -> Int32:
+        """The first key of this launch's key block."""
+        return (key_tile.first + self.skipped) * tile_n
+
+    def dq_of(self, key_tile: KeyTiles, head: Int32, row0: Int32, columns: int, varlen: bool) -> cute.Pointer:
+        """The fp32 accumulator of dQ of a query head, one query block after the other, from padded row ``row0`` on."""
+        mDQ = self.mDQaccum
+        accumulator = mDQ[0, None, None] if varlen else mDQ[0, None, None, None]
+        head_dq = workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
+        return head_dq.iterator + Int64(key_tile.first) * self.split_stride
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """dK and dV of a key block, accumulated in fp32 registers."""
+
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """Of a piece of the queries, what is in registers before S: the dropout mask, and what modifiers read."""
+
+    dropped: tuple
+    loaded: tuple
 
 
 @dataclass(frozen=True)
@@ -27,3 +107,19 @@ class MainloopContext:
     key0: Int32
     scale_log2: Float32
     thread: Int32
+
+    def factor(self, name: str) -> Float32:
+        """What the products of operands in parts are times; see ``storage.FACTORS``."""
+        return factor_of(self.smem.scales, name)
+
+    def thread_again(self) -> Int32:
+        """The thread's index, computed again: what follows from it need not stay in registers from step to step."""
+        return below_1024(rematerialize(self.thread))
+
+    def band(self) -> Band:
+        """The mask's band, read again from where :meth:`BackwardSm80Storage.spill` keeps it."""
+        return replace(self.state.band, **{name: self.smem.reload_int(name) for name in BAND})
+
+    def full_blocks(self) -> tuple[Int32, Int32]:
+        """The query blocks [begin, end) that need no mask, read again likewise."""
+        return self.smem.reload_int("full_begin"), self.smem.reload_int("full_end")

@@ -15,7 +15,15 @@ from cutlass import Float16, Float32, Int32, cute
 import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
 from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, gemm_fp32, gemm_rs_fp32
-from cute_attn.device.gemm_hi_lo import HiLo, HiLoOperand, HiLoResult, gemm_hi_lo, gemm_rs_hi_lo, split
+from cute_attn.device.gemm_hi_lo import (
+    P_EXPONENT,
+    HiLo,
+    HiLoOperand,
+    HiLoResult,
+    gemm_hi_lo,
+    gemm_rs_hi_lo,
+    split,
+)
 from cute_attn.device.one_part import scaled_to_fp16
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.outputs import dq_order as dq
@@ -270,6 +278,10 @@ class Products:
             gemm_rs_fp32(mma, acc, scores, b, stage, self.each)
         else:
             gemm_rs(mma, acc, layouts.as_operand_a(scores), b, stage)
+
+    def operand_of_p(self, p: cute.Tensor) -> Any:
+        """P as an operand of dV: itself, or of operands in parts its parts."""
+        return self.in_parts(p, Float32(2.0**P_EXPONENT)) if self.tile.in_parts else p
 
     def in_parts(self, scores: cute.Tensor, factor: Float32) -> Any:
         """P or dS, fp32 in registers, times ``factor`` in one or two parts."""

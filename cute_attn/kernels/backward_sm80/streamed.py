@@ -12,22 +12,22 @@ head dims, and registers depend on ``columns``: 64 x 64 scores and any head dim 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
+from cute_attn.device.band import Band
 from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import below_1024
-from cute_attn.device.gemm_hi_lo import P_EXPONENT
 from cute_attn.device.math import rematerialize, rematerialize_each
-from cute_attn.device.probabilities import probabilities, score_gradient
-from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
+from cute_attn.device.probabilities import score_gradient
+from cute_attn.device.score_tile import ScoreTile
+from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
-from cute_attn.kernels.backward_sm80.gradients import stage_gradient
+from cute_attn.kernels.backward_sm80.params import BackwardParams
 from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
 from cute_attn.outputs import dq_order as dq
@@ -93,6 +93,22 @@ class StreamedContext:
     part: Int32
     scale_log2: Float32
     thread: Int32
+
+    def factor(self, name: str) -> Float32:
+        """What the products of operands in parts are times; see ``storage.FACTORS``."""
+        return factor_of(self.smem.scales, name)
+
+    def thread_again(self) -> Int32:
+        """The thread's index, computed again: what follows from it need not stay in registers from step to step."""
+        return below_1024(rematerialize(self.thread))
+
+    def band(self) -> Band:
+        """The mask's band."""
+        return self.state.band
+
+    def full_blocks(self) -> tuple[Int32, Int32]:
+        """The query blocks [begin, end) that need no mask."""
+        return self.blocks.full_begin, self.blocks.full_end
 
 
 @dataclass(frozen=True)
@@ -181,67 +197,50 @@ class Streamed:
     # ---- a CTA ----
 
     @cute.jit
-    def run(
-        self,
-        inputs: tuple,
-        outputs: tuple,
-        seqlens: Seqlens,
-        scalars: tuple,
-        score_args: tuple,
-        scales: cute.Tensor | None,
-        key_tile: KeyTiles,
-        key0: Int32,
-    ) -> None:
+    def run(self, params: BackwardParams, key_tile: KeyTiles, key0: Int32) -> None:
         """dK and dV of the CTA's keys and columns; adds its part of dQ to the accumulator."""
-        traits, tile, chain = self.kernel.traits, self.tile, self.kernel.epilogues
-        mQ, mK, mV, mDO, mLSElog2, mMinusD = inputs
-        softmax_scale, scale_log2, split_stride, nheads, heads, head_splits, _ = scalars
+        kernel, tile, seqlens, varlen = self.kernel, self.tile, params.seqlens, self.kernel.traits.varlen
         thread, _, _ = cute.arch.thread_idx()
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()
         operands = self.operands(smem, thread)
         if cutlass.const_expr(tile.in_parts):
-            smem.scales.store(scales)  # type: ignore[union-attr]
+            smem.scales.store(params.scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
-        batch, info, varlen = key_tile.batch, key_tile.info, traits.varlen
-        head_kv, head0 = key_tile.head_dkv // head_splits, key_tile.head_dkv * heads
-        for head in cutlass.range(head0, head0 + heads, unroll=1):
-            context = chain.context(score_args, seqlens, info, batch, head, nheads, softmax_scale)
-            state = chain.begin(score_args, context)
+        batch, info = key_tile.batch, key_tile.info
+        head_kv, head0 = key_tile.head_dkv // params.head_splits, key_tile.head_dkv * params.heads
+        for head in cutlass.range(head0, head0 + params.heads, unroll=1):
+            state = kernel.epilogues.begin(params.score_args, kernel.score_context(params, key_tile, head))
             key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
-            accumulator = outputs[0][0, None, None] if varlen else outputs[0][0, None, None, None]
-            head_dq = workspace_rows(accumulator, batch, head, row0, padded(traits.head_dim), varlen)
+            dq_blocks = params.dq_of(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
             ctx = StreamedContext(
                 smem,
                 operands,
-                sequence(mQ, batch, head, info.offset_q, varlen),
-                sequence(mDO, batch, head, info.offset_q, varlen),
-                sequence(mK, batch, head_kv, info.offset_k, varlen),
-                sequence(mV, batch, head_kv, info.offset_k, varlen),
-                workspace_rows(mLSElog2, batch, head, row0, 1, varlen),
-                workspace_rows(mMinusD, batch, head, row0, 1, varlen),
-                head_dq.iterator + Int64(key_tile.first) * split_stride,
+                sequence(params.mQ, batch, head, info.offset_q, varlen),
+                sequence(params.mDO, batch, head, info.offset_q, varlen),
+                sequence(params.mK, batch, head_kv, info.offset_k, varlen),
+                sequence(params.mV, batch, head_kv, info.offset_k, varlen),
+                workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
+                workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
+                dq_blocks,
                 state,
                 blocks,
                 info.seqlen_q,
                 info.seqlen_k,
                 key0,
                 part,
-                scale_log2,
+                params.scale_log2,
                 thread,
             )
             for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                 self.query_block(ctx, block, dk, dv)
         cute.arch.cp_async_wait_group(0)
-        rescale = chain.context(
-            score_args, seqlens, info, batch, key_tile.head_dkv, nheads, softmax_scale
-        ).gradient_scale
-        keys = existing_rows(seqlens.cu_seqlens_k, mK, batch) - key0
-        _, mDK, mDV = outputs
-        of_dk, of_dv = gradient_factors(smem.scales, softmax_scale * rescale, rescale, thread)
-        for gradient, m, factor in ((dk, mDK, of_dk), (dv, mDV, of_dv)):
+        rescale = kernel.score_context(params, key_tile, key_tile.head_dkv).gradient_scale
+        keys = existing_rows(seqlens.cu_seqlens_k, params.mK, batch) - key0
+        of_dk, of_dv = gradient_factors(smem.scales, params.softmax_scale * rescale, rescale, thread)
+        for gradient, m, factor in ((dk, params.mDK, of_dk), (dv, params.mDV, of_dv)):
             g = sequence(m, batch, key_tile.head_dkv, info.offset_k, varlen)
             self.store(gradient, factor, g, smem, key0, keys, part, thread)
 
@@ -259,7 +258,6 @@ class Streamed:
     def query_block(self, ctx: StreamedContext, block: Int32, dk: Constexpr, dv: Constexpr) -> None:
         """S, dP and their products with the CTA's columns."""
         tile, op, products = self.tile, ctx.operands, self.products
-        factors = partial(factor_of, ctx.smem.scales)
         of_qk, of_v = self.counts()
         cute.arch.barrier()  # other warps may still read the last block's chunks, P and dS
         self.load_statistics(ctx, block)
@@ -271,27 +269,27 @@ class Streamed:
         unroll = products.steps_at_once(self.chunk, tile.sdp_unroll)
         for t in cutlass.range(0, of_qk, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2, factors("s"))
+            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2, ctx.factor("s"))
         for t in cutlass.range(of_qk, of_qk + of_v, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2, factors("dp"))
-        products.to_units(acc_s, factors("s"))
-        products.to_units(acc_dp, factors("dp"))
+            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2, ctx.factor("dp"))
+        products.to_units(acc_s, ctx.factor("s"))
+        products.to_units(acc_dp, ctx.factor("dp"))
         factor = self.scores(ctx, block, acc_s, acc_dp, dk)
         for j in cutlass.range_constexpr(self.chunks):
             first = of_qk + of_v + 2 * j
             self.wait_and_start(ctx, block, Int32(first))
             along = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage = Int32(first % 2)
-            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, stage, along, factor=factors("dv"))
+            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, stage, along, factor=ctx.factor("dv"))
             self.wait_and_start(ctx, block, Int32(first + 1))
             stage = Int32((first + 1) % 2)
             products.multiply(
-                op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along, factor=factor * factors("q")
+                op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along, factor=factor * ctx.factor("q")
             )
             column = ctx.part * self.chunks + j
             if column < of_qk:
-                self.add_dq(ctx, block, column, stage, factor * factors("k"))
+                self.add_dq(ctx, block, column, stage, factor * ctx.factor("k"))
 
     @cute.jit
     def wait_and_start(self, ctx: StreamedContext, block: Int32, t: Int32) -> None:
@@ -383,44 +381,31 @@ class Streamed:
         self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor, dk: Constexpr
     ) -> Float32:
         """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in parts."""
-        kernel, chain, traits, op = self.kernel, self.kernel.epilogues, self.kernel.traits, ctx.operands
+        kernel, chain, op = self.kernel, self.kernel.epilogues, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
-        mask, loaded = (), ()
-        if cutlass.const_expr(bool(traits.dropout)):
-            mask = chain.dropout_mask(ctx.state, scores)
-        if cutlass.const_expr(chain.modifiers):
-            loaded = chain.load(ctx.state, scores)
-        saved = chain.forward(ctx.state, scores, loaded, False)
-        if (block < ctx.blocks.full_begin) | (block >= ctx.blocks.full_end):
-            chain.mask.forward(ctx.state.band, scores)
-        visible_keys = ctx.state.band.visible_keys if chain.may_be_large else None
-        lse = kernel.row_numbers(ctx, block, 0, ctx.smem.lse)
-        probabilities(scores, lse, ctx.scale_log2, visible_keys)
-        p = cute.make_rmem_tensor_like(acc_s, kernel.dtype)
-        p.store(acc_s.load().to(kernel.dtype))
-        dp = kernel.score_tile(ctx, block, 0, acc_dp)
-        chain.zero_dropped(mask, kernel.by_rows(op, p))
-        if cutlass.const_expr(self.tile.in_parts):
-            p = self.products.in_parts(p, Float32(2.0**P_EXPONENT))
-        op.p_out.store(p)
-        chain.zero_dropped(mask, dp.acc)
+        ahead = kernel.read_ahead(ctx.state, lambda: scores)
+        saved = kernel.exponentiate(ctx, block, 0, scores, ahead)
+        p, dp = kernel.rounded(acc_s), kernel.score_tile(ctx, block, 0, acc_dp)
+        chain.zero_dropped(ahead.dropped, kernel.by_rows(op, p))
+        op.p_out.store(self.products.operand_of_p(p))
+        chain.zero_dropped(ahead.dropped, dp.acc)
         score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
+        self.epilogues_backward(ctx, dp, saved)
+        ds, factor = kernel.operand_of_ds(ctx, acc_dp, dk, lambda: ctx.thread)
+        op.ds_out.store(ds)
+        return factor
+
+    @cute.jit
+    def epilogues_backward(self, ctx: StreamedContext, dp: ScoreTile, saved: tuple) -> None:
+        """The epilogues' derivatives; a bias' gradient by one of the CTAs that have the same scores."""
+        chain, modifiers = self.kernel.epilogues, ctx.state.modifiers
         for i in cutlass.range_constexpr(len(chain.modifiers) - 1, -1, -1):
             modifier = chain.modifiers[i]
             if cutlass.const_expr(isinstance(modifier, Bias) and modifier.gradient):
-                if ctx.part == 0:  # all parts have the same scores
-                    modifier.backward(ctx.state.modifiers[i], dp, saved[i])
+                if ctx.part == 0:
+                    modifier.backward(modifiers[i], dp, saved[i])
             else:
-                modifier.backward(ctx.state.modifiers[i], dp, saved[i])
-        factor = Float32(1.0)
-        if cutlass.const_expr(self.tile.in_parts):
-            scale, factor = kernel.gradient_scale(ctx.smem.scales, acc_dp, dk, ctx.thread)
-            ds = self.products.in_parts(acc_dp, scale)
-        else:
-            ds = cute.make_rmem_tensor_like(acc_dp, kernel.dtype)
-            ds.store(acc_dp.load().to(kernel.dtype))
-        op.ds_out.store(ds)
-        return factor
+                modifier.backward(modifiers[i], dp, saved[i])
 
     @cute.jit
     def add_dq(
@@ -456,7 +441,7 @@ class Streamed:
         s = smem.gradient
         for j in cutlass.range_constexpr(self.chunks):
             cute.arch.barrier()  # the last chunk has been read
-            stage_gradient(kernel, gradient[j], factor, kernel.mma_dkv(), s, thread)
+            kernel.stage_gradient(gradient[j], factor, kernel.mma_dkv(), s, thread)
             cute.arch.barrier()
             col0 = (part * self.chunks + j) * self.chunk
             left = g.shape[1] - col0
