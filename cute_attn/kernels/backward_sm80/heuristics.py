@@ -1,36 +1,271 @@
-"""The Ampere backward's default tiles."""
+"""The Ampere backward's default tiles: the first of :func:`preferred_tiles` that fits the traits and the target.
 
-import dataclasses
+Speeds are TFLOP/s, full / causal at s8192, from "Ampere backward, on an H200" in bench/notes.md (#n: its rows), and of
+fp32 ratios to PyTorch's memory-efficient kernel, from "The rest of the memory-efficient family, measured". A row
+without a number does not spill at its register pressure, and was not measured against others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cute_attn.device.skewed_rows import has_room
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
-
-def _saves(traits: Traits) -> bool:
-    """Whether epilogues save values for their derivatives."""
-    return bool(traits.softcap or traits.epilogues)
+Rows = Sequence[tuple[int, int, BackwardSm80Tile]]
+"""(the largest head dim, the highest register pressure at which it does not spill, tile)"""
 
 
-def _has_lengths(traits: Traits) -> bool:
-    return bool(traits.varlen or traits.seqused_q or traits.seqused_k)
+def _tile(
+    tile_m: int,
+    tile_n: int,
+    num_warps: int,
+    along: tuple[int, int, int],
+    unrolls: tuple[int, int, int] = (0, 0, 0),
+    stages: tuple[int, int] = (2, 2),
+    **fields: Any,
+) -> BackwardSm80Tile:
+    """along: warps along M in S, dK and dQ; unrolls: of S, dK and dQ, 0 for all steps; stages: of Q and dO."""
+    sdp, dkv, dq = unrolls
+    stages_q, stages_do = stages
+    fields |= {"sdp_unroll": sdp, "dkv_unroll": dkv, "dq_unroll": dq}
+    return BackwardSm80Tile(tile_m, tile_n, num_warps, *along, stages_q, stages_do, **fields)
 
 
-def _least_pressure(traits: Traits, target: str) -> int:
-    """Of a target, beside :func:`_pressure`: sm80 adds to dQ float by float, which takes registers too."""
-    if target != "sm80":
-        return 0
+def _in_regs(queries_at_once: int, *more: Any, tile_m: int = 64, **fields: Any) -> BackwardSm80Tile:
+    """P and dS in registers, four warps of 32 keys: two CTAs share a multiprocessor. 128 x 128 loses 14%, #8."""
+    fields |= {"p_in_regs": True, "queries_at_once": queries_at_once}
+    return _tile(tile_m, 128, 4, (1, 4, 2), *more, **fields)
+
+
+def _parts(
+    tile_m: int,
+    tile_n: int,
+    num_warps: int,
+    along: tuple[int, int, int],
+    unrolls: tuple[int, int, int] = (0, 0, 0),
+    stages: tuple[int, int] = (1, 1),
+    **fields: int,
+) -> BackwardSm80Tile:
+    """Of fp32 in fp16 parts."""
+    return _tile(tile_m, tile_n, num_warps, along, unrolls, stages, operands="parts", **fields)
+
+
+ONE, TWO = (1, 1), (2, 2)
+"""Stages of Q and dO."""
+FEW = (4, 2, 2)
+"""Steps at a time, where registers are scarce."""
+
+_HALF: Rows = (
+    (64, 0, _in_regs(32)),  # 334/335, #13; V in registers too -3%, #6; 16 queries at a time -6%, #7
+    (64, 3, _in_regs(32, (0, 0, 4))),  # dQ in groups, not S: with a bias 222, not 184, #15
+    (64, 4, _in_regs(16, (2, 0, 2))),
+    (64, 5, _tile(64, 64, 8, (4, 2, 2), (0, 0, 2))),
+    (96, 0, _tile(64, 128, 8, (2, 4, 4))),
+    (96, 2, _tile(64, 128, 8, (2, 4, 4), (2, 0, 2))),
+    (96, 5, _tile(64, 64, 8, (4, 4, 4))),
+    (128, 0, _tile(64, 128, 8, (2, 4, 2))),  # 313/312, #13; 64 x 64 by 4 warps -12%, #10; one dO -3%, #5
+    (128, 1, _tile(64, 128, 8, (2, 4, 2), (0, 2, 0))),  # lengths, causal: 308, not 280, #15
+    (128, 2, _tile(64, 128, 8, (2, 4, 2), (4, 0, 2))),  # a bias: 243, and 238 as the row above, #15
+    (128, 3, _tile(64, 128, 8, (2, 4, 2), (0, 2, 0))),  # softcap, causal: 273, not 208, #15
+    (128, 4, _tile(64, 128, 8, (2, 4, 2), (4, 0, 2))),
+    (128, 5, _tile(64, 64, 8, (4, 2, 2))),
+    (192, 0, _tile(64, 64, 8, (4, 2, 2))),
+    (192, 2, _tile(64, 64, 8, (4, 2, 2), (0, 0, 2))),
+    (192, 5, _tile(64, 64, 8, (4, 4, 4), (0, 0, 2))),
+    (256, 0, _tile(64, 64, 8, (4, 2, 2), stages=ONE)),  # 272/275, and 267/271 with two stages, #4
+    (256, 2, _tile(64, 64, 8, (4, 2, 2), (4, 0, 2), ONE)),
+    (256, 4, _tile(64, 64, 8, (4, 4, 4), (4, 2, 1))),
+    (256, 5, _tile(64, 64, 8, (4, 4, 4), (4, 2, 2), (2, 1))),
+    (256, 5, _tile(64, 64, 8, (4, 2, 2), (4, 2, 2), ONE)),  # where the row above does not fit
+)
+_HALF_SM80: Rows = (  # it adds to dQ float by float, which takes registers: "Tiles for sm80"
+    _HALF[0],
+    (64, 2, _in_regs(32, (0, 0, 4))),
+    (64, 3, _in_regs(32, (0, 0, 4), (1, 2))),  # 537 clocks for 1,000 scores, not 539; two CTAs still fit
+    *_HALF[2:],
+)
+_HALF_SMALL: Rows = (  # sm86 and sm89, with less shared memory: what fits and does not spill
+    (64, 5, _tile(64, 128, 8, (2, 4, 2), (0, 0, 2))),
+    (96, 5, _tile(64, 64, 8, (4, 4, 4), (0, 0, 2))),
+    (128, 5, _tile(64, 64, 8, (4, 2, 2), stages=(2, 1))),
+    (160, 5, _tile(64, 64, 8, (4, 4, 4), stages=ONE)),
+    (192, 5, _tile(64, 32, 8, (4, 2, 2), stages=ONE)),
+    (256, 5, _tile(64, 32, 8, (4, 2, 2), (0, 0, 1), ONE, v_in_regs=True)),
+)
+FIT_ALWAYS = (
+    _tile(64, 64, 8, (4, 4, 4), stages=ONE),
+    _tile(32, 32, 4, (2, 2, 2), (0, 0, 1), ONE),
+)
+
+# fp32 in tf32, of calls too small for parts. P and dS pass through shared memory: with both in registers ptxas computes
+# so many sums of dV and dK, which start from zero, before it adds them up that it spills. Not searched.
+_WIDE, _LEAST = _tile(32, 64, 8, (2, 4, 2), (4, 1, 1), ONE), _tile(32, 32, 4, (2, 2, 2), (4, 1, 1), ONE)
+_FP32: Rows = (
+    (64, 5, _tile(64, 64, 8, (4, 2, 2), (4, 1, 1))),
+    (64, 5, _tile(64, 64, 8, (4, 2, 2), (4, 1, 1), ONE)),
+    (128, 5, _tile(64, 64, 8, (4, 2, 2), (4, 1, 1))),
+    (128, 5, _tile(64, 64, 8, (4, 2, 2), (4, 1, 1), ONE)),
+    (128, 5, _WIDE),
+    (128, 5, _LEAST),
+    (256, 5, _WIDE),
+    (256, 5, _LEAST),
+)
+_TF32: Rows = (  # precision tf32: one product, whose sums fit registers
+    (64, 0, _in_regs(0, (2, 0, 4), tile_m=32)),
+    (64, 5, _in_regs(16, (2, 0, 2), tile_m=32)),
+    (64, 5, _tile(32, 64, 4, (1, 4, 2), (0, 0, 2), ONE, p_in_regs=True)),
+    (128, 5, _tile(32, 128, 8, (1, 8, 2), (4, 0, 4), ONE, p_in_regs=True)),
+    (128, 5, _tile(32, 64, 4, (1, 4, 2), (4, 0, 2), ONE, p_in_regs=True)),
+    (128, 5, _LEAST),
+    (256, 5, _WIDE),
+    (256, 5, _LEAST),
+)
+
+PARTS_LEAST_FLOP = {2: 2**31, 1: 2**32}
+"""Parts -> floating-point operations of a call from which on products in parts pay for three more launches. Those of
+one part have not been searched."""
+_PARTS_32, _PARTS_LEAST = (_parts(32, n, 4, (2, 2, 2), (2, 1, 1)) for n in (64, 32))
+_TWO_PARTS: Rows = (  # up to head dim 128 two CTAs of four warps: one computes while the other waits
+    (64, 5, _parts(64, 64, 4, (2, 2, 2), (2, 2, 2))),  # 2.86 to 3.32
+    (64, 5, _PARTS_32),
+    (128, 5, _parts(32, 64, 4, (1, 2, 1), (2, 1, 1))),  # 2.77 to 2.98
+    (128, 5, _PARTS_32),
+    (128, 5, _PARTS_LEAST),
+    (256, 5, _parts(32, 64, 8, (2, 2, 1), (2, 1, 1))),  # 2.6
+    (256, 5, _parts(32, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (256, 5, _PARTS_LEAST),
+)
+_TWO_PARTS_SMALL: Rows = (  # targets with less shared memory than sm90
+    (64, 5, _PARTS_32),
+    (128, 5, _parts(64, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (128, 5, _PARTS_LEAST),
+    (256, 5, _parts(32, 64, 8, (2, 2, 1), (2, 1, 1))),
+    (256, 5, _parts(32, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (256, 5, replace(_PARTS_LEAST, dq_passes=2)),  # one pass spills where dQ is added float by float
+    (256, 5, _PARTS_LEAST),
+)
+_ONE_PART: Rows = (  # the tiles of 16-bit tensors that do not spill; not searched
+    (64, 0, _in_regs(32, (0, 0, 4), operands="parts")),  # 5.81 to 7.90
+    (64, 3, _in_regs(0, tile_m=32, operands="parts")),
+    (64, 5, _parts(64, 64, 4, (2, 2, 2), FEW, stages=TWO)),
+    (96, 3, _parts(64, 128, 8, (2, 4, 4), stages=TWO)),
+    (96, 5, _parts(64, 64, 4, (2, 2, 2), FEW)),
+    (128, 3, _parts(64, 128, 8, (2, 4, 2), stages=TWO)),  # 5.78 to 7.74
+    (128, 5, _parts(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
+    (192, 0, _parts(64, 64, 8, (4, 2, 2), stages=TWO)),
+    (192, 5, _parts(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
+    (256, 0, _parts(64, 64, 8, (4, 2, 2))),
+    (256, 5, _parts(64, 64, 8, (4, 2, 2), FEW)),  # 6.2
+)
+# Head dims above 256, by the bytes of an element, each in as few passes of dQ as fit.
+_LARGE = {
+    2: (  # 4.99 to 7.03 of PyTorch's memory-efficient kernel
+        _tile(64, 32, 8, (4, 2, 2), (4, 1, 1), ONE),
+        _tile(64, 16, 4, (4, 1, 2), (4, 1, 1), ONE),
+    ),
+    4: (_LEAST,),
+}
+_LARGE_PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
+_MOST_COLUMNS = 256
+"""Of dK and dV that eight warps hold for 64 keys without spills."""
+
+
+def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """Best first."""
     largest = max(traits.head_dim, traits.head_dim_v)
-    if _saves(traits) and largest > 64:
-        return 4
-    if _has_lengths(traits) and largest <= 64:
-        return 3
-    return 1 if largest > 192 else 0
+    if largest > 256:
+        tiles = _large_tiles(traits)
+    elif traits.element_bytes == 4:
+        tiles = [*_tiles_in_parts(traits, target), *_fp32_tiles(traits), _streamed(traits)]
+    else:
+        tiles = [*_half_tiles(traits, target), *FIT_ALWAYS]
+    vector = 4 if target == "sm90" else 1  # red.v4 is sm90's: +1%, #12
+    return [replace(tile, dq_vector=vector) for tile in tiles]
+
+
+def _rows(table: Rows, traits: Traits, pressure: int) -> list[BackwardSm80Tile]:
+    """The tiles of a table for the traits' head dims, whose registers suffice."""
+    largest = max(traits.head_dim, traits.head_dim_v)
+    own = next(dim for dim, _, _ in table if largest <= dim)
+    return [tile for dim, highest, tile in table if dim == own and highest >= pressure]
+
+
+def _half_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """Of 16-bit elements."""
+    table = {"sm80": _HALF_SM80, "sm90": _HALF}.get(target, _HALF_SMALL)
+    largest = max(traits.head_dim, traits.head_dim_v)
+    pressure = max(_pressure(traits), _least_pressure(traits, target))
+    if traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, table)):
+        return _rows(table, traits, pressure)
+    # Copies of rows that start anywhere take registers.
+    own = []
+    if largest <= 64 and pressure <= 1 and table is not _HALF_SMALL:
+        few = target == "sm90" and pressure == 0 and traits.head_dim == traits.head_dim_v
+        own = [_in_regs(32, (0, 0, 4)) if few else _in_regs(32, (1, 0, 2))]
+    more = largest <= 64 or (largest <= 128 and target == "sm80")
+    return [*own, *_rows(table, traits, max(pressure, 4 if more else 3))]
+
+
+def _fp32_tiles(traits: Traits) -> list[BackwardSm80Tile]:
+    """Of whole fp32 elements."""
+    registers = _pressure(traits) or int(not traits.aligned)
+    return _rows(_TF32, traits, registers) if traits.precision == "tf32" else _rows(_FP32, traits, 0)
+
+
+def _tiles_in_parts(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """Of fp32 elements in parts.
+
+    One of those of one part has an exact kernel whose operands are streamed, for targets with little shared memory, and
+    for head dims that four warps cannot divide.
+    """
+    if traits.fp16_parts == 2:
+        return _rows(_TWO_PARTS if target == "sm90" else _TWO_PARTS_SMALL, traits, 0)
+    streamed = _parts(64, 64, 8, (4, 4, 4), FEW)
+    streamed = replace(streamed, dq_passes=padded(traits.head_dim) // streamed.chunk(traits))
+    others = [_parts(32, 64, 4, (2, 2, 2), FEW), streamed]
+    if max(traits.head_dim, traits.head_dim_v) > 128:
+        others.reverse()
+    return [*_rows(_ONE_PART, traits, _pressure(traits)), *others]
+
+
+def _large_tiles(traits: Traits) -> list[BackwardSm80Tile]:
+    """For head dims above 256. One part may stay in shared memory, as 16 bits do; two are streamed."""
+    in_parts = []
+    if traits.element_bytes == 4:
+        in_parts = [_streamed_parts(traits)]
+        if traits.fp16_parts == 1:
+            passes = in_parts[0].dq_passes
+            in_parts.insert(0, _parts(64, 32, 8, (4, 2, 2), (4, 1, 1), dq_passes=passes))
+    resident = [replace(tile, dq_passes=n) for tile in _LARGE[traits.element_bytes] for n in _LARGE_PASSES]
+    return [*in_parts, *resident, _streamed(traits)]
+
+
+def _streamed(traits: Traits) -> BackwardSm80Tile:
+    """The tile of any head dim: it fits every target."""
+    tile = _tile(64, 64, 8, (4, 4, 4), (2, 1, 1), columns=_MOST_COLUMNS)
+    return replace(tile, dq_passes=padded(traits.head_dim) // tile.chunk(traits))
+
+
+def _streamed_parts(traits: Traits) -> BackwardSm80Tile:
+    """The same of operands in parts: the fewest CTAs, with equal numbers of columns."""
+    tile = _parts(64, 64, 8, (4, 4, 4), (1, 1, 1), stages=TWO, columns=64)
+    largest, chunk = max(padded(traits.head_dim), padded(traits.head_dim_v)), tile.chunk(traits)
+    columns = -(-largest // -(-largest // _MOST_COLUMNS))
+    passes = padded(traits.head_dim) // chunk
+    return replace(tile, columns=-(-columns // chunk) * chunk, dq_passes=passes)
+
+
+def _rows_stay(traits: Traits, table: Rows) -> bool:
+    """Whether unaligned rows may stay where they are copied, so that copies take few registers."""
+    dim, tile = traits.head_dim, _rows(table, traits, 0)[0]
+    stay = dim == traits.head_dim_v and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
+    return stay and not (traits.windowed and dim <= 64)
 
 
 def _pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues, from 0 to 5.
+    """Register pressure of the epilogues, from 0 to 5, by what ptxas spills.
 
     1: ALiBi, or lengths with wide gradients; 2: a bias; 3: values saved for a derivative, or a dropout mask; 4: a
     dropout mask or a window, with lengths or many Philox words; 5: dropout and another epilogue.
@@ -52,293 +287,22 @@ def _pressure(traits: Traits) -> int:
     return 1 if traits.alibi or (lengths and large) else 0
 
 
-def _tile(
-    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, **fields: Any
-) -> BackwardSm80Tile:
-    """sdp, dkv, dq: warps along M in S, in dK and in dQ."""
-    return BackwardSm80Tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
-
-
-def _in_regs(queries_at_once: int, sdp_unroll: int, dq_unroll: int) -> BackwardSm80Tile:
-    """P and dS in registers: four warps of 32 keys, so that two CTAs fit a multiprocessor."""
-    return BackwardSm80Tile(
-        *(64, 128, 4, 1, 4, 2),
-        p_in_regs=True,
-        queries_at_once=queries_at_once,
-        sdp_unroll=sdp_unroll,
-        dq_unroll=dq_unroll,
-    )
-
-
-_ONE_STAGE = {"stages_q": 1, "stages_do": 1}
-# The larger head dim -> tiles, each with the highest register pressure at which it does not spill. The default is the
-# first of these that fits the traits and the target.
-_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
-    64: [
-        (0, _in_regs(32, 0, 0)),
-        (3, _in_regs(32, 0, 4)),
-        (4, _in_regs(16, 2, 2)),
-        (5, _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)),
-    ],
-    96: [
-        (0, _tile(64, 128, 8, 2, 4, 4)),
-        (2, _tile(64, 128, 8, 2, 4, 4, sdp_unroll=2, dq_unroll=2)),
-        (5, _tile(64, 64, 8, 4, 4, 4)),
-    ],
-    128: [
-        (0, _tile(64, 128, 8, 2, 4, 2)),
-        (1, _tile(64, 128, 8, 2, 4, 2, dkv_unroll=2)),
-        (2, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)),
-        (3, _tile(64, 128, 8, 2, 4, 2, dkv_unroll=2)),
-        (4, _tile(64, 128, 8, 2, 4, 2, sdp_unroll=4, dq_unroll=2)),
-        (5, _tile(64, 64, 8, 4, 2, 2)),
-    ],
-    192: [
-        (0, _tile(64, 64, 8, 4, 2, 2)),
-        (2, _tile(64, 64, 8, 4, 2, 2, dq_unroll=2)),
-        (5, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2)),
-    ],
-    256: [
-        (0, _tile(64, 64, 8, 4, 2, 2, **_ONE_STAGE)),
-        (2, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE)),
-        (4, _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=1)),
-        (5, _tile(64, 64, 8, 4, 4, 4, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, stages_do=1)),
-        (5, _tile(64, 64, 8, 4, 2, 2, sdp_unroll=4, dkv_unroll=2, dq_unroll=2, **_ONE_STAGE)),
-    ],
-}
-# For sm80, see ``_least_pressure``. With one stage of Q nothing spills, and two CTAs fit a multiprocessor there too.
-_TILES_SM80 = _TILES | {
-    64: [
-        *_TILES[64][:1],
-        (2, _in_regs(32, 0, 4)),
-        (3, dataclasses.replace(_in_regs(32, 0, 4), stages_q=1)),
-        *_TILES[64][2:],
-    ]
-}
-
-
-def _fp32_in_regs(num_warps: int, tile_n: int = 128, **fields: Any) -> BackwardSm80Tile:
-    """P and dS in registers; 16 or 32 keys a warp, 32 queries."""
-    return BackwardSm80Tile(32, tile_n, num_warps, 1, num_warps, 2, p_in_regs=True, **fields)
-
-
-def _fp32(
-    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, stages: int = 1
-) -> BackwardSm80Tile:
-    fields = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, "stages_q": stages, "stages_do": stages}
-    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, **fields)
-
-
-# For targets with less shared memory than sm80.
-_SMALL_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
-    64: [(5, _tile(64, 128, 8, 2, 4, 2, dq_unroll=2))],
-    96: [(5, _tile(64, 64, 8, 4, 4, 4, dq_unroll=2))],
-    128: [(5, _tile(64, 64, 8, 4, 2, 2, stages_do=1))],
-    160: [(5, _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE))],
-    192: [(5, _tile(64, 32, 8, 4, 2, 2, **_ONE_STAGE))],
-    256: [(5, _tile(64, 32, 8, 4, 2, 2, v_in_regs=True, dq_unroll=1, **_ONE_STAGE))],
-}
-FIT_ALWAYS = [
-    _tile(64, 64, 8, 4, 4, 4, **_ONE_STAGE),
-    _tile(32, 32, 4, 2, 2, 2, dq_unroll=1, **_ONE_STAGE),
-]
-
-
-_FP32_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_fp32(64, 64, 8, 4, 2, 2, 2), _fp32(64, 64, 8, 4, 2, 2)],
-    128: [
-        _fp32(64, 64, 8, 4, 2, 2, 2),
-        _fp32(64, 64, 8, 4, 2, 2),
-        _fp32(32, 64, 8, 2, 4, 2),
-        _fp32(32, 32, 4, 2, 2, 2),
-    ],
-    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2)],
-}
-"""The larger head dim -> tiles of fp32 elements, the largest first.
-
-P and dS go through shared memory: with both in registers the products of dV and dK are unrolled, and ptxas computes so
-many of their sums, which start from zero, before adding them up that it spills.
-"""
-
-
-def _parts(
-    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, unrolls: tuple[int, int, int]
-) -> BackwardSm80Tile:
-    """unrolls: of S and dP, of dK and dV, of dQ."""
-    fields = dict(zip(("sdp_unroll", "dkv_unroll", "dq_unroll"), unrolls, strict=True))
-    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="parts", **fields, **_ONE_STAGE)
-
-
-PARTS_LEAST_FLOP = {2: 2**31, 1: 2**32}
-"""Parts -> floating-point operations of a call from which on products in parts pay for three more launches. Those of
-one part have not been searched."""
-_PARTS_32 = _parts(32, 64, 4, 2, 2, 2, (2, 1, 1))
-_PARTS_LEAST = _parts(32, 32, 4, 2, 2, 2, (2, 1, 1))
-_PARTS_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [_parts(64, 64, 4, 2, 2, 2, (2, 2, 2)), _PARTS_32],
-    128: [_parts(32, 64, 4, 1, 2, 1, (2, 1, 1)), _PARTS_32, _PARTS_LEAST],
-    256: [
-        _parts(32, 64, 8, 2, 2, 1, (2, 1, 1)),
-        _parts(32, 64, 8, 2, 2, 2, (2, 1, 1)),
-        _PARTS_LEAST,
-    ],
-}
-"""The larger head dim -> tiles of fp32 elements in two fp16 parts, the largest first.
-
-On sm90 two CTAs of four warps fit a multiprocessor up to head dims of 128: one computes while the other waits.
-"""
-_PARTS_SM80: dict[int, list[BackwardSm80Tile]] = {
-    64: [_PARTS_32],
-    128: [_parts(64, 64, 8, 2, 2, 2, (2, 1, 1)), _PARTS_LEAST],
-    256: [*_PARTS_TILES[256][:-1], dataclasses.replace(_PARTS_LEAST, dq_passes=2), _PARTS_LEAST],
-}
-"""The same for targets with less shared memory than sm90. dQ in one pass spills at head dim 256 where it is added by
-single floats, on sm80."""
-
-
-def _one_part(
-    tile_m: int, tile_n: int, num_warps: int, sdp: int, dkv: int, dq: int, stages: int = 2, **fields: Any
-) -> BackwardSm80Tile:
-    """stages: of Q and dO."""
-    stages_of = {"stages_q": stages, "stages_do": stages}
-    return _tile(tile_m, tile_n, num_warps, sdp, dkv, dq, operands="parts", **stages_of, **fields)
-
-
-_FEW = {"sdp_unroll": 4, "dkv_unroll": 2, "dq_unroll": 2}
-_ONE_PART_LEAST = _one_part(32, 64, 4, 2, 2, 2, stages=1, **_FEW)
-_ONE_PART_TILES: dict[int, list[tuple[int, BackwardSm80Tile]]] = {
-    64: [
-        (0, _one_part(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32, dq_unroll=4)),
-        (3, _one_part(32, 128, 4, 1, 4, 2, p_in_regs=True)),
-        (5, _one_part(64, 64, 4, 2, 2, 2, **_FEW)),
-    ],
-    96: [(3, _one_part(64, 128, 8, 2, 4, 4)), (5, _one_part(64, 64, 4, 2, 2, 2, stages=1, **_FEW))],
-    128: [(3, _one_part(64, 128, 8, 2, 4, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
-    192: [(0, _one_part(64, 64, 8, 4, 2, 2)), (5, _one_part(64, 64, 8, 4, 2, 2, **_FEW))],
-    256: [
-        (0, _one_part(64, 64, 8, 4, 2, 2, stages=1)),
-        (5, _one_part(64, 64, 8, 4, 2, 2, stages=1, **_FEW)),
-    ],
-}
-"""The larger head dim -> tiles of fp32 elements in one fp16 part, as ``_TILES``: those of 16-bit tensors
-that do not spill, without a search."""
-_TF32_TILES: dict[int, list[BackwardSm80Tile]] = {
-    64: [
-        _fp32_in_regs(4, dq_unroll=4, sdp_unroll=2),
-        _fp32_in_regs(4, queries_at_once=16, dq_unroll=2, sdp_unroll=2),
-        _fp32_in_regs(4, 64, dq_unroll=2, **_ONE_STAGE),
-    ],
-    128: [
-        _fp32_in_regs(8, sdp_unroll=4, dq_unroll=4, **_ONE_STAGE),
-        _fp32_in_regs(4, 64, sdp_unroll=4, dq_unroll=2, **_ONE_STAGE),
-        _fp32(32, 32, 4, 2, 2, 2),
-    ],
-    256: [_fp32(32, 64, 8, 2, 4, 2), _fp32(32, 32, 4, 2, 2, 2)],
-}
-"""The same of fp32 elements rounded to tf32."""
-_LARGE_UNROLLS = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1, **_ONE_STAGE}
-_LARGE_TILES = {
-    2: [
-        _tile(64, 32, 8, 4, 2, 2, **_LARGE_UNROLLS),
-        _tile(64, 16, 4, 4, 1, 2, **_LARGE_UNROLLS),
-    ],
-    4: [_fp32(32, 32, 4, 2, 2, 2)],
-}
-"""Bytes of an element -> tiles for head dims beyond 256, the largest first."""
-
-
-def streamed_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
-    """The tile of any head dim: it fits every target."""
-    tile = _tile(
-        64, 64, 8, 4, 4, 4, columns=256, dq_vector=dq_vector, sdp_unroll=2, dkv_unroll=1, dq_unroll=1
-    )
-    return dataclasses.replace(tile, dq_passes=padded(traits.head_dim) // tile.chunk(traits))
-
-
-_MOST_COLUMNS = 256
-"""Of dK and dV that eight warps hold for 64 keys without spills."""
-
-
-def streamed_parts_tile(traits: Traits, dq_vector: int) -> BackwardSm80Tile:
-    """As :func:`streamed_tile`, of operands in two parts: the fewest CTAs, with equal shares of the columns."""
-    unrolls = {"sdp_unroll": 1, "dkv_unroll": 1, "dq_unroll": 1}
-    tile = _tile(64, 64, 8, 4, 4, 4, columns=64, dq_vector=dq_vector, operands="parts", **unrolls)
-    largest, chunk = max(padded(traits.head_dim), padded(traits.head_dim_v)), tile.chunk(traits)
-    share = -(-largest // -(-largest // _MOST_COLUMNS))
-    passes = padded(traits.head_dim) // chunk
-    return dataclasses.replace(tile, columns=-(-share // chunk) * chunk, dq_passes=passes)
-
-
-def _tiles_of_one_part(traits: Traits) -> list[BackwardSm80Tile]:
-    """Of fp32 elements in one fp16 part, for head dims up to 256.
-
-    One of them has an exact kernel whose operands are streamed, for targets with little shared memory, and for head
-    dims that four warps cannot divide.
-    """
+def _least_pressure(traits: Traits, target: str) -> int:
+    """Of a target, beside :func:`_pressure`: on sm80 single floats added to dQ take registers too."""
+    if target != "sm80":
+        return 0
     largest = max(traits.head_dim, traits.head_dim_v)
-    tiles = next(tiles for dim, tiles in _ONE_PART_TILES.items() if largest <= dim)
-    fitting = [tile for highest, tile in tiles if highest >= _pressure(traits)]
-    streamed = _one_part(64, 64, 8, 4, 4, 4, stages=1, **_FEW)
-    passes = padded(traits.head_dim) // streamed.chunk(traits)
-    others = [_ONE_PART_LEAST, dataclasses.replace(streamed, dq_passes=passes)]
-    return [*fitting, *(others if largest <= 128 else reversed(others))]
+    if _saves(traits) and largest > 64:
+        return 4
+    if _has_lengths(traits) and largest <= 64:
+        return 3
+    return 1 if largest > 192 else 0
 
 
-def _large_tiles_in_parts(traits: Traits, vector: int) -> list[BackwardSm80Tile]:
-    """Of fp32 elements in parts, for head dims beyond 256. One part may stay in shared memory, as 16 bits do."""
-    streamed = streamed_parts_tile(traits, vector)
-    if traits.fp16_parts == 2:
-        return [streamed]
-    unrolls = {"sdp_unroll": 4, "dkv_unroll": 1, "dq_unroll": 1}
-    resident = _one_part(
-        64, 32, 8, 4, 2, 2, stages=1, dq_vector=vector, dq_passes=streamed.dq_passes, **unrolls
-    )
-    return [resident, streamed]
+def _saves(traits: Traits) -> bool:
+    """Whether epilogues save values for their derivatives."""
+    return bool(traits.softcap or traits.epilogues)
 
 
-def _rows_stay(traits: Traits, tile: BackwardSm80Tile) -> bool:
-    """Whether unaligned rows may stay where they are copied, so that copies take few registers."""
-    dim = traits.head_dim
-    stay = dim == traits.head_dim_v and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
-    return stay and not (traits.windowed and dim <= 64)
-
-
-def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
-    """Best first."""
-    vector = 4 if target == "sm90" else 1
-    if max(traits.head_dim, traits.head_dim_v) > 256:
-        passes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18)
-        resident = [
-            dataclasses.replace(tile, dq_vector=vector, dq_passes=n)
-            for tile in _LARGE_TILES[traits.element_bytes]
-            for n in passes
-        ]
-        in_parts = _large_tiles_in_parts(traits, vector) if traits.element_bytes == 4 else []
-        return [*in_parts, *resident, streamed_tile(traits, vector)]
-    if traits.element_bytes == 4:
-        largest = max(traits.head_dim, traits.head_dim_v)
-        of_precision = _TF32_TILES if traits.precision == "tf32" else _FP32_TILES
-        of_fp32 = next((tiles for dim, tiles in of_precision.items() if largest <= dim), of_precision[256])
-        if traits.precision == "tf32" and largest <= 64 and (_pressure(traits) or not traits.aligned):
-            of_fp32 = of_fp32[1:]
-        if traits.fp16_parts == 1:
-            of_fp32 = [*_tiles_of_one_part(traits), *of_fp32]
-        else:
-            of_target = _PARTS_TILES if target == "sm90" else _PARTS_SM80
-            of_fp32 = [*next(tiles for dim, tiles in of_target.items() if largest <= dim), *of_fp32]
-        return [
-            *(dataclasses.replace(tile, dq_vector=vector) for tile in of_fp32),
-            streamed_tile(traits, vector),
-        ]
-    tables = {"sm80": _TILES_SM80, "sm90": _TILES}.get(target, _SMALL_TILES)
-    largest = max(traits.head_dim, traits.head_dim_v)
-    tiles = next((tiles for dim, tiles in tables.items() if largest <= dim), tables[256])
-    pressure = max(_pressure(traits), _least_pressure(traits, target))
-    own = []
-    if not (traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, tiles[0][1]))):
-        if largest <= 64 and pressure <= 1 and tables is not _SMALL_TILES:
-            few = target == "sm90" and pressure == 0 and traits.head_dim == traits.head_dim_v
-            own = [_in_regs(32, 0, 4) if few else _in_regs(32, 1, 2)]
-        pressure = max(pressure, 4 if largest <= 64 or (largest <= 128 and target == "sm80") else 3)
-    fitting = [*own, *(tile for highest, tile in tiles if highest >= pressure)]
-    return [dataclasses.replace(tile, dq_vector=vector) for tile in (*fitting, *FIT_ALWAYS)]
+def _has_lengths(traits: Traits) -> bool:
+    return bool(traits.varlen or traits.seqused_q or traits.seqused_k)
