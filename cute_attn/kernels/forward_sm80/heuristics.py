@@ -1,18 +1,173 @@
-"""Default tiles of the Ampere forward."""
+"""The Ampere forward's default tiles: the first of :func:`preferred_tiles` that fits the traits and the target.
+
+Speeds are TFLOP/s, full / causal, from "Ampere forward, on an H200" in bench/notes.md (#n: its rows), and of fp32
+ratios to PyTorch's memory-efficient kernel, from "The rest of the memory-efficient family, measured". A row without a
+number does not spill on any target at its register pressure, and was not measured against others.
+"""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
 
-from cute_attn.tiles import (
-    ForwardSm80Tile,
-    best_packing,
-    first_that_fits,
-    may_pack_heads,
-    padded,
-)
+from cute_attn.tiles import ForwardSm80Tile, best_packing, first_that_fits, may_pack_heads, padded
 from cute_attn.traits import Traits
+
+T = TypeVar("T", bound=ForwardSm80Tile)
+Rows = Sequence[tuple[int, int, T]]
+"""(the largest head_dim_v, the highest register pressure at which it does not spill, tile)"""
 
 SHARED_MEMORY = {"sm80": 167_936, "sm86": 102_400, "sm89": 102_400, "sm90": 233_472}
 """Shared memory of a multiprocessor of each target, in bytes; each CTA reserves 1024 of it beside its own."""
+
+
+def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
+    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
+
+
+# 32 rows a warp read K and V from shared memory half as often as 16 (#7: -10%), and two stages save a barrier.
+_HALF: Rows[ForwardSm80Tile] = (
+    (32, 0, _tile(128, 128, 4, 2)),
+    (32, 2, _tile(128, 64, 4, 2)),
+    (32, 4, _tile(128, 64, 4, 2, 1)),
+    (32, 5, _tile(64, 64, 4, 1)),
+    (64, 0, _tile(128, 96, 4, 2)),  # 316/305, #5; 128 x 128 is 1.5% faster, with 150 bytes of spills, #6
+    (64, 2, _tile(128, 96, 4, 2, 2)),  # 210 with dropout
+    (64, 3, _tile(128, 96, 4, 2, 1)),  # 202 with a bias
+    (64, 4, _tile(128, 64, 4, 2, 2)),
+    (64, 5, _tile(64, 64, 4, 1)),
+    (96, 0, _tile(128, 64, 4, 2)),
+    (96, 3, _tile(128, 64, 4, 2, 1)),
+    (96, 4, _tile(128, 32, 4, 2, 2)),
+    (96, 5, _tile(64, 64, 4, 1)),
+    (128, 1, _tile(128, 64, 4, 2, 4)),  # 349/329, #5; 372/335 with 100 to 300 bytes of spills, #1
+    (128, 1, _tile(128, 64, 4, 1, 4)),  # where two stages do not fit
+    (128, 2, _tile(128, 64, 4, 2, 4)),  # 262 with dropout
+    (128, 2, _tile(128, 32, 4, 2, 4)),  # sm86: with 64 keys 4 or 8 bytes of spills ("Tiles for sm80")
+    (128, 3, _tile(128, 64, 4, 2, 1)),  # 250 with a bias
+    (128, 3, _tile(128, 32, 4, 2)),
+    (128, 4, _tile(128, 32, 4, 2, 4)),
+    (128, 5, _tile(64, 64, 4, 1)),
+    (192, 3, _tile(128, 64, 8, 1)),
+    (192, 4, _tile(64, 64, 4, 1)),
+    (192, 5, _tile(64, 32, 4, 1)),
+    (256, 4, _tile(64, 64, 4, 1)),  # 332/316, #5; 32 rows a warp do not fit, #7
+    (256, 5, _tile(64, 32, 4, 1, 4)),
+)
+_FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
+_UNALIGNED = (
+    (32, _tile(128, 64, 4, 2)),
+    (64, None),
+    (96, _tile(128, 64, 4, 1, 1)),
+    (192, None),
+    (256, _tile(128, 64, 8, 1)),
+)
+"""(head_dim_v, tile or None) in place of the first row above for rows that start anywhere, whose copies take registers.
+At head dims 59 and 123 tiles of 256 rows are no faster."""
+
+# fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps a multiprocessor. Not
+# searched.
+_FP32: dict[str, Rows[ForwardSm80Tile]] = {
+    "": (
+        (32, 0, _tile(128, 64, 4, 2, 2)),
+        (32, 5, _tile(64, 32, 4, 2, 2)),
+        (64, 0, _tile(128, 32, 4, 2, 2)),  # 1.85, full
+        (64, 5, _tile(64, 32, 4, 2, 2)),
+        (128, 0, _tile(128, 64, 8, 2, 2)),  # 1.37, 1.27
+        (128, 0, _tile(128, 64, 8, 1, 2)),
+        (128, 5, _tile(128, 32, 8, 2, 2)),
+        (128, 5, _tile(128, 32, 8, 1, 2)),
+        (192, 5, _tile(128, 32, 8, 1, 2)),
+        (224, 5, _tile(64, 16, 4, 1, 1)),
+    ),
+    "tf32": (
+        (32, 0, _tile(128, 64, 4, 2, 4)),
+        (32, 5, _tile(64, 64, 4, 2, 2)),
+        (64, 0, _tile(128, 64, 4, 2, 4)),  # 3.6 to 4.1
+        (64, 5, _tile(64, 64, 4, 2, 2)),
+        (128, 0, _tile(128, 32, 4, 1, 2)),  # 2.5 to 3.05
+        (128, 5, _tile(64, 32, 4, 1, 2)),
+        (192, 5, _tile(128, 32, 8, 1, 2)),
+        (256, 5, _tile(64, 32, 4, 1, 2)),
+    ),
+}
+_FIT_ALWAYS_FP32 = [
+    _tile(64, 32, 4, 1, 1),
+    _tile(64, 16, 4, 1, 1),
+    _tile(32, 32, 2, 1, 1),
+    _tile(16, 16, 1, 1, 1),
+]
+
+# A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. Ratios are full, causal.
+_DIVIDED_FEW_REGISTERS = [
+    ForwardSm80Tile(128, 64, 8, qk_unroll=4, warps_n=2),  # d320 2.14, 1.89
+    ForwardSm80Tile(
+        64, 64, 8, qk_unroll=0, warps_n=4
+    ),  # d512 1.81, 2.07: 6% more than with 4 steps at a time
+]
+_DIVIDED = [
+    ForwardSm80Tile(64, 64, 8, qk_unroll=4, warps_n=4),
+    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(32, 32, 4, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(16, 32, 2, qk_unroll=2, warps_n=2),
+]
+_DIVIDED_FP32 = [
+    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
+    ForwardSm80Tile(32, 32, 4, qk_unroll=1, warps_n=2),  # spills 20 bytes at head dim 512
+    ForwardSm80Tile(16, 32, 2, qk_unroll=1, warps_n=2),
+]
+
+
+def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
+    """Best first."""
+    dim, pressure, fp32 = traits.head_dim_v, register_pressure(traits), traits.dtype == "fp32"
+    if not traits.aligned:
+        return _unaligned_tiles(traits)
+    if dim > (224 if fp32 and not traits.precision else 256):
+        few = _DIVIDED_FEW_REGISTERS if pressure == 0 else []
+        return _DIVIDED_FP32 if fp32 else [*few, *_DIVIDED]
+    if fp32:
+        return [*rows(_FP32[traits.precision], dim, pressure), *_FIT_ALWAYS_FP32]
+    return [*rows(_HALF, dim, pressure), *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+
+
+def rows(table: Rows[T], dim: int, pressure: int) -> list[T]:
+    """The tiles of a table for a head_dim_v, of the lowest pressure listed there that is no less than this one."""
+    own = next(largest for largest, _, _ in table if dim <= largest)
+    least = min(highest for largest, highest, _ in table if largest == own and highest >= pressure)
+    return [tile for largest, highest, tile in table if (largest, highest) == (own, least)]
+
+
+def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
+    dim, pressure = traits.head_dim_v, register_pressure(traits)
+    if traits.dtype == "fp32":
+        exact = not traits.precision and dim > 192
+        return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
+    tiles = rows(_HALF, dim, pressure)
+    if tiles == rows(_HALF, dim, 0):
+        tiles = [next(tile for largest, tile in _UNALIGNED if dim <= largest) or tiles[0]]
+    return [*tiles, *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
+
+
+MOST = 5
+"""The highest register pressure."""
+
+
+def register_pressure(traits: Traits) -> int:
+    """Of what the epilogues keep beside the scores, from 0 to ``MOST``, by what ptxas spills.
+
+    1: softcap or ALiBi; 2: dropout; 3: a bias, users' epilogues, or dropout with softcap or ALiBi; 4: a bias in fp32;
+    5: many Philox words, or a bias and dropout.
+    """
+    modified = traits.softcap or traits.alibi
+    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
+        return MOST
+    if traits.bias == "fp32":
+        return 4
+    if traits.bias or traits.epilogues or (traits.dropout and modified):
+        return 3
+    if traits.dropout:
+        return 2
+    return 1 if modified else 0
 
 
 def tile_for_lengths(
@@ -59,163 +214,3 @@ def ctas_per_multiprocessor(tile: ForwardSm80Tile, traits: Traits, target: str) 
     """CTAs of up to 8 warps in all, so that registers suffice, whose shared memory fits."""
     by_memory = SHARED_MEMORY[target] // (tile.smem_bytes(traits) + 1024)
     return max(min(by_memory, 256 // tile.num_threads), 1)
-
-
-def register_need(traits: Traits) -> str:
-    """Registers that the epilogues need beside the scores: a key of the tables in ``_TILES``."""
-    modified = traits.softcap or traits.alibi
-    if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout):
-        return "highest"
-    if traits.bias == "fp32":
-        return "high"
-    if traits.bias or traits.epilogues or (traits.dropout and modified):
-        return "medium"
-    if traits.dropout:
-        return "dropout"
-    return "low" if modified else "none"
-
-
-def _row(
-    table: dict[str, list[ForwardSm80Tile]], need: str, others: list[ForwardSm80Tile] | None = None
-) -> list[ForwardSm80Tile]:
-    """A table's tiles for a need; ``others``: in place of "none", for needs that are not listed."""
-    if need == "dropout" and need not in table:
-        need = "low"
-    return table.get(need, table["none"] if others is None else others)
-
-
-def _tile(tile_m: int, tile_n: int, num_warps: int, num_stages: int, qk_unroll: int = 0) -> ForwardSm80Tile:
-    return ForwardSm80Tile(tile_m, tile_n, num_warps, num_stages, qk_unroll=qk_unroll)
-
-
-# Largest head_dim_v -> ``register_need`` -> tiles, best first; the first that fits the traits and the target is the
-# default. A need that is not listed takes "none", and dropout "low" before it. Fastest on an H200 of those that do not
-# spill on any target: 32 queries a warp read K and V from shared memory half as often as 16, and two stages save a
-# barrier. bench/notes.md has others.
-_TILES: dict[int, dict[str, list[ForwardSm80Tile]]] = {
-    32: {
-        "none": [_tile(128, 128, 4, 2)],
-        "low": [_tile(128, 64, 4, 2)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    64: {
-        "none": [_tile(128, 96, 4, 2)],
-        "low": [_tile(128, 96, 4, 2, qk_unroll=2)],
-        "medium": [_tile(128, 96, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 64, 4, 2, qk_unroll=2)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    96: {
-        "none": [_tile(128, 64, 4, 2)],
-        "low": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1)],
-        "high": [_tile(128, 32, 4, 2, qk_unroll=2)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    128: {
-        "none": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 64, 4, 1, qk_unroll=4)],
-        "dropout": [_tile(128, 64, 4, 2, qk_unroll=4), _tile(128, 32, 4, 2, qk_unroll=4)],
-        "medium": [_tile(128, 64, 4, 2, qk_unroll=1), _tile(128, 32, 4, 2)],
-        "high": [_tile(128, 32, 4, 2, qk_unroll=4)],
-        "highest": [_tile(64, 64, 4, 1)],
-    },
-    192: {
-        "none": [_tile(128, 64, 8, 1)],
-        "high": [_tile(64, 64, 4, 1)],
-        "highest": [_tile(64, 32, 4, 1)],
-    },
-    256: {
-        "none": [_tile(64, 64, 4, 1)],
-        "highest": [_tile(64, 32, 4, 1, qk_unroll=4)],
-    },
-}
-_FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
-
-# The same in fp32, by precision; "low" and above take "high" where it is listed. They compute small calls, and where
-# parts do not serve: those that do not spill, with two CTAs or eight warps a multiprocessor, without a search.
-_TILES_FP32: dict[str, dict[int, dict[str, list[ForwardSm80Tile]]]] = {
-    "": {
-        32: {"none": [_tile(128, 64, 4, 2, 2)], "high": [_tile(64, 32, 4, 2, 2)]},
-        64: {"none": [_tile(128, 32, 4, 2, 2)], "high": [_tile(64, 32, 4, 2, 2)]},
-        128: {
-            "none": [_tile(128, 64, 8, 2, 2), _tile(128, 64, 8, 1, 2)],
-            "high": [_tile(128, 32, 8, 2, 2), _tile(128, 32, 8, 1, 2)],
-        },
-        192: {"none": [_tile(128, 32, 8, 1, 2)]},
-        224: {"none": [_tile(64, 16, 4, 1, 1)]},
-    },
-    "tf32": {
-        32: {"none": [_tile(128, 64, 4, 2, 4)], "high": [_tile(64, 64, 4, 2, 2)]},
-        64: {"none": [_tile(128, 64, 4, 2, 4)], "high": [_tile(64, 64, 4, 2, 2)]},
-        128: {"none": [_tile(128, 32, 4, 1, 2)], "high": [_tile(64, 32, 4, 1, 2)]},
-        192: {"none": [_tile(128, 32, 8, 1, 2)]},
-        256: {"none": [_tile(64, 32, 4, 1, 2)]},
-    },
-}
-_FIT_ALWAYS_FP32 = [
-    _tile(64, 32, 4, 1, 1),
-    _tile(64, 16, 4, 1, 1),
-    _tile(32, 32, 2, 1, 1),
-    _tile(16, 16, 1, 1, 1),
-]
-
-
-# A head_dim_v above 256, and in fp32 above 224: warps divide the columns of O. The second one of fp32 spills 20 bytes
-# at head dim 512.
-_DIVIDED_FEW_REGISTERS = [
-    ForwardSm80Tile(128, 64, 8, qk_unroll=4, warps_n=2),
-    ForwardSm80Tile(64, 64, 8, qk_unroll=0, warps_n=4),
-]
-_DIVIDED = [
-    ForwardSm80Tile(64, 64, 8, qk_unroll=4, warps_n=4),
-    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
-    ForwardSm80Tile(32, 32, 4, qk_unroll=2, warps_n=2),
-    ForwardSm80Tile(16, 32, 2, qk_unroll=2, warps_n=2),
-]
-_DIVIDED_FP32 = [
-    ForwardSm80Tile(64, 32, 8, qk_unroll=2, warps_n=2),
-    ForwardSm80Tile(32, 32, 4, qk_unroll=1, warps_n=2),
-    ForwardSm80Tile(16, 32, 2, qk_unroll=1, warps_n=2),
-]
-
-
-# The same for rows that start anywhere, whose copies take more registers: those that do not spill. At head dims 59 and
-# 123 tiles of 256 rows are no faster on an H200.
-_UNALIGNED: dict[int, ForwardSm80Tile] = {
-    32: _tile(128, 64, 4, 2),
-    64: _tile(128, 96, 4, 2),
-    96: _tile(128, 64, 4, 1, qk_unroll=1),
-    128: _tile(128, 64, 4, 2, qk_unroll=4),
-    192: _tile(128, 64, 8, 1),
-    256: _tile(128, 64, 8, 1),
-}
-
-
-def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    """Tiles to try, best first."""
-    if not traits.aligned:
-        return _unaligned_tiles(traits)
-    single = traits.dtype == "fp32"
-    if traits.head_dim_v > (224 if single and not traits.precision else 256):
-        plain = [] if register_need(traits) != "none" else _DIVIDED_FEW_REGISTERS
-        return _DIVIDED_FP32 if single else [*plain, *_DIVIDED]
-    tables = _TILES_FP32[traits.precision] if single else _TILES
-    table = next(table for dim, table in tables.items() if traits.head_dim_v <= dim)
-    need = register_need(traits)
-    if single:
-        preferred = table["none"] if need == "none" else table.get("high", table["none"])
-        return [*preferred, *_FIT_ALWAYS_FP32]
-    return [*_row(table, need), *table["highest"], *_FIT_ALWAYS]
-
-
-def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    need, single = register_need(traits), traits.dtype == "fp32"
-    if single:
-        exact = not traits.precision and traits.head_dim_v > 192
-        return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
-    dim = next(dim for dim in _UNALIGNED if traits.head_dim_v <= dim)
-    table = _TILES[dim]
-    own = [_UNALIGNED[dim]] if need == "none" else _row(table, need, [_UNALIGNED[dim]])
-    return [*own, *table["highest"], *_FIT_ALWAYS]

@@ -2,33 +2,29 @@
 
 import dataclasses
 
-from cute_attn.kernels.forward_sm80.heuristics import preferred_tiles, register_need
+from cute_attn.kernels.forward_sm80.heuristics import Rows, preferred_tiles, register_pressure, rows
 from cute_attn.tiles import ForwardPartsTile, padded
 from cute_attn.traits import Traits
 
-# fp32 in two fp16 parts: as _TILES; "low" and above take "high", or "highest" where it is listed. Fastest at head dims
-# 64 and 128 of those that do not spill: 32 rows a warp read K and V from shared memory half as often as 16, and of two
-# CTAs of four warps a multiprocessor one's softmax overlaps the other's products.
-_PARTS: dict[int, dict[str, list[ForwardPartsTile]]] = {
-    64: {"none": [ForwardPartsTile(128, 64, 4, 1)], "high": [ForwardPartsTile(128, 32, 4, 1)]},
-    96: {
-        "none": [ForwardPartsTile(128, 32, 4, 2)],
-        "high": [ForwardPartsTile(128, 32, 4, 1)],
-        "highest": [ForwardPartsTile(64, 64, 4, 1)],
-    },
-    128: {"none": [ForwardPartsTile(128, 32, 4, 1)], "high": [ForwardPartsTile(64, 64, 4, 1)]},
-    256: {"none": [ForwardPartsTile(128, 32, 8, 1)]},
-}
-_PARTS_DIVIDED = [
+# Of two parts. 32 rows a warp read K and V from shared memory half as often as 16, and of two CTAs of four warps a
+# multiprocessor one's softmax overlaps the other's products. Numbers are ratios to PyTorch's memory-efficient kernel,
+# from "The rest of the memory-efficient family, measured" in bench/notes.md; rows without one only do not spill.
+_TWO_PARTS: Rows[ForwardPartsTile] = (
+    (64, 0, ForwardPartsTile(128, 64, 4, 1)),  # 3.07 to 3.81; two stages +1 to 3%, but on sm90 alone
+    (64, 5, ForwardPartsTile(128, 32, 4, 1)),  # 3.11 with a bias, 2.63 with dropout
+    (96, 0, ForwardPartsTile(128, 32, 4, 2)),
+    (96, 4, ForwardPartsTile(128, 32, 4, 1)),
+    (96, 5, ForwardPartsTile(64, 64, 4, 1)),
+    (128, 0, ForwardPartsTile(128, 32, 4, 1)),  # 2.32 to 2.83; 256 rows, 16 or 64 keys, one step -2 to -14%
+    (128, 5, ForwardPartsTile(64, 64, 4, 1)),
+    (256, 5, ForwardPartsTile(128, 32, 8, 1)),  # 2.4
+)
+_DIVIDED = [  # d320 2.2 to 2.7, d512 1.37 to 1.70
     ForwardPartsTile(64, 32, 8, warps_n=2),
     ForwardPartsTile(32, 32, 4, warps_n=2),
     ForwardPartsTile(16, 32, 2, warps_n=2),
 ]
-_PARTS_FIT_ALWAYS = [
-    ForwardPartsTile(64, 32, 4, 1),
-    ForwardPartsTile(64, 16, 4, 1),
-    ForwardPartsTile(32, 16, 2, 1),
-]
+_FIT_ALWAYS = [ForwardPartsTile(64, 32, 4, 1), ForwardPartsTile(64, 16, 4, 1), ForwardPartsTile(32, 16, 2, 1)]
 
 
 def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
@@ -40,12 +36,8 @@ def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
         )
         return [ForwardPartsTile(**vars(tile)) for tile in preferred_tiles(half)]
     if traits.head_dim_v > 256:
-        return _PARTS_DIVIDED
-    table = next(table for dim, table in _PARTS.items() if traits.head_dim_v <= dim)
-    need = register_need(traits)
-    if need not in table:
-        need = "high" if need != "none" and "high" in table else "none"
-    return [*table[need], *_PARTS_FIT_ALWAYS]
+        return _DIVIDED
+    return [*rows(_TWO_PARTS, traits.head_dim_v, register_pressure(traits)), *_FIT_ALWAYS]
 
 
 PARTS_LEAST_USES = {2: 512, 1: 1024}
