@@ -49,6 +49,7 @@ Limits: fp16 and bf16; head dims up to 256, multiples of 8, padded to multiples 
 aligned with a contiguous last dimension.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.device.convert import converted
+from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import optimization_barrier, rematerialize, rematerialize_each
 from cute_attn.device.pipeline import WARPGROUP, Accessed, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import (
@@ -68,15 +70,13 @@ from cute_attn.device.probabilities import (
     start_from,
 )
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
-from cute_attn.device.seqlen import Seqlens
+from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import backward_fake_args
-from cute_attn.kernels.backward_sm90.bounds import zero_keys_out_of_bounds, zero_queries_out_of_bounds
-from cute_attn.kernels.backward_sm90.dkv import BiasGradientStorer, store_keys
-from cute_attn.kernels.backward_sm90.dq import DqAdder, add_dq, dq_of_head, stage_dq
 from cute_attn.kernels.backward_sm90.heuristics import preferred_tiles
+from cute_attn.kernels.backward_sm90.layouts import BackwardSm90Layouts
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
     BackwardOutputs,
@@ -86,14 +86,14 @@ from cute_attn.kernels.backward_sm90.params import (
     HeadContext,
     shared_memory,
 )
-from cute_attn.kernels.backward_sm90.philox import PhiloxProducer, dropout_mask_of
-from cute_attn.kernels.backward_sm90.predicates import BackwardSm90Predicates
-from cute_attn.kernels.backward_sm90.producer import load_all
+from cute_attn.kernels.backward_sm90.producer import Producer
+from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, PhiloxProducer
 from cute_attn.kernels.limits import beyond
-from cute_attn.outputs.dq_order import make_accumulator
+from cute_attn.outputs.accumulate import add_fragment, stage_fragment
+from cute_attn.outputs.dq_order import block_floats, make_accumulator
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
-from cute_attn.tiles import BackwardSm90Tile, first_that_fits
+from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
@@ -101,8 +101,8 @@ from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
 
 
 @dataclass(frozen=True)
-class BackwardSm90(BackwardSm90Predicates):
-    """Main backward kernel of (traits, tile); ``__call__`` launches it."""
+class BackwardSm90(BackwardSm90Layouts):
+    """Main backward kernel of (traits, tile); ``__call__`` launches it. Its layouts and MMAs are the base class'."""
 
     # ---- what it serves ----
 
@@ -123,6 +123,11 @@ class BackwardSm90(BackwardSm90Predicates):
         tiles = [tile for tile in preferred_tiles(self.traits) if not tile.bias_stages]
         return replace(self, tile=first_that_fits(tiles, self.traits, "sm90"))
 
+    @functools.cached_property
+    def epilogues(self) -> EpilogueChain:
+        """The score epilogues that the traits ask for."""
+        return EpilogueChain.of(self.traits)
+
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         return backward_fake_args(self.traits, self.epilogues.fake_args())
@@ -130,6 +135,48 @@ class BackwardSm90(BackwardSm90Predicates):
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments of one launch."""
         return self.epilogues.host_args(inputs)
+
+    # ---- code paths that traits and tile decide ----
+    # ``rematerializes_thread`` and ``reads_lse_first`` are measured: they say where ptxas has registers left.
+
+    @property
+    def loads_bias_by_tma(self) -> bool:
+        """Whether TMA loads the bias; its strides and address must then be aligned like those of q, k and v."""
+        return self.tile.bias_stages > 0
+
+    @property
+    def stores_bias_gradient(self) -> bool:
+        """Whether TMA stores dS from shared memory as the bias gradient: of one dtype, the scores' own gradient."""
+        same = self.traits.bias == self.traits.dtype and self.epilogues.bias_has_scores_gradient
+        return self.loads_bias_by_tma and self.traits.bias_grad and same
+
+    @property
+    def rematerializes_thread(self) -> bool:
+        """Whether the thread index is recomputed for each key block instead of kept in a register.
+
+        Without it the kernel of head dim 64 with dropout spills 8 bytes a thread.
+        """
+        traits = self.traits
+        epilogue = traits.windowed or traits.varlen or traits.alibi or traits.dropout
+        return bool((traits.windowed and traits.varlen) or (self.tile.tile_m == 128 and epilogue))
+
+    @property
+    def reads_lse_first(self) -> bool:
+        """Whether a step reads LSE before it starts S and dP: later, the read waits behind them, in one queue.
+
+        The values then occupy registers beside both products. Read first, those of the kernel of head dim 64 with a
+        TMA-loaded bias spill 48 bytes a thread. Nor beside a softcap's derivative, or a mask generated meanwhile.
+        """
+        generates_mask = self.traits.dropout and not self.tile.mask_warps
+        return not (self.loads_bias_by_tma or generates_mask or self.traits.softcap)
+
+    @property
+    def dp_starts_from_d(self) -> bool:
+        """Whether dP's accumulator is initialized with -D, which saves the subtraction.
+
+        Not with dropout: dS of a dropped element is -P D, without its dP.
+        """
+        return not self.traits.dropout
 
     # ---- host ----
 
@@ -222,7 +269,7 @@ class BackwardSm90(BackwardSm90Predicates):
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                load_all(self, params, inputs, outputs, shared)
+                Producer(self, params, inputs, outputs, shared).run()
             if cutlass.const_expr(self.stores_bias_gradient):
                 if warp == 1:
                     BiasGradientStorer(self, params, shared, outputs).run()
@@ -280,8 +327,8 @@ class BackwardSm90(BackwardSm90Predicates):
             fragments.acc_dk.fill(0.0)
             fragments.acc_dv.fill(0.0)
             shared.pipeline_v.consumer_wait(i)
-            zero_keys_out_of_bounds(
-                self, shared, key_tile.info.seqlen_k - key_tile.block * tile.tile_n, thread
+            self.zero_keys_out_of_bounds(
+                shared, key_tile.info.seqlen_k - key_tile.block * tile.tile_n, thread
             )
             for h in cutlass.range(heads, unroll=1):
                 head = key_tile.head_dkv * heads + h
@@ -295,15 +342,27 @@ class BackwardSm90(BackwardSm90Predicates):
                     key_tile.block * tile.tile_n,
                     key_tile.info.seqlen_q,
                     self.epilogues.scale_log2(context.score_scale),
-                    dq_of_head(self, params, outputs, key_tile, head),
+                    self.dq_of_head(params, outputs, key_tile, head),
                     steps,
                     thread,
                     shared.bias.address_of(thread) if self.loads_bias_by_tma else None,
                 )
                 self.query_loop(ctx)
                 steps += blocks.end - blocks.begin
-            store_keys(self, params, outputs, shared, fragments, i)
+            self.store_keys(params, outputs, shared, fragments, i)
             i += 1
+
+    def dq_of_head(
+        self, params: BackwardParams, outputs: BackwardOutputs, key_tile: KeyTile, head: Int32
+    ) -> cute.Pointer:
+        """The accumulator of one head's first query block, in the key tile's split."""
+        accum, packed = outputs.mDQaccum, self.traits.varlen
+        split = cute.make_tensor(
+            accum.iterator + Int64(key_tile.split) * outputs.split_stride,
+            cute.select(accum.layout, mode=[1, 2] if packed else [1, 2, 3]),
+        )
+        row0 = padded_row0(params.seqlens, key_tile.info, key_tile.batch, self.tile.tile_m)
+        return workspace_rows(split, key_tile.batch, head, row0, self.dims[0], packed).iterator
 
     def score_map(self, thread: Int32) -> ScoreMap:
         """The scores that a consumer thread holds."""
@@ -372,7 +431,7 @@ class BackwardSm90(BackwardSm90Predicates):
             self.wait_for_ds(ctx, n)
             self.start_dq(ctx, acc_dq, n)
             warpgroup.wait_group(0)
-            add_dq(self, ctx, acc_dq, end - 1)
+            self.add_dq(ctx, acc_dq, end - 1)
 
     @cute.jit
     def steps(self, ctx: HeadContext, begin: Int32, end: Int32, masked: Constexpr) -> None:
@@ -400,13 +459,13 @@ class BackwardSm90(BackwardSm90Predicates):
         self.start_dv(ctx, p, n)
         warpgroup.wait_group(1)  # dQ: the arrival says that it has read dS
         if cutlass.const_expr(not first and self.tile.dq_bulk):
-            stage_dq(self, ctx, acc_dq, block)
+            self.stage_dq(ctx, acc_dq, block)
         shared.ds_buffer.arrive(n)
         if cutlass.const_expr(not first):
             if cutlass.const_expr(self.tile.dq_bulk):
                 shared.dq_staging.producer_commit()
             else:
-                add_dq(self, ctx, acc_dq, block - 1)
+                self.add_dq(ctx, acc_dq, block - 1)
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
         # LSE, D and a bias were read before dS was stored, whose arrival is fenced.
@@ -426,7 +485,7 @@ class BackwardSm90(BackwardSm90Predicates):
         self.start_dk(ctx, ds, n)
         warpgroup.wait_group(1)
         shared.pipeline_do.consumer_release(n, Accessed.BY_THREADS_FENCED)  # since ``share``
-        add_dq(self, ctx, acc_dq, block)
+        self.add_dq(ctx, acc_dq, block)
         warpgroup.wait_group(0)
         shared.pipeline_q.consumer_release(n, Accessed.BY_THREADS_FENCED)
 
@@ -438,6 +497,34 @@ class BackwardSm90(BackwardSm90Predicates):
             ctx.shared.dq_staging.producer_wait(n)
 
     # ---- what steps are made of ----
+
+    @cute.jit
+    def zero_queries_out_of_bounds(self, ctx: HeadContext, block: Int32, n: Int32) -> None:
+        """Zero Q, dO and the bias beyond the sequence's last query."""
+        if cutlass.const_expr(self.traits.varlen or self.traits.seqused_q):
+            rows = ctx.seqlen_q - block * self.tile.tile_m
+            if rows < self.tile.tile_m:
+                shared = ctx.shared
+                shared.pipeline_do.consumer_wait(n)
+                self.zero_rows(shared.s_q[None, None, shared.pipeline_q.stage(n)], rows, ctx.thread)
+                self.zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, ctx.thread)
+                if cutlass.const_expr(self.loads_bias_by_tma):
+                    self.zero_rows(
+                        shared.bias.tensor[None, None, shared.pipeline_q.stage(n)], rows, ctx.thread
+                    )
+                cute.arch.fence_proxy("async.shared", space="cta")
+                consumer_barrier(self.tile.warpgroups)
+
+    @cute.jit
+    def dropout_mask_of(self, ctx: HeadContext, n: Int32) -> tuple[Int32, ...]:
+        """By the consumer warps: a thread's part of a step's mask, as :meth:`EpilogueChain.dropout_mask` returns it."""
+        pipeline, words = ctx.shared.pipeline_mask, self.tile.mask_words
+        pipeline.consumer_wait(n)
+        mask = cute.recast_tensor(ctx.shared.s_mask[None, None, None, pipeline.stage(n)], Int32)
+        thread = rematerialize_each(ctx.thread, n)
+        mask = tuple(mask[0, thread, word] for word in range(words))
+        pipeline.consumer_release(n, Accessed.BY_THREADS)
+        return mask
 
     @cute.jit
     def probabilities_and_gradients(
@@ -502,9 +589,9 @@ class BackwardSm90(BackwardSm90Predicates):
         op, shared, n = ctx.fragments, ctx.shared, ctx.use_of(block)
         mask = None
         if cutlass.const_expr(self.tile.mask_warps > 0):
-            mask = dropout_mask_of(self, ctx, n)
+            mask = self.dropout_mask_of(ctx, n)
         shared.pipeline_q.consumer_wait(n)
-        zero_queries_out_of_bounds(self, ctx, ctx.blocks.rotated(block), n)
+        self.zero_queries_out_of_bounds(ctx, ctx.blocks.rotated(block), n)
         lse, minus_d = None, None
         if cutlass.const_expr(self.reads_lse_first):
             lse = self.row_values(ctx, shared.s_lse, shared.pipeline_q, n)
@@ -610,3 +697,123 @@ class BackwardSm90(BackwardSm90Predicates):
     def row_values(self, ctx: HeadContext, s_rows: cute.Tensor, pipeline: Pipeline, n: Int32) -> cute.Tensor:
         """Of (tile_m, stage) in shared memory, at use n, the values of the thread's rows."""
         return row_values(ctx.score_map, s_rows[None, pipeline.stage(n)])
+
+    @cute.jit
+    def stage_dq(self, ctx: HeadContext, acc_dq: cute.Tensor, block: Int32) -> None:
+        """By the consumer warps: dQ to shared memory; its stage must be empty."""
+        stage_fragment(acc_dq, ctx.shared.s_dq, rematerialize_each(ctx.thread, block), self.tile.dq_vector)
+
+    @cute.jit
+    def add_dq(self, ctx: HeadContext, acc_dq: cute.Tensor, block: Int32) -> None:
+        """By the consumer warps: add dQ to the query block's accumulator, or stage it for :class:`DqAdder`."""
+        if cutlass.const_expr(self.tile.dq_bulk):
+            self.stage_dq(ctx, acc_dq, block)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            ctx.shared.dq_staging.producer_commit()
+        else:
+            base = ctx.dq + Int64(ctx.blocks.rotated(block)) * block_floats(self.traits, self.tile)
+            add_fragment(acc_dq, base, rematerialize_each(ctx.thread, block), self.tile.dq_vector)
+
+    # ---- of a key block ----
+
+    @cute.jit
+    def zero_keys_out_of_bounds(self, shared: BackwardStorage, rows: Int32, thread: Int32) -> None:
+        """Zero K and V from row ``rows`` of the key block on, the first one beyond the sequence."""
+        if cutlass.const_expr(self.traits.varlen or self.traits.seqused_k):
+            if rows < self.tile.tile_n:
+                self.zero_rows(shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
+                self.zero_rows(shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                consumer_barrier(self.tile.warpgroups)
+
+    @cute.jit
+    def zero_rows(self, tile: cute.Tensor, first: Int32, thread: Int32) -> None:
+        """Zero (rows, cols) in shared memory from row ``first`` on, by all consumer threads."""
+        rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+        vectors = cols // 8
+        zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range(thread, (rows - first) * vectors, self.tile.mma_threads, unroll=1):
+            row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
+            cute.autovec_copy(zeros, row[0, None])
+
+    @cute.jit
+    def store_keys(
+        self,
+        params: BackwardParams,
+        outputs: BackwardOutputs,
+        shared: BackwardStorage,
+        fragments: Fragments,
+        i: Int32,
+    ) -> None:
+        """Store dK and dV of the i-th key tile through shared memory, and release K and V. Writes all rows that exist.
+
+        The key tile is read again, so that no register holds it through the main loop. If dK is not stored from K's
+        memory, the memory that it is stored from is free for the next key tile once the next V has been loaded.
+        """
+        thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
+        key_tile = shared.work.read(i, params.seqlens)
+        block, leaves_k = key_tile.block, self.tile.dk_leaves_k(self.traits)
+        _, state = self.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
+        rescale = self.epilogues.rescale(state)
+        d, dv = self.dims
+        consumer_barrier(self.tile.warpgroups)  # no product reads K, V and dS any more
+        if cutlass.const_expr(leaves_k):
+            shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
+        self.to_smem(fragments.acc_dv, rescale, dv, shared.s_v[None, None, 0], thread)
+        scale = rescale * params.softmax_scale
+        self.to_smem(fragments.acc_dk, scale, d, shared.s_dk[None, None, 0], thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        consumer_barrier(self.tile.warpgroups)
+        if cutlass.const_expr(self.traits.varlen):
+            rows = (
+                existing_rows(params.seqlens.cu_seqlens_k, outputs.mDK, key_tile.batch)
+                - block * self.tile.tile_n
+            )
+            self.store_rows(shared.s_dk, outputs.mDK, self.traits.head_dim, key_tile, rows, thread)
+            self.store_rows(shared.s_v, outputs.mDV, self.traits.head_dim_v, key_tile, rows, thread)
+            consumer_barrier(self.tile.warpgroups)
+        elif thread < 32:
+            where = (Int32(0), key_tile.head_dkv, key_tile.batch)
+            outputs.tma_dv.store(shared.s_v[None, None, 0], outputs.tma_dv.sequence(*where), block)
+            outputs.tma_dk.store(shared.s_dk[None, None, 0], outputs.tma_dk.sequence(*where), block)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(not leaves_k):
+            shared.pipeline_k.consumer_release(i, Accessed.BY_THREADS)
+        shared.pipeline_v.consumer_release(i, Accessed.BY_THREADS)
+
+    @cute.jit
+    def to_smem(
+        self,
+        acc: cute.Tensor,
+        factor: Float32,
+        head_dim: Constexpr,
+        target: cute.Tensor,
+        thread: Int32,
+    ) -> None:
+        """An accumulator of dK or dV times ``factor`` in 16 bits to ``target`` (keys, head_dim)."""
+        fragment = cute.make_rmem_tensor_like(acc, self.dtype)
+        fragment.store((acc.load() * factor).to(self.dtype))
+        store = self.gradient_store(head_dim)
+        mine = store.get_slice(thread)
+        transpose: Constexpr = self.tile.dkv_transposed
+        as_accumulator = layouts.transposed(target) if cutlass.const_expr(transpose) else target
+        cute.copy(store, mine.retile(fragment), mine.partition_D(as_accumulator))
+
+    @cute.jit
+    def store_rows(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        head_dim: Constexpr,
+        key_tile: KeyTile,
+        rows: Int32,
+        thread: Int32,
+    ) -> None:
+        """Store the first ``rows`` keys of a key tile to varlen ``target``."""
+        cols = padded(head_dim)
+        # Which need not be a multiple of the rows of one copy.
+        rows = cutlass.min(rows, self.tile.tile_n)
+        plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
+        tiles = cute.local_tile(plane, (self.tile.tile_n, cols), (key_tile.block, 0))
+        RowCopy(self.gmem_store(cols), thread, cols, head_dim).copy(source[None, None, 0], tiles, rows, False)

@@ -1,5 +1,7 @@
 """The producer warp of the Hopper backward: K and V once a key block, Q with LSE and a bias, dO with D."""
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Constexpr, Int32, cute
 
@@ -16,114 +18,99 @@ from cute_attn.work.broadcast import KeyTile
 from cute_attn.work.query_tiles import WorkClaims
 
 
-@cute.jit
-def load_all(
-    kernel: Constexpr,
-    params: BackwardParams,
-    inputs: BackwardInputs,
-    outputs: BackwardOutputs,
-    shared: BackwardStorage,
-) -> None:
-    """Claim key blocks until none is left; load each, and the query blocks that see it, of all its query heads."""
-    order, splits = params.order, params.order.num_splits.divisor
-    counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
-    claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
-    position = cute.arch.block_idx()[0]
-    n, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
-    while position < order.blocks:
-        found = order.find(position, params.seqlens.cu_seqlens_k)
-        first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
-        info = SeqlenInfo.read(params.seqlens, batch)
-        rows = existing_rows(params.seqlens.cu_seqlens_k, outputs.mDK, batch)
-        for block in cutlass.range(first, cute.ceil_div(rows, kernel.tile.tile_n), splits, unroll=1):
-            key_tile = KeyTile(block, first, head_dkv, batch, info)
-            steps += load_block(kernel, params, inputs, shared, key_tile, n, steps)
-            n += 1
-        position = claims.index(claims.claim())
-    shared.work.write_end(n)
+@dataclass(frozen=True)
+class Producer:
+    """One warp: claims key blocks, and loads each with the query blocks that see it."""
 
+    kernel: Constexpr
+    params: BackwardParams
+    inputs: BackwardInputs
+    outputs: BackwardOutputs
+    shared: BackwardStorage
 
-@cute.jit
-def load_block(
-    kernel: Constexpr,
-    params: BackwardParams,
-    inputs: BackwardInputs,
-    shared: BackwardStorage,
-    key_tile: KeyTile,
-    n: Int32,
-    steps: Int32,
-) -> Int32:
-    """Broadcast and load one key block; returns the number of query blocks loaded with it."""
-    heads = params.qheads_per_tile
-    blocks = kernel.query_blocks(params, key_tile)
-    count = blocks.end - blocks.begin
-    shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
-    if count > 0:
-        load_keys(kernel, inputs, shared, key_tile, n)
-    else:  # No query sees these keys: dK and dV are zeros, and K and V are not loaded.
-        for pipeline in (shared.pipeline_k, shared.pipeline_v):
-            pipeline.producer_wait(n)
-            pipeline.producer_commit(n)
-    for h in cutlass.range(heads, unroll=1):
-        head = key_tile.head_dkv * heads + h
-        load_queries(kernel, params, inputs, shared, key_tile, head, blocks, steps + h * count, n, steps)
-    return heads * count
+    @cute.jit
+    def run(self) -> None:
+        """Claim key blocks until none is left; load each, and the query blocks that see it, of all its query heads."""
+        params, tile_n = self.params, self.kernel.tile.tile_n
+        order, splits = params.order, params.order.num_splits.divisor
+        counter = cute.recast_ptr(params.counter.iterator, dtype=Int32)
+        claims = WorkClaims(cute.make_tensor(counter, cute.make_layout(1)))
+        position = cute.arch.block_idx()[0]
+        n, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
+        while position < order.blocks:
+            found = order.find(position, params.seqlens.cu_seqlens_k)
+            first, head_dkv, batch = (cute.arch.make_warp_uniform(x) for x in found)
+            info = SeqlenInfo.read(params.seqlens, batch)
+            rows = existing_rows(params.seqlens.cu_seqlens_k, self.outputs.mDK, batch)
+            for block in cutlass.range(first, cute.ceil_div(rows, tile_n), splits, unroll=1):
+                key_tile = KeyTile(block, first, head_dkv, batch, info)
+                steps += self.load_block(key_tile, n, steps)
+                n += 1
+            position = claims.index(claims.claim())
+        self.shared.work.write_end(n)
 
+    @cute.jit
+    def load_block(self, key_tile: KeyTile, n: Int32, steps: Int32) -> Int32:
+        """Broadcast and load one key block; returns the number of query blocks loaded with it."""
+        heads, shared = self.params.qheads_per_tile, self.shared
+        blocks = self.kernel.query_blocks(self.params, key_tile)
+        count = blocks.end - blocks.begin
+        shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
+        if count > 0:
+            self.load_keys(key_tile, n)
+        else:  # No query sees these keys: dK and dV are zeros, and K and V are not loaded.
+            for pipeline in (shared.pipeline_k, shared.pipeline_v):
+                pipeline.producer_wait(n)
+                pipeline.producer_commit(n)
+        for h in cutlass.range(heads, unroll=1):
+            head = key_tile.head_dkv * heads + h
+            self.load_queries(key_tile, head, blocks, steps + h * count, n, steps)
+        return heads * count
 
-@cute.jit
-def load_keys(
-    kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
-) -> None:
-    """Load K of a key block."""
-    tiles = inputs.keys(inputs.k, key_tile)
-    shared.pipeline_k.producer_acquire(n)
-    inputs.k.load(tiles, key_tile.block, shared.s_k, shared.pipeline_k, n)
+    @cute.jit
+    def load_keys(self, key_tile: KeyTile, n: Int32) -> None:
+        """Load K of a key block."""
+        inputs, shared = self.inputs, self.shared
+        tiles = inputs.keys(inputs.k, key_tile)
+        shared.pipeline_k.producer_acquire(n)
+        inputs.k.load(tiles, key_tile.block, shared.s_k, shared.pipeline_k, n)
 
+    @cute.jit
+    def load_values(self, key_tile: KeyTile, n: Int32) -> None:
+        """Load V of a key block."""
+        inputs, shared = self.inputs, self.shared
+        tiles = inputs.keys(inputs.v, key_tile)
+        shared.pipeline_v.producer_acquire(n)
+        inputs.v.load(tiles, key_tile.block, shared.s_v, shared.pipeline_v, n)
 
-@cute.jit
-def load_values(
-    kernel: Constexpr, inputs: BackwardInputs, shared: BackwardStorage, key_tile: KeyTile, n: Int32
-) -> None:
-    """Load V of a key block."""
-    tiles = inputs.keys(inputs.v, key_tile)
-    shared.pipeline_v.producer_acquire(n)
-    inputs.v.load(tiles, key_tile.block, shared.s_v, shared.pipeline_v, n)
+    @cute.jit
+    def load_queries(
+        self, key_tile: KeyTile, head: Int32, blocks: BlockRange, steps: Int32, n_v: Int32, first: Int32
+    ) -> None:
+        """Load Q and dO of one head, with LSE, bias and D; steps: uses so far of their pipelines.
 
-
-@cute.jit
-def load_queries(
-    kernel: Constexpr,
-    params: BackwardParams,
-    inputs: BackwardInputs,
-    shared: BackwardStorage,
-    key_tile: KeyTile,
-    head: Int32,
-    blocks: BlockRange,
-    steps: Int32,
-    n_v: Int32,
-    first: Int32,
-) -> None:
-    """Load Q and dO of one head, with LSE, bias and D; steps: uses so far of their pipelines.
-
-    V is loaded between Q and dO of use ``first``: its memory is free only when the last dV has been stored.
-    """
-    info, tile_m = key_tile.info, kernel.tile.tile_m
-    g_q = inputs.q.sequence(info.offset_q, head, key_tile.batch)
-    g_do = inputs.do.sequence(info.offset_q, head, key_tile.batch)
-    first_rows = padded_row0(params.seqlens, info, key_tile.batch, tile_m) // tile_m
-    g_lse = inputs.lse.sequence(head, key_tile.batch)
-    g_minus_d = inputs.minus_d.sequence(head, key_tile.batch)
-    if cutlass.const_expr(kernel.loads_bias_by_tma):
-        g_bias = columns_of(inputs.bias, key_tile.block, head, key_tile.batch, (tile_m, kernel.tile.tile_n))
-    for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
-        n, block = steps + (step - blocks.begin), blocks.rotated(step)
-        shared.pipeline_q.producer_acquire(n)
-        inputs.q.load(g_q, block, shared.s_q, shared.pipeline_q, n)
+        V is loaded between Q and dO of use ``first``: its memory is free only when the last dV has been stored.
+        """
+        kernel, inputs, shared = self.kernel, self.inputs, self.shared
+        info, tile_m = key_tile.info, kernel.tile.tile_m
+        g_q = inputs.q.sequence(info.offset_q, head, key_tile.batch)
+        g_do = inputs.do.sequence(info.offset_q, head, key_tile.batch)
+        first_rows = padded_row0(self.params.seqlens, info, key_tile.batch, tile_m) // tile_m
+        g_lse = inputs.lse.sequence(head, key_tile.batch)
+        g_minus_d = inputs.minus_d.sequence(head, key_tile.batch)
         if cutlass.const_expr(kernel.loads_bias_by_tma):
-            inputs.bias.load(g_bias, block, shared.bias.tensor, shared.pipeline_q, n)
-        inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.pipeline_q, n)
-        if n == first:
-            load_values(kernel, inputs, shared, key_tile, n_v)
-        shared.pipeline_do.producer_acquire(n)
-        inputs.do.load(g_do, block, shared.s_do, shared.pipeline_do, n)
-        inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.pipeline_do, n)
+            g_bias = columns_of(
+                inputs.bias, key_tile.block, head, key_tile.batch, (tile_m, kernel.tile.tile_n)
+            )
+        for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            n, block = steps + (step - blocks.begin), blocks.rotated(step)
+            shared.pipeline_q.producer_acquire(n)
+            inputs.q.load(g_q, block, shared.s_q, shared.pipeline_q, n)
+            if cutlass.const_expr(kernel.loads_bias_by_tma):
+                inputs.bias.load(g_bias, block, shared.bias.tensor, shared.pipeline_q, n)
+            inputs.lse.load(g_lse, first_rows + block, shared.s_lse, shared.pipeline_q, n)
+            if n == first:
+                self.load_values(key_tile, n_v)
+            shared.pipeline_do.producer_acquire(n)
+            inputs.do.load(g_do, block, shared.s_do, shared.pipeline_do, n)
+            inputs.minus_d.load(g_minus_d, first_rows + block, shared.s_minus_d, shared.pipeline_do, n)

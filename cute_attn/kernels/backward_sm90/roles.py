@@ -1,0 +1,125 @@
+"""Roles of the Hopper backward's warps that are neither producer nor consumers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Int32, Int64, cute
+
+from cute_attn.epilogues.chain import ScoreState
+from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
+from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage
+from cute_attn.outputs.accumulate import add_staged
+from cute_attn.outputs.dq_order import block_floats
+from cute_attn.rows.tma_bias import columns_of
+from cute_attn.work.broadcast import KeyTile
+
+
+@dataclass(frozen=True)
+class BackwardRole:
+    """One warp that does something in every step of the consumers; a subclass says what."""
+
+    kernel: Constexpr
+    params: BackwardParams
+    shared: BackwardStorage
+
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> Any:
+        """Begin a query head; returns the first argument of its steps."""
+        raise NotImplementedError
+
+    def step(self, of_head: Any, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+        """One query block of that head, the CTA's n-th step."""
+        raise NotImplementedError
+
+    def finish_tile(self) -> None:
+        """All steps of a key tile are done."""
+
+    @cute.jit
+    def run(self) -> None:
+        """All steps of the running CTA, in the consumers' order."""
+        work, seqlens, heads = self.shared.work, self.params.seqlens, self.params.qheads_per_tile
+        n, i = Int32(0), Int32(0)
+        while work.holds(i):
+            key_tile = work.take(i, seqlens)
+            blocks = self.kernel.query_blocks(self.params, key_tile)
+            for h in cutlass.range(heads, unroll=1):
+                of_head = self.begin_head(key_tile, key_tile.head_dkv * heads + h)
+                for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    self.step(of_head, key_tile, blocks.rotated(step), n)
+                    n += 1
+            self.finish_tile()
+            i += 1
+
+
+@dataclass(frozen=True)
+class BiasGradientStorer(BackwardRole):
+    """One warp: stores dS of every step as the bias gradient, once all warpgroups have written it.
+
+    It arrives at dS's buffer like the warps that write it, after its reads of the stage: ``SharedDoubleBuffer``.
+    """
+
+    outputs: BackwardOutputs
+
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> cute.Tensor:
+        """The key block's columns of the gradient."""
+        shape = (self.kernel.tile.tile_m, self.kernel.tile.tile_n)
+        return columns_of(self.outputs.tma_dbias, key_tile.block, head, key_tile.batch, shape)
+
+    @cute.jit
+    def step(self, tiles: cute.Tensor, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+        """Wait for dS and store it."""
+        self.shared.ds_buffer.arrive(n)
+        self.shared.ds_buffer.wait(n)
+        ds = self.shared.s_ds[None, None, self.kernel.ds_stage(n)]
+        self.outputs.tma_dbias.store(ds, tiles, block)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # reads of the stage are done
+
+
+@dataclass(frozen=True)
+class DqAdder(BackwardRole):
+    """One warp: adds the staged dQ of every step to global memory by a bulk reduction."""
+
+    outputs: BackwardOutputs
+
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> cute.Pointer:
+        """The accumulator of the head's first query block."""
+        return self.kernel.dq_of_head(self.params, self.outputs, key_tile, head)
+
+    @cute.jit
+    def step(self, head_dq: cute.Pointer, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+        """Wait for dQ and add it; release its stage once it has been read."""
+        floats = block_floats(self.kernel.traits, self.kernel.tile)
+        self.shared.dq_staging.consumer_wait(n)
+        with cute.arch.elect_one():
+            add_staged(self.shared.s_dq, head_dq + Int64(block) * floats, floats)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.shared.dq_staging.consumer_release()
+
+    @cute.jit
+    def finish_tile(self) -> None:
+        """Wait for the additions, so that the next key block's to the same accumulator follow them."""
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0)
+
+
+@dataclass(frozen=True)
+class PhiloxProducer(BackwardRole):
+    """One of ``mask_warps`` warps: generates its part of every step's mask, ahead of the consumers by the stages."""
+
+    number: Int32  # of the warp among them
+
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> ScoreState:
+        """The mask's key and counters."""
+        return self.kernel.begin(self.params, key_tile, head)[1]
+
+    @cute.jit
+    def step(self, state: ScoreState, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+        """Generate units of 32 keys, assigned round-robin across steps, since warps may not divide them evenly."""
+        tile, pipeline = self.kernel.tile, self.shared.pipeline_mask
+        row0, key0 = block * tile.tile_m, key_tile.block * tile.tile_n
+        halves = self.shared.s_mask[None, None, None, pipeline.stage(n)]
+        pipeline.producer_wait(n)
+        first = (self.number + n) % tile.mask_warps
+        for unit in cutlass.range(first, tile.tile_n // UNIT_KEYS, tile.mask_warps, unroll=1):
+            generate_words(state.dropout, halves, row0, key0, unit, tile.tile_m, cute.arch.lane_idx())
+        pipeline.producer_commit(n)
