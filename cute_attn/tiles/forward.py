@@ -437,12 +437,11 @@ class ForwardLargeTile(Tile):
     Attributes:
         tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask), at most 256.
         num_stages: stages of K and V.
-        rescale_threshold, pack_heads: as in :class:`ForwardSm90Tile`.
+        pack_heads: as in :class:`ForwardSm90Tile`.
     """
 
     tile_n: int = choice(64, *range(32, 129, 16))
     num_stages: int = choice(1, 1, 2, 3)
-    rescale_threshold: int = choice(8, 0, 8)
     pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
 
     tile_m: ClassVar[int] = 64
@@ -454,6 +453,7 @@ class ForwardLargeTile(Tile):
     # Of P: a step's is written before the other warpgroup has read that of the step before.
     p_stages: ClassVar[int] = 2
     # What the Hopper forward's tile may have, and this one has or has not:
+    rescale_threshold: ClassVar[int] = 8
     share_qo_smem: ClassVar[bool] = True
     q_in_regs: ClassVar[bool] = False
     speculative: ClassVar[bool] = False
@@ -521,6 +521,9 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
     half_registers: bool = False
 
+    # O has no shared memory, and there is no bias.
+    share_qo_smem: ClassVar[bool] = False  # type: ignore[misc]
+    bias_stages: ClassVar[int] = 0  # type: ignore[misc]
     BROADCAST_START: ClassVar[int] = 448  # items with key parts take twice the memory
 
     @property
@@ -546,14 +549,10 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         return areas | dict.fromkeys(("o", "bias"), (areas["v"][1], areas["v"][1]))
 
     def shape_reason(self, traits: Traits) -> str | None:
-        if self.share_qo_smem:
-            return f"share_qo_smem is True; accepted: False, since O has no shared memory, for {traits}"
         if self.half_registers and (self.warpgroups, self.blocks_per_sm) != (1, 1):
             return f"half_registers is True; accepted: with tile_m 64 and blocks_per_sm 1, for {traits}"
         if traits.split == "shares" and self.speculative:
             return f"speculative is True; accepted: False with split shares, for {traits}"
-        if self.bias_stages:
-            return f"bias_stages is {self.bias_stages}; accepted: 0, for {traits}"
         if traits.paged:
             boxes = self.page_rows >= 8 and self.page_rows % 8 == 0 and self.tile_n % self.page_rows == 0
             if not boxes:

@@ -476,6 +476,31 @@ def test_what_shapes_a_kernel_imports_only_that():
                     assert set(names) <= shaping, f"{path}: {ast.unparse(node)}"
 
 
+KERNELS = {
+    "forward_sm80": set(),
+    "kvcache_sm80": {"forward_sm80"},
+    "fp32_sm80": {"forward_sm80"},
+    "forward_sm90": set(),
+    "kvcache_sm90": {"forward_sm90"},
+    "head_dim_512_sm90": {"forward_sm90"},
+    "backward_sm80": set(),
+    "backward_sm90": set(),
+}
+"""Kernel folder -> the kernels that it extends."""
+
+
+def test_a_kernel_imports_no_other_one_than_that_which_it_extends():
+    kernels = ROOT / "cute_attn" / "kernels"
+    assert {path.name for path in kernels.iterdir() if (path / "kernel.py").exists()} == set(KERNELS)
+    shared = {"arguments", "limits", "step"}
+    for path in kernels.rglob("*.py"):
+        own = path.relative_to(kernels).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn.kernels."):
+                other = node.module.split(".")[2]
+                assert other in {own, *shared, *KERNELS.get(own, ())}, f"{path}: {ast.unparse(node)}"
+
+
 def test_sources_that_changed_after_the_import_give_unique_keys(monkeypatch):
     digest = fingerprint.package_sources.__wrapped__
     monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))

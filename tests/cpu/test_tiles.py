@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 import layouts
 from cute_attn.compiler import compile, registry
 from cute_attn.kernels.forward_sm80 import ForwardSm80
-from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, ForwardSm80Tile, padded
+from cute_attn.tiles import (
+    SHARED_MEMORY_BYTES,
+    TARGETS,
+    ForwardLargeTile,
+    ForwardSm80Tile,
+    KvcacheSm90Tile,
+    padded,
+)
 from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, SINK_DTYPES, Traits
 from layouts import model
 
@@ -63,6 +70,19 @@ def test_a_traits_name_parses_back(value):
 def test_a_tiles_text_parses_back(tile):
     assert ForwardSm80Tile().override(str(tile)) == tile
     assert tile.override("") == tile
+
+
+@pytest.mark.parametrize(
+    "tile, change",
+    [
+        (KvcacheSm90Tile(), "share_qo_smem=true"),
+        (KvcacheSm90Tile(), "bias_stages=1"),
+        (ForwardLargeTile(), "rescale_threshold=0"),
+    ],
+)
+def test_what_a_kernel_does_not_vary_is_no_field_of_its_tile(tile, change):
+    with pytest.raises(ValueError, match=f"tile has '{change}'; accepted: FIELD=VALUE with a field of"):
+        tile.override(change)
 
 
 def test_a_partial_text_overrides():
