@@ -565,42 +565,35 @@ class BackwardSm80:
     @cute.jit
     def step(self, ctx: MainloopContext, block: Int32) -> None:
         """One query block."""
-        tile, op = self.tile, ctx.operands
+        tile = self.tile
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(not self.products.loads_vectors):
-            ctx.load_q.finish(block, self.stage(block, tile.stages_q))
-            ctx.load_do.finish(block, self.stage(block, tile.stages_do))
+        ctx.load_q.finish(block, self.stage(block, tile.stages_q))
+        ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
-        factors_ds = [self.scores(ctx, block, piece) for piece in range(tile.pieces)]  # in parts
-        factor = factors_ds[0]
+        factors_ds = tuple(self.scores(ctx, block, piece) for piece in range(tile.pieces))
         cute.arch.barrier()
         if cutlass.const_expr(tile.p_in_regs):
             self.start_next(ctx, block, tile.stages_q == 1, tile.stages_do == 1)
         else:
-            products = self.products
-            unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
-            stage_do = self.stage(block, tile.stages_do)
-            products.multiply(
-                op.mma_dkv, ctx.gradients.dv, op.p_t, op.do_t, stage_do, unroll, factor=ctx.factor("dv")
-            )
-            if cutlass.const_expr(tile.stages_do == 1):
-                cute.arch.barrier()
-                self.start_next(ctx, block, False, True)
-            stage_q = self.stage(block, tile.stages_q)
-            products.multiply(
-                op.mma_dkv,
-                ctx.gradients.dk,
-                op.ds_t,
-                op.q_t,
-                stage_q,
-                unroll,
-                factor=factor * ctx.factor("q"),
-            )
-            if cutlass.const_expr(tile.stages_q == 1):
-                cute.arch.barrier()
-                self.start_next(ctx, block, True, False)
-        self.add_dq(ctx, block, tuple(factors_ds))
+            self.multiply_dkv(ctx, block, factors_ds[0])
+        self.add_dq(ctx, block, factors_ds)
+
+    @cute.jit
+    def multiply_dkv(self, ctx: MainloopContext, block: Int32, factor_ds: Float32) -> None:
+        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in parts is times."""
+        tile, op, products, gradients = self.tile, ctx.operands, self.products, ctx.gradients
+        unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
+        stage, factor = self.stage(block, tile.stages_do), ctx.factor("dv")
+        products.multiply(op.mma_dkv, gradients.dv, op.p_t, op.do_t, stage, unroll, factor=factor)
+        if cutlass.const_expr(tile.stages_do == 1):
+            cute.arch.barrier()
+            self.start_next(ctx, block, False, True)
+        stage, factor = self.stage(block, tile.stages_q), factor_ds * ctx.factor("q")
+        products.multiply(op.mma_dkv, gradients.dk, op.ds_t, op.q_t, stage, unroll, factor=factor)
+        if cutlass.const_expr(tile.stages_q == 1):
+            cute.arch.barrier()
+            self.start_next(ctx, block, True, False)
 
     @cute.jit
     def start_next(self, ctx: MainloopContext, block: Int32, q: Constexpr, do: Constexpr) -> None:

@@ -42,9 +42,10 @@ class BlockLoad:
 
     @cute.jit
     def finish(self, block: Int32, stage: Int32) -> None:
-        """Of unaligned rows, after a thread's copies have arrived, and before the barrier that publishes them."""
-        row0 = block * cute.size(self.s_row, mode=[0])
-        self._unaligned.finish(self._stage(stage), row0, self.seqlen_q - row0)
+        """After a thread's copies have arrived, and before the barrier that publishes them: unaligned rows may move."""
+        if cutlass.const_expr(not self.aligned):
+            row0 = block * cute.size(self.s_row, mode=[0])
+            self._unaligned.finish(self._stage(stage), row0, self.seqlen_q - row0)
 
     @property
     def _unaligned(self) -> UnalignedRows:

@@ -490,6 +490,8 @@ class ForwardSm80:
         )
         return cute.make_tensor(head.iterator + cute.assume(Int64(row0) * step, divby=8), layout)
 
+    # ---- the main loop ----
+
     @cute.jit
     def main_loop(self, ctx: MainloopContext) -> None:
         """All key blocks, last one first: masked at the right edge of the mask, unmasked, masked at its left edge."""
@@ -551,15 +553,13 @@ class ForwardSm80:
     def step_one_stage(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
         """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(not self.loads_aligned):
-            ctx.load_k.finish(block, 0)
+        ctx.load_k.finish(block, 0)
         ctx.group.barrier()
         ctx.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
-        if cutlass.const_expr(not self.loads_aligned):
-            ctx.load_v.finish(block, 0)
+        ctx.load_v.finish(block, 0)
         ctx.group.barrier()
         if block > ctx.blocks.begin:
             self.find_pages(ctx, block - 1)
@@ -573,9 +573,8 @@ class ForwardSm80:
         stages: Constexpr = self.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
-        if cutlass.const_expr(not self.loads_aligned):
-            ctx.load_k.finish(block, stage)
-            ctx.load_v.finish(block, stage)
+        ctx.load_k.finish(block, stage)
+        ctx.load_v.finish(block, stage)
         ctx.group.barrier()
         ahead = block - (stages - 1)
         if ahead >= ctx.blocks.begin:

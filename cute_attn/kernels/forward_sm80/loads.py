@@ -34,6 +34,9 @@ class BlockLoad:
         else:
             self.row_copy.copy(g_block, target, last, False, self.first_key - block * rows)
 
+    def finish(self, block: Int32, stage: Int32 | int) -> None:
+        """After a thread's copies of ``block`` have arrived: they are where they belong."""
+
 
 @dataclass(frozen=True)
 class UnalignedLoad:
