@@ -68,12 +68,17 @@ class BackwardParams:
         """The first key of this launch's key block."""
         return (key_tile.first + self.skipped) * tile_n
 
-    def dq_of(self, key_tile: KeyTiles, head: Int32, row0: Int32, columns: int, varlen: bool) -> cute.Pointer:
-        """The fp32 accumulator of dQ of a query head, one query block after the other, from padded row ``row0`` on."""
+    def dq_rows(
+        self, key_tile: KeyTiles, head: Int32, row0: Int32, columns: int, varlen: bool
+    ) -> cute.Tensor:
+        """A query head's rows of the fp32 accumulator of dQ, from padded row ``row0`` on, of the first split."""
         mDQ = self.mDQaccum
         accumulator = mDQ[0, None, None] if varlen else mDQ[0, None, None, None]
-        head_dq = workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
-        return head_dq.iterator + Int64(key_tile.first) * self.split_stride
+        return workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
+
+    def of_split(self, dq: cute.Tensor, key_tile: KeyTiles) -> cute.Pointer:
+        """The same rows in the split of these key tiles."""
+        return dq.iterator + Int64(key_tile.first) * self.split_stride
 
 
 @dataclass(frozen=True)

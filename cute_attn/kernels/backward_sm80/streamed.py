@@ -214,7 +214,7 @@ class Streamed:
             key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
-            dq_blocks = params.dq_of(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
+            dq_rows = params.dq_rows(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
             ctx = StreamedContext(
                 smem,
                 operands,
@@ -224,7 +224,7 @@ class Streamed:
                 sequence(params.mV, batch, head_kv, info.offset_k, varlen),
                 workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
                 workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
-                dq_blocks,
+                params.of_split(dq_rows, key_tile),
                 state,
                 blocks,
                 info.seqlen_q,
