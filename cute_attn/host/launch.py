@@ -208,13 +208,13 @@ class _BoundLaunch(NamedTuple):
         function: launches the kernel.
         arguments: a list; those of the two places below are filled in by each call.
         whole: (place, source) of a tensor that is passed as torch has it, by which TVM FFI finds the current stream.
-        work_tiles: the place of a ``ForwardSchedule``, or -1.
+        work_tiles: the place of a ``ForwardSchedule``, or None.
     """
 
     function: Callable[..., None]
     arguments: list[Any]
     whole: tuple[int, int] | None
-    work_tiles: int
+    work_tiles: int | None
 
 
 class _Bound(NamedTuple):
@@ -259,12 +259,9 @@ class Replay:
 
     def run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
         """The call's results; None where a tensor starts elsewhere than kernels have been chosen for."""
-        if self.device == memory.current_device():
-            return self._run(tensors)
-        with torch.cuda.device(self.device):
-            return self._run(tensors)
-
-    def _run(self, tensors: Tensors) -> tuple[Tensor | None, ...] | None:
+        if self.device != memory.current_device():
+            with torch.cuda.device(self.device):
+                return self.run(tensors)
         sources = [tensors[i] for i in self.tensors]
         starts = [x.data_ptr() for x in sources]
         unaligned = 0
@@ -293,13 +290,16 @@ class Replay:
 
     def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
         for function, arguments, whole, work_tiles in bound.launches:
-            if whole is not None:
-                arguments[whole[0]] = sources[whole[1]]
-            if work_tiles >= 0:
+            if work_tiles is not None:
                 arguments[work_tiles] = counters.schedule(self.device)
-            function(*arguments)
-            if whole is not None:
+            if whole is None:
+                function(*arguments)
+            else:
+                arguments[whole[0]] = sources[whole[1]]
+                function(*arguments)
                 arguments[whole[0]] = None  # keep no tensor alive
+            if work_tiles is not None:
+                arguments[work_tiles] = None  # nor counters, which a CUDA graph's capture allocates
 
     @staticmethod
     def _result(place: _Place, made: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class Replay:
 
         launches = []
         for function, recorded in self.launches:
-            whole, work_tiles, arguments = None, -1, []
+            whole, work_tiles, arguments = None, None, []
             for i, x in enumerate(recorded):
                 if x is _WorkTiles:
                     work_tiles, value = i, None
@@ -339,27 +339,30 @@ class Replay:
 
 
 class Repeats:
-    """Of a plan whose calls repeat: the first of them records, the others follow the record."""
+    """Of a plan whose calls repeat: the first of them records, the others follow the record.
 
-    __slots__ = ("_recorded", "_replay")
+    Attributes:
+        replay: the record, or None where there is none.
+    """
+
+    __slots__ = ("_tried", "replay")
 
     def __init__(self) -> None:
-        self._recorded = False
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
+        self._tried = False
 
     def run(
         self, tensors: Tensors, call: Callable[[Steps], tuple[Tensor | None, ...]]
     ) -> tuple[Tensor | None, ...]:
         """The call's results. tensors: all that it reads and writes but its results; ``call`` makes it in steps."""
-        replay = self._replay
-        if replay is not None:
-            found = replay.run(tensors)
+        if self.replay is not None:
+            found = self.replay.run(tensors)
             return call(NOW) if found is None else found
-        if self._recorded:
+        if self._tried:
             return call(NOW)
         recording = Recording(tensors)
         found = call(recording)
-        self._replay, self._recorded = recording.replay(found), not recording.unlike
+        self.replay, self._tried = recording.replay(found), not recording.unlike
         return found
 
 

@@ -50,7 +50,8 @@ class Known:
         if plan is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
             return None
         doors.served.add(self.operator)
-        return plan.run((query, key, value, None, None, None, None, None)).out
+        inputs = (query, key, value, None, None, None, None, None)
+        return plan.run(inputs).out if plan.launcher is None else plan.launch(inputs, None)[0]
 
 
 _MAX_KEYS = 4096

@@ -225,6 +225,32 @@ def test_a_record_keeps_no_tensor():
     assert not any(reference() is not None for reference in references)
 
 
+def test_a_record_keeps_no_counters(monkeypatch):
+    """A launch that a CUDA graph captures has counters of its own, in the graph's memory."""
+    references = []
+
+    def schedule(device):
+        own = torch.zeros(4, dtype=torch.int32)
+        references.append(weakref.ref(own))
+        return own, 132
+
+    @kernel
+    def note(x, tiles, out):
+        assert tiles[1] == 132
+
+    def run(x, y, steps):
+        out = steps.empty(x, (1,), (1,), x.dtype)
+        steps.launch(note, x, steps.work_tiles(-1), out)
+        return (out,)
+
+    monkeypatch.setattr(counters, "schedule", schedule)
+    calls = Calls(run)
+    for seed in range(3):
+        calls(*inputs(seed))
+    gc.collect()
+    assert len(references) == 3 and not any(reference() is not None for reference in references)
+
+
 def test_calls_at_one_time_have_arguments_of_their_own():
     """A launching function runs without the interpreter's lock: others may come in between."""
     calls, inside, results = Calls(), threading.Event(), {}

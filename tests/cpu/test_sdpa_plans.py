@@ -382,7 +382,7 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
 
 
 def replays():
-    return [plan.repeats and plan.repeats._replay for plan in known._plans.values()]
+    return [plan.repeats and plan.repeats.replay for plan in known._plans.values()]
 
 
 def test_an_unaligned_gradient_is_copied(machine):

@@ -131,7 +131,7 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
     def run_twice(self: Repeats, tensors: Any, call: Any) -> Any:
         found = run(self, tensors, call)
-        again = None if self._replay is None else self._replay.run(tensors)
+        again = None if self.replay is None else self.replay.run(tensors)
         return found if again is None else again
 
     plans.forget()

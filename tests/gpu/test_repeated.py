@@ -157,5 +157,5 @@ def test_a_repeated_call_equals_a_first_one(name):
             tolerance = 2e-2 if name.startswith("SDPA") else 0  # their backward adds up in any order
             torch.testing.assert_close(a, b, rtol=0, atol=tolerance, equal_nan=True)
     kept = [plan.repeats for plan in plans._plans.values() if getattr(plan, "repeats", None) is not None]
-    replays = [repeats._replay for repeats in kept if repeats._replay is not None]
+    replays = [repeats.replay for repeats in kept if repeats.replay is not None]
     assert bool(replays) == is_recorded, f"{len(kept)} plans repeat, {len(replays)} from a record"
