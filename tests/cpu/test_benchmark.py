@@ -393,3 +393,11 @@ def test_the_emulated_score_tile_depends_on_its_indices():
     seen = (key <= query + 20) & (key >= query + 15)
     assert torch.equal(scores.isfinite(), seen.expand_as(scores))
     assert torch.equal(scores[scores.isfinite()], (products * 0.5)[seen.expand_as(scores)])
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_the_newest_kernel_is_a_call_that_names_none(op, monkeypatch):
+    monkeypatch.setattr(peers, "ours", lambda kernel: kernel)
+    for target, kernels in (("sm86", {"sm80": None}), ("sm90", {"sm80": "sm80", "sm90": None})):
+        monkeypatch.setattr("cute_attn.compiler.default_target", lambda arch, target=target: target)
+        assert peers.own_kernels(op) == {f"cute_attn/{op}-{arch}": kernel for arch, kernel in kernels.items()}

@@ -267,14 +267,18 @@ PEERS: dict[str, Implementation] = {
 
 
 def own_kernels(op: str = "forward") -> dict[str, Implementation]:
-    """This package's kernels for an operation that the current GPU runs, by name."""
+    """This package's kernels for an operation that the current GPU runs, by name.
+
+    The newest generation's is a call that names no kernel: on Hopper it may divide keys.
+    """
     from cute_attn.compiler import default_target, registry
 
-    return {
-        f"cute_attn/{op}-{arch}": ours(arch)
+    archs = sorted(
+        arch
         for op_, arch, variant in registry.KERNELS
         if op_ == op and not variant and default_target(arch) in registry.RUNS_ON[arch]
-    }
+    )
+    return {f"cute_attn/{op}-{arch}": ours(None if arch == archs[-1] else arch) for arch in archs}
 
 
 def versions() -> dict[str, str]:
