@@ -1,5 +1,6 @@
 # make demo       what the project does (about 3 minutes with its installs; on a GPU, against torch)
 # make test       lint, types and the CPU tests (no GPU needed)
+# make test-doors the CPU tests that need transformers or Hugging Face's kernels, after installing both
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
@@ -31,7 +32,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo test cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
+.PHONY: help demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -43,6 +44,10 @@ test: lint
 
 cpu-tests: $(installed_dev)
 	$(run) -m pytest tests/cpu -n $(JOBS) --dist worksteal -q $(ARGS)
+
+# Their libraries take 140 MB, and over a minute where the package index is slow, so `make test` does without them.
+test-doors: $(VENV)/installed-doors
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(VENV)/bin/python -m pytest -m doors -q $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
@@ -83,6 +88,10 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(install) ".[dev]"
 	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-doors: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(install) ".[dev,dev-doors]"
+	@touch $@ $(VENV)/installed-dev $(VENV)/installed
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -6,6 +6,7 @@ all of them first would gain nothing: there are as many test processes as cores.
 """
 
 import gc
+import importlib.util
 import os
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def pytest_sessionstart(session):
 def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("doors"):
+        (module,) = mark.args
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"no {module}, which `make test-doors` installs")
 
 
 @pytest.fixture(scope="session", autouse=True)

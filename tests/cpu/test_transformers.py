@@ -6,7 +6,6 @@ The functions' arguments are those of transformers 5.22 and 5.23.
 import inspect
 import math
 import sys
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -291,7 +290,7 @@ def test_register_without_transformers(monkeypatch):
 
 # ---- whole models ----
 
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers")
+needs_transformers = pytest.mark.doors("transformers")
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 48,
