@@ -2,23 +2,23 @@
 
 Building all of them takes three quarters of an hour of two cores. The cover has, for each op and arch:
 
-- every default tile, for one of the targets that it is the default of; of tiles that differ in how many heads they
-  pack alone, one that packs heads and one that does not;
-- every value of every trait that occurs in the list, every target and every list of lengths;
+- every default tile, for one of the targets that it is the default of; of tiles that differ in ``STORAGE`` alone, one
+  that has each value of it;
+- every value of every trait that occurs in the list, and every target;
 - the causal kernels of head dims 64 and 128, which most users run;
 - of every Ampere forward and backward, built for the GPU it is named after, each feature that costs registers at each
   head dim of ``EVERYDAY``: ptxas spills on one target what it keeps on another.
 
-Spills and serialised wgmma depend on the tile, and on the registers that features take beside it; what a kernel lacks
-needs no registers. Of kernels that cover as many more, the one with the largest head dim and the most features is
-built. Errors of one head dim or target with one feature, or of two features together, may be missed:
-``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
+Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. How many stages a
+tile has, how many heads it packs or how it adds to dQ says where data lies, and takes next to none. What covers most
+for the time that it takes to build is built. Errors of one head dim or target with one feature, or of two features
+together, may be missed: ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cute_attn.compiler import registry
@@ -122,6 +122,11 @@ BY_CACHE = {
 }
 
 
+STORAGE = (
+    *("num_stages", "num_stages_q", "num_stages_do", "num_stages_ds", "stages_q", "stages_do"),
+    *("pack_heads", "page_rows", "share_qo_smem", "dq_vector"),
+)
+"""Fields of tiles that say where data lies or how it is addressed, and hardly how many registers hold it."""
 AMPERE_TARGETS = ("sm80", "sm86", "sm90")
 """What Ampere kernels are built for: one of the GPUs of each size of shared memory, and the one that has most of it."""
 EVERYDAY_DIMS = (64, 128)
@@ -180,48 +185,55 @@ def _on_targets(default: Default) -> Iterator[Default]:
 
 @functools.cache
 def cover() -> tuple[Default, ...]:
-    """A greedy cover of the demands of ``representative()``, in their order."""
+    """A cover of the demands of ``representative()``, in their order, that builds in little time."""
     pool = representative()
     wanted = {default: demands(default) for default in pool}
     common = [default for default in pool if _is_common(default)]
+    return tuple(covering(pool, wanted.__getitem__, _cost, common))
 
-    def rank(default: Default) -> tuple[int, int]:
-        return default.traits.head_dim, len(wanted[default])
 
-    return tuple(covering(pool, wanted.__getitem__, rank, common))
+def _cost(default: Default) -> float:
+    """Roughly what building it takes, in units of a small kernel, from the sizes of their PTX."""
+    traits = default.traits
+    if traits.op not in ("forward", "backward", "kvcache"):
+        return 1
+    features = (traits.dropout, traits.dropout == "mem_efficient", traits.alibi, traits.bias, traits.windowed)
+    return 5 + 4 * (traits.arch == "sm90") + 1.5 * sum(map(bool, features))
 
 
 def covering(
     items: Iterable[Item],
     demands: Callable[[Item], set[Hashable]],
-    rank: Callable[[Item], Any] = lambda _: 0,
+    cost: Callable[[Item], float] = lambda _: 1,
     always: Sequence[Item] = (),
 ) -> list[Item]:
-    """Items that have all demands of all items, in their order; of those with as many more, the highest in rank.
+    """Items that have all demands of all items, in their order, chosen by how many more they have for their cost.
 
-    None of them but those of ``always`` has only demands of the others.
+    Of equals, the one with the most demands. None of them but those of ``always`` has only demands of the others.
     """
     pool = list(items)
     chosen = [i for i, item in enumerate(pool) if item in always]
     done = set().union(*(demands(item) for item in always))
     missing = [demands(item) - done for item in pool]
     while any(missing):
-        best = max(range(len(pool)), key=lambda i: (len(missing[i]), rank(pool[i])))
+        best = max(range(len(pool)), key=lambda i: (len(missing[i]) / cost(pool[i]), len(demands(pool[i]))))
         chosen.append(best)
         done = missing[best]
         missing = [wanted - done for wanted in missing]
-    for i in [i for i in chosen if pool[i] not in always]:  # later ones may have all that an earlier one has
-        if demands(pool[i]) <= set().union(*(demands(pool[j]) for j in chosen if j != i)):
+    for i in sorted(chosen, key=lambda i: -cost(pool[i])):  # later ones may have all that an earlier one has
+        others = (demands(pool[j]) for j in chosen if j != i)
+        if pool[i] not in always and demands(pool[i]) <= set().union(*others):
             chosen.remove(i)
     return [pool[i] for i in sorted(chosen)]
 
 
 def demands(default: Default) -> set[Hashable]:
-    """What a kernel covers: its tile, its target, its lengths and each of its traits."""
-    traits, kernel = default.traits, (default.traits.op, default.traits.arch)
+    """What a kernel covers: its tile, its target and each of its traits."""
+    traits, tile, kernel = default.traits, default.kernel.tile, (default.traits.op, default.traits.arch)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    values |= {"target": default.target, "lengths": default.lengths, "tile": _compared(default.kernel.tile)}
+    values |= {"target": default.target, "tile": _without_storage(tile)}
     found: set[Hashable] = {(kernel, name, value) for name, value in values.items() if value}
+    found |= {(kernel, *pair) for pair in _storage(tile).items()}
     return found | {(kernel, traits.head_dim, feature) for feature in _costly_features(default)}
 
 
@@ -240,6 +252,11 @@ def _is_common(default: Default) -> bool:
     return traits.name in names and default.target == traits.arch and not default.lengths
 
 
-def _compared(tile: Any) -> str:
-    """A tile as text, in which the heads it packs are 1 or 2: more of them differ by a shift."""
-    return str(replace(tile, pack_heads=min(tile.pack_heads, 2)) if hasattr(tile, "pack_heads") else tile)
+def _storage(tile: Any) -> dict[str, int]:
+    """A tile's ``STORAGE``; heads it packs are 1 or 2: more of them differ by a shift."""
+    found = {name: getattr(tile, name) for name in STORAGE if hasattr(tile, name)}
+    return found | {name: min(n, 2) for name, n in found.items() if name == "pack_heads"}
+
+
+def _without_storage(tile: Any) -> str:
+    return str({name: value for name, value in asdict(tile).items() if name not in STORAGE})

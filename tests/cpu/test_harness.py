@@ -1,6 +1,7 @@
 """The tests' own tools: the cover of all default kernels, quick builds, forked processes."""
 
-from dataclasses import replace
+from dataclasses import asdict
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from cute_attn import compiler
 from cute_attn.compiler import compiled
 from cute_attn.reference import emulate
 from tests import processes, quick_builds, toy
-from tests.defaults import cover, covering, demands, every, representative
+from tests.defaults import STORAGE, cover, covering, demands, every, representative
 from tests.tilings import TINY, Scores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
@@ -26,20 +27,27 @@ def test_the_cover_meets_the_demands_of_all_defaults():
     assert set().union(*map(demands, chosen)) == set().union(*map(demands, defaults))
     assert len(chosen) == len(set(chosen)) < len(defaults)
     tiles, covered = (
-        {(d.traits.op, d.traits.arch, replace(d.kernel.tile, **packs(d.kernel.tile))) for d in some}
+        {(d.traits.op, d.traits.arch, without_storage(d.kernel.tile)) for d in some}
         for some in (defaults, chosen)
     )
     assert tiles == covered
-    assert {f"forward-{arch}-bf16-d128-causal-{arch}" for arch in ("sm80", "sm90")} <= set(map(str, chosen))
+    common = {f"{op}-{arch}-bf16-d{d}-causal-{arch}" for op, arch, d in product(OPS, ARCHS, (64, 128))}
+    assert common <= set(map(str, chosen))
+    for default in chosen:
+        others = set().union(*(demands(other) for other in chosen if other != default))
+        assert demands(default) - others or str(default) in common
 
 
-def packs(tile):
-    """Whether a tile packs heads, in place of how many."""
-    return {"pack_heads": min(tile.pack_heads, 2)} if hasattr(tile, "pack_heads") else {}
+OPS, ARCHS = ("forward", "backward"), ("sm80", "sm90")
+
+
+def without_storage(tile):
+    """A tile without what says where its data lies."""
+    return tuple((name, value) for name, value in asdict(tile).items() if name not in STORAGE)
 
 
 def test_demands_of_a_kernel():
-    """Worked out by hand: tiles, targets, lengths and each trait."""
+    """Worked out by hand: tiles, targets, where data lies and each trait."""
     (plain,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90")
     (short,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-sm90-512x512x1")
     (alibi,) = (d for d in every() if str(d) == "forward-sm90-bf16-d64-causal-alibi-sm90")
@@ -48,16 +56,32 @@ def test_demands_of_a_kernel():
     assert all(common <= demands(default) for default in (plain, short, alibi))
     assert demands(alibi) - demands(plain) == {(kernel, "alibi", True)}
     assert not demands(plain) - demands(alibi)  # one tile
-    tile, lengths = (kernel, "tile", str(short.kernel.tile)), (kernel, "lengths", (512, 512, 1))
-    assert demands(short) - demands(plain) == {tile, lengths}
+    stages, tile = sorted((more[1:] for more in demands(short) - demands(plain)), key=lambda more: more[0])
+    assert stages == ("num_stages", short.kernel.tile.num_stages) and tile[0] == "tile"
+    assert "'blocks_per_sm': 3" in tile[1] and "num_stages" not in tile[1]
+
+
+def test_tiles_that_differ_in_storage_are_one():
+    def found(name: str) -> set:
+        (default,) = (d for d in every() if str(d) == name)
+        return {demand for demand in demands(default) if demand[1] in ("tile", "dq_vector")}
+
+    ampere, hopper = (found(f"backward-sm80-bf16-d128-{target}") for target in ("sm80", "sm90"))
+    kernel = ("backward", "sm80")
+    assert ampere ^ hopper == {(kernel, "dq_vector", 1), (kernel, "dq_vector", 4)} and ampere & hopper
 
 
 def test_a_greedy_cover():
-    """Of sets of letters: the largest first, then what adds most, by rank among equals, in the order given."""
+    """Of sets of letters: the one that adds most for its cost, of equals the largest, in the order given."""
     sets = ["ab", "bc", "cd", "abe", "f", "cF"]
-    assert covering(sets, lambda word: set(word.lower()), rank=str.islower) == ["cd", "abe", "f"]
-    assert covering(sets, lambda word: set(word.lower()), rank=len) == ["cd", "abe", "cF"]
-    assert covering(sets, lambda word: set(word.lower()), always=["bc"]) == ["bc", "cd", "abe", "f"]
+
+    def letters(word: str) -> set:
+        return set(word.lower())
+
+    assert covering(sets, letters) == ["cd", "abe", "cF"]
+    assert covering(sets, letters, cost=lambda word: 1 + 3 * (word == "cF")) == ["cd", "abe", "f"]
+    assert covering(["ab", "abe", "e"], letters, cost=lambda word: 9 if word == "abe" else 1) == ["ab", "e"]
+    assert covering(sets, letters, always=["bc"]) == ["bc", "cd", "abe", "cF"]
     assert covering(["abcd", "abe", "cdf"], set) == ["abe", "cdf"], (
         "the first has nothing that these have not"
     )
