@@ -1,10 +1,17 @@
-"""The kernels that a user gets without naming a tile: they build for each target, and spill nothing."""
+"""The kernels that a user gets without naming a tile: they build for each target, spill nothing, and their machine code
+is what it should be."""
+
+from collections.abc import Hashable
+from dataclasses import asdict
 
 import pytest
 
 from cute_attn.compiler import compile
+from cute_attn.lab import sass
+from cute_attn.lab.proxies import proxy_order
+from cute_attn.lab.sass import BYTES, Code, StepNotFound
 from cute_attn.traits import SPLIT_TENSORS
-from tests.defaults import Default, cover, every, representative
+from tests.defaults import Default, cover, covering, every, representative
 
 # Instructions that kernels must have, in PTX and in SASS.
 PTX = {
@@ -33,9 +40,40 @@ COVER = cover()
 
 
 def pytest_generate_tests(metafunc):
+    whole = metafunc.config.getoption("--every-default", default=False)
     if "default" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--every-default", default=False)
         metafunc.parametrize("default", every() if whole else COVER, ids=str)
+    if "disassembled" in metafunc.fixturenames:
+        metafunc.parametrize("disassembled", every() if whole else to_disassemble(), ids=str)
+
+
+def to_disassemble() -> list[Default]:
+    """Of the cover, kernels with TMA, those whose tiles have every value of every field, and one of each kind."""
+    return covering(
+        COVER, what_shapes_machine_code, always=[default for default in COVER if uses_tma(default)]
+    )
+
+
+def what_shapes_machine_code(default: Default) -> set[Hashable]:
+    """ptxas turns the same PTX into the same instructions whatever the head dim; a tile shapes the steady step."""
+    traits = default.traits
+    kind = (
+        traits.op,
+        traits.arch if traits.op not in SASS else "",
+    )  # the others are the same on both generations
+    if not has_one_step(default):
+        return {kind}
+    values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
+    return {kind, *((*kind, name, value) for name, value in values.items())}
+
+
+def uses_tma(default: Default) -> bool:
+    return default.traits.arch == "sm90" and default.traits.op in ("forward", "backward", "kvcache")
+
+
+def has_one_step(default: Default) -> bool:
+    """Whether a loop of the kernel is a whole step; a tile that streams operands by columns has several a step."""
+    return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
 
 
 def build(default: Default):
@@ -56,19 +94,34 @@ def test_default_builds_without_spills(default):
     assert not [word for word in words if word not in compiled.ptx]
 
 
-# ptxas turns the same PTX into the same instructions whatever the head dim, so one of a kind is disassembled. Kernels
-# with instructions of their own in SASS are the same for both generations.
-KINDS = {
-    (default.traits.op,) if default.traits.op in SASS else (default.traits.op, default.traits.arch): default
-    for default in COVER
-}
+def test_the_machine_code_of_a_default(disassembled):
+    """It has its instructions, a fence where the two proxies of shared memory meet, and its tile's steady step."""
+    traits = disassembled.traits
+    if traits.op in SASS:  # some have two kernels
+        assert set(SASS[traits.op]) <= build(disassembled).instructions.keys()
+        return
+    code = Code.of(build(disassembled).cubin, traits.name)
+    assert {i.opcode for i in code.instructions}.issuperset(SASS[traits.arch])
+    if uses_tma(disassembled):
+        order = proxy_order(code)
+        assert len(order.pipelines) >= 3  # of Q, K and V
+        assert order.releases >= len(order.pipelines)
+        assert order.unordered == ()
+    if has_one_step(disassembled):
+        content = disassembled.kernel.step_content()
+        step = code.step(content)
+        assert step.steps == 1
+        assert step.count(*sass.MMA) == content.mma
+        assert step.count("MUFU.EX2") == content.exp2
+        assert step.stalls >= step.count() > content.mma + content.exp2
+        assert step.count("LDL", "STL") == 0
+        assert all(i.address // BYTES < len(code.instructions) for i, _ in step.instructions)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_the_machine_code_has_its_instructions(kind):
-    default = KINDS[kind]
-    instructions = build(default).instructions
-    assert all(instructions[name] > 0 for name in SASS.get(default.traits.op) or SASS[default.traits.arch])
+def test_streamed_operands_have_no_single_step():
+    default = next(x for x in COVER if getattr(x.kernel.tile, "columns", 0))
+    with pytest.raises(StepNotFound, match="the step was not found: no loop of backward-sm80-"):
+        Code.of(build(default).cubin, default.traits.name).step(default.kernel.step_content())
 
 
 @pytest.mark.parametrize("name", ["forward-sm80-bf16-d128-causal", "backward-sm80-bf16-d64-causal"])

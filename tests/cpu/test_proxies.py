@@ -1,4 +1,4 @@
-"""Proxy fences in machine code: no default lacks one, and the check misses none that is taken out."""
+"""Proxy fences in machine code: the check misses none that is taken out. ``test_defaults.py`` checks all defaults."""
 
 from dataclasses import replace
 
@@ -8,21 +8,9 @@ from cute_attn.compiler import compile
 from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
 from cute_attn.lab.verdict import verdict
-from tests.defaults import Default, cover, every
 
 BIAS = "forward-sm90-bf16-d64-bias_bf16"
 BACKWARD = "backward-sm90-bf16-d64-causal"
-
-
-def uses_tma(default: Default) -> bool:
-    return default.traits.arch == "sm90" and default.traits.op in ("forward", "backward", "kvcache")
-
-
-def pytest_generate_tests(metafunc):
-    if "default" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--every-default", default=False)
-        chosen = every() if whole else cover()
-        metafunc.parametrize("default", [default for default in chosen if uses_tma(default)], ids=str)
 
 
 def code_of(name: str, tile: str | None = None) -> Code:
@@ -40,15 +28,7 @@ def without_fences(code: Code) -> Code:
     )
 
 
-# ---- the defaults ----
-
-
-def test_no_default_lacks_a_fence(default):
-    compiled = compile(default.traits, default.kernel.tile, default.target)
-    order = proxy_order(Code.of(compiled.cubin, default.traits.name))
-    assert len(order.pipelines) >= 3  # of Q, K and V
-    assert order.releases >= len(order.pipelines)
-    assert order.unordered == ()
+# ---- kernels ----
 
 
 def test_a_bias_without_fences_is_found():

@@ -1,66 +1,12 @@
 """The parser of machine code: instructions, control bits, source lines, loops, and the steady step of every default."""
 
-from collections.abc import Hashable
-from dataclasses import asdict
-
 import networkx as nx
 import pytest
 
 from cute_attn.compiler import compile, cubin
 from cute_attn.kernels.step import StepContent
-from cute_attn.lab import sass
 from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
 from tests import toy
-from tests.defaults import Default, cover, covering, every
-
-
-def has_one_step(default: Default) -> bool:
-    """Whether a loop of the kernel is a whole step; a tile that streams operands by columns has several a step."""
-    return hasattr(default.kernel, "step_content") and not getattr(default.kernel.tile, "columns", 0)
-
-
-def each_value() -> list[Default]:
-    """Of the cover of the defaults, kernels with a steady step that have every value of every field of their tiles."""
-    return covering(filter(has_one_step, cover()), what_shapes_the_step)
-
-
-def what_shapes_the_step(default: Default) -> set[Hashable]:
-    traits = default.traits
-    values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
-    return {(traits.op, traits.arch, name, value) for name, value in values.items()}
-
-
-def pytest_generate_tests(metafunc):
-    if "default" in metafunc.fixturenames:
-        whole = metafunc.config.getoption("--every-default", default=False)
-        all_of_them = [default for default in every() if has_one_step(default)]
-        # The last first: another process builds them for test_defaults.py meanwhile, the first first.
-        metafunc.parametrize("default", (all_of_them if whole else each_value())[::-1], ids=str)
-
-
-def code_of(default: Default) -> Code:
-    return Code.of(compile(default.traits, default.kernel.tile, default.target).cubin, default.traits.name)
-
-
-# ---- every default ----
-
-
-def test_the_steady_step_of_a_default_has_its_tiles_arithmetic(default):
-    code, content = code_of(default), default.kernel.step_content()
-    step = code.step(content)
-    assert step.steps == 1
-    assert step.count(*sass.MMA) == content.mma
-    assert step.count("MUFU.EX2") == content.exp2
-    assert step.stalls >= step.count() > content.mma + content.exp2
-    assert step.count("LDL", "STL") == 0
-    assert all(i.address // BYTES < len(code.instructions) for i, _ in step.instructions)
-
-
-def test_streamed_operands_have_no_single_step():
-    default = next(x for x in cover() if getattr(x.kernel.tile, "columns", 0))
-    with pytest.raises(StepNotFound, match="the step was not found: no loop of backward-sm80-"):
-        code_of(default).step(default.kernel.step_content())
-
 
 # ---- instructions ----
 
