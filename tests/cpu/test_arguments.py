@@ -1,7 +1,5 @@
 """Unusual arguments of every function: one sentence each, before anything is launched or written."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -30,7 +28,6 @@ STARTS, LSE = ints(0, 4, 9), ones(2, 4, 5)
 QUERIES, K_CACHE, V_CACHE = ones(3, 2, 4, 16), ones(3, 16, 2, 16), ones(3, 16, 2, 16)
 NEW, LENGTHS = ones(3, 1, 2, 16), ints(0, 0, 0)
 TABLE = ints(0, 1, 2).view(3, 1)
-warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
 NESTED = torch.nested.nested_tensor([ones(5, 4, 16)] * 2)
 JAGGED = torch.nested.nested_tensor([ones(5, 4, 16)] * 2, layout=torch.jagged)
 

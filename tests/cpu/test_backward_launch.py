@@ -375,7 +375,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     """In parts, or whole operands where a row is too small."""
     precision = "tf32" if name == "tf32" else ""
     problem = (FP32 if precision else FP32_CASES[name]).build("cpu")
-    call = the_call(problem, backward_tile="operands=parts")._replace(precision=precision)
+    call = the_call(problem, backward_tile="operands=parts")._replace(precision=precision, kernel="sm80")
     inputs = [x.nan_to_num(0, 0, 0).abs().clamp(0.1) for x in call[:3]]
     grad_out = torch.rand(*call.q.shape[:-1], call.v.shape[-1]) + 0.1
     changed = dict(zip(("q", "k", "v"), inputs, strict=True)) | {"grad_out": grad_out}
@@ -403,7 +403,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
 @pytest.mark.parametrize("precision", ["", "tf32"])
 def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
     """Those of many operations are in parts, unless they have too many rows, which a named tile does not change."""
-    call = the_call(FP32.build("cpu"))._replace(precision=precision)
+    call = the_call(FP32.build("cpu"))._replace(precision=precision, kernel="sm80")
     out, lse, _ = operators.forward_cpu(call)
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
 

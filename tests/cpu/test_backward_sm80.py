@@ -20,7 +20,6 @@ from layouts.host import run_on_host
 from tests.gpu import test_fp32_backward, test_head_dims_backward
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 UNTRANSPOSED = BackwardSm80Tile(64, 128, 8, 2, 4, 2)
 IN_REGS = BackwardSm80Tile(64, 128, 4, 1, 4, 2, p_in_regs=True, queries_at_once=32)

@@ -21,7 +21,6 @@ from tests import processes, toy
 
 ROOT = Path(__file__).parents[2]
 TRAITS = Traits.parse(toy.NAME)
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
 
 
 def forget(monkeypatch):

@@ -25,7 +25,6 @@ from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 @pytest.fixture(autouse=True)

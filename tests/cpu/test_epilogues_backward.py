@@ -26,7 +26,6 @@ ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 @pytest.fixture(autouse=True)

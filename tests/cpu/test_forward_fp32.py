@@ -14,7 +14,6 @@ from cute_attn.traits import Traits
 from layouts.host import run_on_host
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 @cute.jit

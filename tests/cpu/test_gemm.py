@@ -10,7 +10,6 @@ from cute_attn.device.gemm import SmemOperand
 from layouts.host import run_on_host
 
 # The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 def make_operand(which, rows, cols, stages, bits, warps, thread):

@@ -9,8 +9,6 @@ import layouts
 from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, rounded_to_tf32
 from layouts.host import run_on_host
 
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
-
 WARPS = 4
 
 

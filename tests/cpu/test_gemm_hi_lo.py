@@ -8,14 +8,11 @@ import math
 
 import cutlass
 import numpy as np
-import pytest
 import torch
 from cutlass import Float32, Int32, cute
 
 from cute_attn.device.gemm_hi_lo import LARGEST_EXPONENT, MOST_EXPONENT, P_EXPONENT, scale_of, split
 from layouts.host import run_on_host
-
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 BLOCK = 64
 STEP = 16

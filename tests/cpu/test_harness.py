@@ -17,8 +17,6 @@ from tests import processes, quick_builds, toy
 from tests.defaults import STORAGE, cover, covering, demands, every, representative
 from tests.tilings import TINY, Scores
 
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has 256 iterations")  # it is there to spill
-
 # ---- defaults ----
 
 

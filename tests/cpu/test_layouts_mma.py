@@ -14,7 +14,6 @@ from layouts import model
 from layouts.host import coordinate_table, run_on_host
 
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 def warp_mma(num_warps, warps_n=1):

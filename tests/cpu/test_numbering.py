@@ -175,7 +175,6 @@ def kept_by_a_kernel(name, place, varlen):
 NAMES = [SMALL, "warps2x4-32x128", "wgmma1-64x80", "warps1x2-64x32-transposed", "wgmma1-80x64-transposed"]
 
 
-@pytest.mark.filterwarnings("ignore:This static loop has")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_number_as_pytorch(installed, name):
     for version, varlen, place in CASES:
@@ -185,7 +184,6 @@ def test_the_kernels_number_as_pytorch(installed, name):
         assert torch.equal(kept, right), f"{place}, {version}, {varlen=}"
 
 
-@pytest.mark.filterwarnings("ignore:This static loop has")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_of_keys_at_2_32_is_numbered_from_0(installed, monkeypatch, name):
     """PyTorch to 2.12 counts on within 32 keys, and so has other scores, but at most 31 and 3."""

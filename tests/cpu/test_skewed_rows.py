@@ -13,7 +13,6 @@ import layouts
 from cute_attn.device.skewed_rows import SkewedRows, has_room, heads_start_alike, rows_start_alike, shift_rows
 from cute_attn.kernels.backward_sm80.loads import BlockLoad
 
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 POISON = -7
 THREADS = 64
 

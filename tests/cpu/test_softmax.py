@@ -17,7 +17,6 @@ from cute_attn.reference.emulate import softmax_on_host
 from cute_attn.tiles import TARGETS, SoftmaxTile
 from cute_attn.traits import Traits
 
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 SCALE = 0.4
 
 

@@ -15,7 +15,6 @@ from cute_attn.traits import Traits
 from layouts.host import offset_table, run_on_host
 
 # Fragments take static indices, so loops over them are unrolled on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 def in_parts(x):

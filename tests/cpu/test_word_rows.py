@@ -12,7 +12,6 @@ from cute_attn.device.word_rows import VECTOR, WARP, WORD, RowLanes, shift_eleme
 from layouts.host import run_on_host
 
 # The loops over one thread's places are unrolled on purpose: fragments take static indices.
-pytestmark = pytest.mark.filterwarnings("ignore:This static loop has")
 
 
 def visits(division, owner, rows):
