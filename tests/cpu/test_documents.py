@@ -6,6 +6,7 @@ Commands that need no GPU run, on kernels that other tests build too; those that
 import ast
 import importlib
 import importlib.util
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +16,10 @@ import typer
 import typer.core
 
 from cute_attn.cli.main import app
+from cute_attn.compiler import registry
+from cute_attn.traits import Traits
 from tests import processes
+from tests.defaults import covering
 
 ROOT = processes.ROOT
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -82,7 +86,36 @@ def test_a_stale_command_does_not_parse(words):
         parse(words)
 
 
-@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if words[0] not in NEED_FILES])
+def kernels_of(words: list[str]) -> list[tuple[Traits, str | None]]:
+    """The kernels that a command names, with their tiles as text."""
+    tiles = [tile for option, tile in itertools.pairwise(words) if option == "--tile"] or [None]
+    names = [word for word in words if re.match(r"(forward|backward|kvcache)-sm\d", word)]
+    return [(Traits.parse(name), tile) for name in names for tile in tiles if "=" in (tile or "=")]
+
+
+@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if kernels_of(words)])
+def test_a_commands_kernels_exist(command):
+    words = COMMANDS[command]
+    for traits, tile in kernels_of(words):
+        target = words[words.index("--target") + 1] if "--target" in words else traits.arch
+        if not traits.variant:  # one of a reader's own
+            assert registry.lookup(traits, tile, target)
+
+
+def to_run() -> list[str]:
+    """Commands that have every option of every command, and every feature; others differ in tiles and head dims."""
+    usable = [command for command, words in COMMANDS.items() if words[0] not in NEED_FILES]
+
+    def options(command: str) -> set[tuple[str, str]]:
+        words = COMMANDS[command]
+        features = {part for traits, _ in kernels_of(words) for part in traits.name.split("-")[4:]}
+        named = {word.partition("=")[0] for word in words if word.startswith("-")}
+        return {(words[0], what) for what in ("", *named, *features)}
+
+    return covering(usable, options, cost=lambda command: 1 + len(kernels_of(COMMANDS[command])))
+
+
+@pytest.mark.parametrize("command", to_run())
 def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
     words = list(COMMANDS[command])
     for i, word in enumerate(words[:-1]):
