@@ -93,6 +93,7 @@ FURTHER = [
     "backward-sm90-fp16-d64-causal",
     "backward-sm90-fp16-d128",
     "backward-sm90-fp16-d128-causal-dropout",
+    "backward-sm90-fp16-d64-causal-softcap-alibi",
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
 ]
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
@@ -198,7 +199,7 @@ def _cost(default: Default) -> float:
     if traits.op not in ("forward", "backward", "kvcache"):
         return 1
     features = (traits.dropout, traits.dropout == "mem_efficient", traits.alibi, traits.bias, traits.windowed)
-    return 5 + 4 * (traits.arch == "sm90") + 1.5 * sum(map(bool, features))
+    return (9 if traits.arch == "sm90" else 5) * 1.35 ** sum(map(bool, features))
 
 
 def covering(
