@@ -73,7 +73,7 @@ def _warpgroups(
 
 
 TILINGS = {
-    "warps4x1-64x64": _warps(64, 64, 4),
+    "warps4x1-64x32": _warps(64, 32, 4),
     "warps4x1-128x32": _warps(128, 32, 4),
     "warps8x1-128x96": _warps(128, 96, 8),
     "warps2x2-64x64": _warps(64, 64, 4, 2),
@@ -98,7 +98,7 @@ TINY = {
     "wgmma1-64x32": _warpgroups(64, 32, 1),
     "wgmma1-32x64-transposed": _warpgroups(32, 64, 1, 1, True),
 }
-SMALL = "warps4x1-64x64"
+SMALL = "warps4x1-64x32"
 
 
 @dataclass(frozen=True)
