@@ -190,15 +190,14 @@ class Line:
         self.check_partials()
 
     def slots_by_definition(self):
-        """All, or those that cut units alike where each sequence has one query block and as many key blocks."""
-        one_each = {m for _, _, m in self.units} == {0} and len(self.units) == self.batch * self.heads
-        if one_each and len(set(self.units.values())) == 1:
-            waves = -(-len(self.units) // self.slots)
-            alike = [
-                n
-                for n in range(1, self.slots + 1)
-                if n * waves == len(self.units) or n % len(self.units) == 0
-            ]
+        """All, or those that cut sequences alike which are equally long on the line, the first with one query block."""
+        positions = [0] * self.batch
+        for (b, head, _), blocks in self.units.items():
+            positions[b] += (max(blocks, 1) + self.overhead) * (head == 0)
+        count = self.batch * self.heads
+        if self.length and len(set(positions)) == 1 and (0, 0, 1) not in self.units:
+            waves = -(-count // self.slots)
+            alike = [n for n in range(1, self.slots + 1) if n * waves == count or n % count == 0]
             if alike and 15 / 16 * self.slots <= alike[-1] <= self.length:
                 return alike[-1]
         return min(self.slots, self.length)

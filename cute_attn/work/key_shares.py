@@ -149,8 +149,8 @@ class KeyShares:
     def used_slots(self, slots: Int32, of_head: Int32, largest: Int32) -> Int32:
         """How many slots get a share, of a head's positions and those of the longest sequence.
 
-        Where all sequences are as long and have one query block, some fewer slots may get whole units, or units in as
-        many parts each: nearly as many CTAs saturate the memory as well, and less is left to merge.
+        Where all sequences are as long, the first with one query block, some fewer slots may get whole units, or units
+        in as many parts each: nearly as many CTAs saturate the memory as well, and less is left to merge.
         """
         total = of_head * self.heads
         used = cutlass.min(slots, total)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
@@ -20,6 +20,7 @@ from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
     st.integers(1, 3),
     st.integers(1, 140),
 )
+@example("none", 0, [(1, 673), (17, 321)], 1, 17)
 def test_random_lengths(kind, overhead, lengths, heads, slots):
     Line(kind, overhead, lengths, heads, slots).check()
 

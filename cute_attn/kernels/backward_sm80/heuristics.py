@@ -87,7 +87,8 @@ _HALF_SM80: Rows = (  # it adds to dQ float by float, which takes registers: "Ti
     *_HALF[2:],
 )
 _HALF_SMALL: Rows = (  # sm86 and sm89, with less shared memory: what fits and does not spill
-    (64, 5, _tile(64, 128, 8, (2, 4, 2), (0, 0, 2))),
+    (64, 3, _tile(64, 128, 8, (2, 4, 2), (0, 0, 2))),
+    (64, 5, _tile(64, 128, 8, (2, 4, 2), (2, 0, 2))),  # the row above spills 68 bytes at 4
     (96, 5, _tile(64, 64, 8, (4, 4, 4), (0, 0, 2))),
     (128, 5, _tile(64, 64, 8, (4, 2, 2), stages=(2, 1))),
     (160, 5, _tile(64, 64, 8, (4, 4, 4), stages=ONE)),
