@@ -21,7 +21,14 @@ from cute_attn.host.kvcache_params import (
 )
 from cute_attn.host.launch import NOW, Repeated, Steps
 from cute_attn.host.memory import Tensors, as_strided, contiguous_strides, overwritten
-from cute_attn.host.params import DTYPE_NAMES, check_count, check_writable, regular_strides, rows_are_regular
+from cute_attn.host.params import (
+    DTYPE_NAMES,
+    check_count,
+    check_writable,
+    is_aligned,
+    regular_strides,
+    rows_are_regular,
+)
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
@@ -230,6 +237,8 @@ def launch(
 
     rotated = None
     with torch.cuda.device(params.k_cache.device):
+        if any(x is not None and not is_aligned(x) for x in (q, params.k, params.v)):
+            steps.unlike_others()
         if q is not None:
             q = readable(q)
             shape = tuple(q.shape)

@@ -156,7 +156,8 @@ check_lengths
         *("attention_with_kvcache", rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap),
         *(num_splits, split_keys, kernel, tile),
     )
-    if out is None and not check_lengths and no_dispatch_mode():
+    users = isinstance(kernel, str) and ":" in kernel  # such a class may be registered again at any time
+    if out is None and not (check_lengths or users) and no_dispatch_mode():
         known = plans.find(key, tensors)  # of a call that was checked
         if known is not None and (known.constant or not torch.is_grad_enabled()):
             check_cache_addresses(k_cache, v_cache, k is not None)
@@ -209,7 +210,7 @@ check_lengths
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
     else:
-        if isinstance(cache_seqlens, Tensor | None):
+        if isinstance(cache_seqlens, Tensor | None) and out is None and not (check_lengths or users):
             plans.keep(key, tensors, Repeated(_Call(params.options, plan).in_steps))
         direct = out if out is not None and _is_written_directly(out) else None
         found, lse = attend(params, plan, direct)
@@ -377,6 +378,8 @@ def _attend(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -
         turned = q if rotates else None
         rotated = append.launch(params.append, turned, params.cu_seqlens_q, bool(params.mask), steps)
         q = q if rotated is None else rotated
+    if not is_aligned(q):
+        steps.unlike_others()
     return plan.launch(params, readable(q), out, steps=steps)
 
 

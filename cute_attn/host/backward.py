@@ -173,7 +173,7 @@ class BackwardLauncher:
         score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
         sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
-        repeats: as of :class:`cute_attn.host.launcher.Launcher`.
+        repeats: as of :class:`cute_attn.host.launcher.Launcher`, of calls that pack gradients the second.
     """
 
     preprocess: Callable[..., None] | None
@@ -201,7 +201,7 @@ class BackwardLauncher:
     score_args: ScoreArgs | None
     rest: tuple
     sign: int = 1
-    repeats: Repeats | None = None
+    repeats: tuple[Repeats, Repeats] | None = None
 
     def launch(
         self,
@@ -220,7 +220,7 @@ class BackwardLauncher:
         """
         if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
             tensors = (*params[:NUM_TENSORS], grads[0], *outputs, *params.epilogue_tensors)
-            return self.repeats.run(  # type: ignore[return-value]
+            return self.repeats[self._packs(params, into)].run(  # type: ignore[return-value]
                 tensors, lambda steps: self.run(params, grads, outputs, into, steps)
             )
         return self.run(params, grads, outputs, into)
@@ -242,7 +242,7 @@ class BackwardLauncher:
 
     def ready(self, tensors: tuple[Any, ...]) -> "BackwardLauncher":
         """For calls that repeat."""
-        return self if self.repeats is not None else replace(self, repeats=Repeats())
+        return self if self.repeats is not None else replace(self, repeats=(Repeats(), Repeats()))
 
     def _schedule(self, counter: Any) -> tuple:
         """A ``BackwardSchedule``."""
@@ -272,11 +272,13 @@ class BackwardLauncher:
         if self.aligned:
             if not are_aligned(params):  # a launcher that is kept under other tensors' metadata
                 check_alignment(*params[:3])
+            if not (is_aligned(grad_out) and is_aligned(out)):
+                steps.unlike_others()
             grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(params, given, into is not None, steps)
+        dq, dk, dv = self._allocate(params, given, self._packs(params, into), steps)
         space = self.workspace
         workspace = steps.empty(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(workspace, *space.lse_log2)
@@ -320,7 +322,7 @@ class BackwardLauncher:
             seqlens,
             self.softmax_scale,
             self._schedule(counter),
-            self._score_args(params, dbias),
+            self._score_args(params, dbias, steps),
         )
         self._main((*params[:3], grad_out), shared, steps)
         if self.convert is not None:
@@ -353,18 +355,20 @@ class BackwardLauncher:
         self.main(*parts, *shared, scales)
         self.exact(*operands, *shared, scales)
 
-    def _allocate(
-        self, params: AttentionParams, given: Gradients, may_pack: bool, steps: Steps
-    ) -> list[Tensor]:
+    def _packs(self, params: AttentionParams, into: Gradients | None) -> bool:
+        """Whether gradients become parts of one tensor, which the inputs' addresses decide as well."""
+        return (
+            self.parts > 0
+            and into is not None
+            and not any(x is not None for x in into[:3])
+            and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - self.parts :])
+        )
+
+    def _allocate(self, params: AttentionParams, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
         parts, shapes, found = self.parts, self.shapes, []
         together: Tensor | None = None
-        if (
-            may_pack
-            and parts
-            and not any(x is not None for x in given[:3])
-            and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - parts :])
-        ):
+        if packs:
             shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
             together = steps.empty(params.q, shape, contiguous_strides(shape), params.q.dtype)
         for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
@@ -377,9 +381,11 @@ class BackwardLauncher:
             found.append(own)
         return found
 
-    def _score_args(self, params: AttentionParams, dbias: Tensor | None) -> tuple:
+    def _score_args(self, params: AttentionParams, dbias: Tensor | None, steps: Steps) -> tuple:
         if self.score_args is not None:
             return self.score_args.fill(params)
+        if params.epilogues or self.kernel.traits.variant:
+            steps.also()  # users' classes may read what they are given
         if dbias is not None and self.bias is not None:
             dbias = as_strided(dbias, *self.bias.seen)
         return self.kernel.score_args(params.score_inputs(dbias))

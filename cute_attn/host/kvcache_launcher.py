@@ -118,6 +118,8 @@ class Plan:
         if self.partials:
             partials = self._partials(q, steps)
         tiles, score_args = steps.work_tiles(q.get_device()), self.score_args
+        if self.kernel.traits.variant:
+            steps.also()  # a user's class may read what it is given
         if score_args is None:
             score_args = self.kernel.score_args(_score_inputs(params))
         k, v = (
@@ -183,7 +185,13 @@ def _score_inputs(params: CacheParams) -> Any:
 
 
 def _key(params: CacheParams) -> tuple[Hashable, ...]:
-    return "kvcache", params.options
+    """A user's class is part of it: it may be registered again at any time."""
+    if ":" not in params.kernel:
+        return "kvcache", params.options
+    from cute_attn.compiler import registry
+
+    arch, _, variant = params.kernel.partition(":")
+    return "kvcache", params.options, registry.KERNELS.get(("kvcache", arch, variant))
 
 
 def known_plan(params: CacheParams) -> Plan | None:

@@ -139,14 +139,12 @@ class Recording(Steps):
         for source, y in sources:
             if y is x:
                 return _Place(source, 0, True, *metadata)
-        for source, y in sources:
-            if y.data_ptr() == first:
-                return _Place(source, 0, False, *metadata)
-        if (
-            len(sources) == 1 and x.numel()
-        ):  # of several, such as q, k and v of one tensor, distances may vary
+        if len(sources) == 1 and x.numel():
             source, y = sources[0]
             return _Place(source, first - y.data_ptr(), False, *metadata)
+        for source, y in sources:  # such as q, k and v of one tensor, whose distances may vary
+            if y.data_ptr() == first and x.numel() >= y.numel() > 0:
+                return _Place(source, 0, False, *metadata)
         self._complete = False
         return None
 
@@ -179,7 +177,7 @@ class Recording(Steps):
             aligned=tuple(i for i, start in enumerate(starts) if start % ALIGNMENT_BYTES == 0),
             same=tuple((j, i) for i, j in enumerate(first) if i != j),
             allocations=tuple(allocations),
-            own=tuple(x[1] == y[1] for x, y in zip(allocations, self._allocations, strict=True)),
+            own=tuple(x == y for x, y in zip(allocations, self._allocations, strict=True)),
             launches=tuple(
                 (function, tuple(_numbered(x, number) for x in arguments))
                 for function, arguments in self._launches
@@ -241,7 +239,7 @@ class Replay:
         aligned: which of them started at multiples of 16 bytes, as they do in each call.
         same: which pairs of them started at one address, as they do in each call.
         allocations: shapes, strides and dtypes, in order.
-        own: of each, whether kernels' arguments have these strides if they are the whole allocation.
+        own: of each, whether kernels' arguments have this layout if they are the whole allocation.
         launches: functions and their recorded arguments.
         results: where the results lie; None for None.
         free: arguments that no call has.

@@ -222,7 +222,8 @@ def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
 
     Whether the bias is aligned for TMA is part of it: one that is not has another kernel, where q, k and v raise.
     """
-    return "forward", options, not isinstance(bias, Tensor) or is_aligned(bias)
+    has_address = isinstance(bias, Tensor) and bias.layout is torch.strided  # the checks refuse others
+    return "forward", options, not has_address or is_aligned(bias)  # type: ignore[arg-type]
 
 
 def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:

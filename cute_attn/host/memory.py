@@ -65,8 +65,10 @@ def none_overrides(tensors: Sequence[Any]) -> bool:
 
 
 def all_plain(tensors: Sequence[Any]) -> bool:
-    """Whether memory is all there is to each, or it is None: none overrides operators or is lazy."""
-    return none_overrides(tensors) and not any(x is not None and is_lazy(x) for x in tensors)
+    """Whether memory is all there is to each, or it is None: none overrides operators, is lazy, or is functional."""
+    return none_overrides(tensors) and not any(
+        x is not None and (is_lazy(x) or torch._is_functional_tensor(x)) for x in tensors
+    )
 
 
 def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:

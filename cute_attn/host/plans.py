@@ -18,7 +18,7 @@ from cute_attn.host.memory import Tensors, all_plain, tensor_guards
 
 _MAX_PLANS = 4096
 _MAX_GUARDS = 8
-"""Of calls with the same key and the same tensors present, the last ones first."""
+"""Of calls with the same key and the same tensors present, the last ones first; a new plan takes the oldest's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Known:
     same: tuple[tuple[int, int], ...] = ()
 
 
-_plans: dict[Hashable, Any] = {}
-_guarded: dict[Hashable, list[Known]] = {}
+_plans: dict[tuple[Any, ...], Any] = {}
+_guarded: dict[tuple[Any, ...], list[Known]] = {}
 
 
 def find(key: Hashable, tensors: Tensors) -> Known | None:
@@ -78,13 +78,20 @@ def keep(key: Hashable, tensors: Tensors, plan: Any) -> Any:
         forget()
     with contextlib.suppress(TypeError):  # an option that cannot be hashed, such as a window as a list
         _plans[_full_key(key, tensors)] = plan
+        del _guarded.get((key, tuple(map(type, tensors))), [])[_MAX_GUARDS - 1 :]  # room for this one's
     return plan
 
 
-def forget() -> None:
-    """Forget all plans."""
-    _plans.clear()
-    _guarded.clear()
+def forget(owner: Any = None) -> None:
+    """Forget all plans, or those whose keys begin with ``owner``."""
+    if owner is None:
+        _plans.clear()
+        _guarded.clear()
+        return
+    for kept in (_plans, _guarded):
+        for full in list(kept):
+            if isinstance(full[0], tuple) and full[0] and full[0][0] is owner:
+                kept.pop(full, None)
 
 
 def _full_key(key: Hashable, tensors: Tensors) -> tuple[Hashable, ...]:
@@ -107,14 +114,13 @@ def _guard(key: Hashable, tensors: Tensors, plan: Any) -> Known:
     places = tuple(first.values())
     present = [tensors[place] for place in places]
     constant = not any(x.requires_grad for x in present)
-    if tensor_guards is None or len(places) < 2:
+    found = _guarded.get((key, tuple(map(type, tensors))), [])
+    if tensor_guards is None or len(places) < 2 or len(found) >= _MAX_GUARDS:  # making guards takes long
         return Known(plan, constant)
     known = Known(plan, constant, guards(present), itemgetter(*places), tuple(same))
     if len(_guarded) >= _MAX_PLANS:
         _guarded.clear()
-    found = _guarded.setdefault((key, tuple(map(type, tensors))), [])
-    found.insert(0, known)
-    del found[_MAX_GUARDS:]
+    _guarded.setdefault((key, tuple(map(type, tensors))), found).insert(0, known)
     return known
 
 

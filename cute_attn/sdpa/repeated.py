@@ -80,13 +80,16 @@ _current: Memory | None = None  # of other threads a call keeps the one that it 
 def start(options: Options, device: str = "cuda") -> None:
     """Learn calls from now on, in place of what was known. Arguments: of :class:`Memory`."""
     global _current
+    stop()
     _current = Memory(options, device)
 
 
 def stop() -> None:
     """Forget all calls, and learn none."""
     global _current
-    _current = None
+    before, _current = _current, None
+    if before is not None:
+        plans.forget(before)
 
 
 def current() -> Memory | None:

@@ -74,6 +74,11 @@ GOOD = dense()
 WRONG = {
     "q_no_tensor": (dense(q=[1.0]), TypeError, "q is a list; accepted: a torch.Tensor"),
     "bias_no_tensor": (dense(bias=1.0), TypeError, "bias is a float; accepted: a torch.Tensor"),
+    "bias_sparse": (
+        dense(bias=torch.eye(16).to_sparse()),
+        TypeError,
+        "bias is of layout torch.sparse_coo; accepted: a",
+    ),
     "v_none": (dense(v=None), TypeError, "v is a NoneType"),
     "q_int": (
         dense(q=torch.ones(2, 16, 4, 64, dtype=torch.int32)),

@@ -135,3 +135,20 @@ def test_guards_of_the_last_few_calls_are_kept(monkeypatch):
 def test_keys_that_cannot_be_hashed():
     assert plans.find(([],), tensors()) is None
     assert plans.keep(([],), tensors(), PLANS[0]) is PLANS[0] and not plans._plans
+
+
+def test_an_owners_plans_are_forgotten_alone():
+    first, second = object(), object()
+    for owner in (first, second):
+        plans.keep((owner, 1), tensors(), PLANS[0])
+        assert seen(tensors(), (owner, 1)) is PLANS[0]
+    plans.forget(first)
+    assert seen(tensors(), (first, 1)) is None and seen(tensors(), (second, 1)) is PLANS[0]
+
+
+def test_more_calls_in_turn_than_have_guards_make_no_guards_anew(monkeypatch):
+    for n, kept in enumerate(PLANS):
+        plans.keep(KEY, tensors(n + 1), kept)
+        seen(tensors(n + 1))
+    monkeypatch.setattr(plans, "guards", None)
+    assert [seen(tensors(n + 1)) for n in range(12)] == PLANS

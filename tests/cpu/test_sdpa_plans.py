@@ -14,13 +14,13 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, counters, launcher, memory
+from cute_attn.host import backward, counters, fused_qkv, launcher, memory
 from cute_attn.host import plans as known
-from cute_attn.host.backward import BackwardLauncher, BiasGradient, Workspace
+from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
 from cute_attn.host.launch import ScoreArgs
 from cute_attn.host.launcher import Launcher
 from cute_attn.host.memory import contiguous_strides
-from cute_attn.host.params import NUM_TENSORS, AttentionParams
+from cute_attn.host.params import NUM_TENSORS, AttentionParams, pack_epilogues
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -176,7 +176,7 @@ class Machine:
             self.written.append(dq.data_ptr())
 
         class Kernel:
-            traits = SimpleNamespace(arch="sm90")
+            traits = SimpleNamespace(arch="sm90", variant="")
 
             @staticmethod
             def score_args(inputs):
@@ -381,6 +381,28 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
     assert [replay is not None for replay in replays()] == [prepared] * 2 and machine.launches == 3
 
 
+@pytest.mark.parametrize("heads, heads_kv, rows", [(4, 2, 1), (1, 1, 9), (4, 1, 9)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
+def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, monkeypatch):
+    """Rows and heads: then layouts differ, though strides may not."""
+    Machine(monkeypatch, prepared=True)
+    for seed in range(4):
+        q, k, v = (
+            in_order((2, h, n, 16), order).copy_(randn(2, h, n, 16, seed=seed + i))
+            for i, (h, n) in enumerate(((heads, rows), (heads_kv, 11), (heads_kv, 11)))
+        )
+        outputs = operators.flash_forward(OPTIONS, q, k, v)
+        saved = (outputs[0], q, k, v, *outputs[:2], None, None, rows, 11, 0.0, False, outputs[6], outputs[7])
+        grads = operators.flash_backward(OPTIONS, *saved)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plans, "runs_kernels", lambda q: False)
+            patch.setattr(known, "_plans", {})
+            patch.setattr(known, "_guarded", {})
+            same(outputs[:1], operators.flash_forward(OPTIONS, q, k, v)[:1])
+            same(grads, operators.flash_backward(OPTIONS, *saved))
+    assert None not in replays()
+
+
 def replays():
     return [plan.repeats and plan.repeats.replay for plan in known._plans.values()]
 
@@ -444,3 +466,65 @@ def test_alignment_and_determinism_are_part_of_a_plan(machine):
         torch.use_deterministic_algorithms(wanted)
         operators.flash_backward(OPTIONS, *saved)
     assert len(known._plans) == before + 2
+
+
+# ---- backwards that repeat ----
+
+
+def a_call(q, k, v, epilogues=()):
+    names, tensors, numbers = pack_epilogues(epilogues)
+    rest = (8, 8, 0.25, "", 2**30, 2**30, 0.0, "", 0.0, names, numbers, False, "", "")
+    return AttentionParams(q, k, v, *[None] * 8, tensors, *rest)
+
+
+def repeated_backward(machine, call, **changed):
+    needed = (True,) * 3 + (False, False)
+    made = machine.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
+    return dataclasses.replace(made, **changed).ready(())
+
+
+def launch(made, call, into):
+    q = call.q
+    return made.launch(call, (torch.ones_like(q), None), (torch.ones_like(q), torch.ones(1, 2, 8)), into)
+
+
+def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
+    seen = []
+
+    class Kernel:
+        traits = SimpleNamespace(arch="sm90", variant="")
+
+        @staticmethod
+        def score_args(inputs):
+            return ((float(inputs.extra["temperature"][0].max()),),)
+
+    main = as_tvm(lambda *arguments: seen.append(arguments[-1][0][0]))
+    nothing = as_tvm(lambda *arguments: None)
+    made = None
+    for temperature in (1.0, 2.0, 4.0):
+        call = a_call(
+            *(randn(1, 8, 2, 16, seed=i) for i in range(3)), {"temperature": torch.tensor([temperature])}
+        )
+        if made is None:
+            own = {"kernel": Kernel, "score_args": None, "main": main, "convert": nothing}
+            made = repeated_backward(Machine(monkeypatch, prepared=True), call, **own)
+        launch(made, call, NOTHING)
+    assert seen == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
+def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch):
+    """By functions, not by the operator, whose outputs share no memory; addresses may change from call to call."""
+
+    def inputs(adjacent):
+        whole = [torch.randn(1, 8, 3, 2, 16).half() for _ in range(3)]
+        return whole[0].unbind(2) if adjacent else tuple(x.unbind(2)[0] for x in whole)
+
+    machine, first = Machine(monkeypatch, prepared=True), a_call(*inputs(True))
+    made = repeated_backward(machine, first, parts=fused_qkv.parts_packed(first[:3]))
+    kinds = ((True, NOTHING, True), (False, NOTHING, False), (True, None, False))
+    for i in (*order, *order, *order):
+        adjacent, into, packs = kinds[i]
+        dq, dk, dv, *_ = launch(made, a_call(*inputs(adjacent)), into)
+        together = len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) == 1
+        assert together == packs and dq.is_contiguous() != packs

@@ -351,3 +351,20 @@ def test_a_call_that_began_before_the_end_is_finished(active, monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: active.remove() or stock(*a, **k))
     check(*inputs())
     assert repeated.current() is None
+
+
+def test_an_activation_that_ended_leaves_nothing(active):
+    for _ in range(3):
+        activation = sdpa.Activation(Options(), "CPU")
+        for _ in range(3):
+            check(*inputs())
+        activation.remove()
+        assert not learnt() and not [key for key in known._guarded if repeated.Memory in map(type, key[0])]
+
+
+def test_functional_tensors_have_no_plan():
+    for _ in range(3):
+        check(*inputs())
+    wrapped = tuple(map(torch._to_functional_tensor, inputs()))
+    for key, *_ in list(known._plans):
+        assert known.find(key, wrapped) is None

@@ -88,11 +88,12 @@ def merged(seed):
     return merge_attention(outs, lses.float(), dtype=torch.bfloat16)
 
 
-def by_pytorch(**options):
+def by_pytorch(q=(2, 130, 4, 64), **options):
     def call(seed):
-        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in rows(seed, k=(2, 140, 4, 64))]
+        tensors = rows(seed, q=q, k=(2, 140, q[2], 64))
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in tensors]
         with sdpa.active(unsupported="error"), torch.nn.attention.sdpa_kernel(options["backend"]):
-            mask = randn(2, 4, 130, 140, seed=7) if options.get("mask") else None
+            mask = randn(2, q[2], q[1], 140, seed=7) if options.get("mask") else None
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, mask)
             return out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
 
@@ -130,6 +131,8 @@ CALLS = {
     "append": (appended, True),
     "merge": (merged, True),
     "SDPA flash": (by_pytorch(backend=BACKENDS.FLASH_ATTENTION), True),
+    "SDPA flash, one query": (by_pytorch((2, 1, 4, 64), backend=BACKENDS.FLASH_ATTENTION), True),
+    "SDPA flash, one head": (by_pytorch((2, 130, 1, 64), backend=BACKENDS.FLASH_ATTENTION), True),
     "SDPA efficient": (by_pytorch(backend=BACKENDS.EFFICIENT_ATTENTION), True),
     "SDPA efficient, mask": (by_pytorch(backend=BACKENDS.EFFICIENT_ATTENTION, mask=True), True),
     "SDPA cuDNN": (by_pytorch(backend=BACKENDS.CUDNN_ATTENTION), True),
