@@ -421,6 +421,9 @@ class ScoreArgs:
         """
         if params.epilogues or kernel.traits.variant:
             return None
+        given = {name: getattr(params, name) for name in _SCORE_TENSORS}
+        # One tensor may be two arguments, which objects of their own tell apart.
+        params = params._replace(**{name: x.detach() for name, x in given.items() if x is not None})
         own = {id(getattr(params, name)): AttentionParams._fields.index(name) for name in _SCORE_TENSORS}
         parts, places = list(kernel.score_args(params.score_inputs())), []
         for i, part in enumerate(parts):

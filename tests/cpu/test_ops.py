@@ -510,6 +510,14 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
         assert any(x is state for x in tensors) and any(x is slope for x in tensors)
 
 
+def test_one_tensor_as_slopes_and_sinks_is_both(recorder):
+    slopes = randn(4)
+    attention(*kernel_inputs(), alibi_slopes=slopes, sinks=slopes)
+    (plan,) = plans._plans.values()
+    names = {AttentionParams._fields[index] for _, _, index in plan.score_args.places}
+    assert names == {"alibi_slopes", "sinks"}
+
+
 def test_plans_keep_no_tensor(recorder):
     """They outlive the calls that they were made for."""
     q, k, v = kernel_inputs()
