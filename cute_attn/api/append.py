@@ -1,6 +1,6 @@
 """:func:`append_kv`: new keys and values into a cache, with rotary embedding, and its torch operator."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -96,8 +96,9 @@ def append_kv(
         *(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
         *(rotary_cos, rotary_sin, rotary_seqlens),
     )
-    if not check_lengths and no_dispatch_mode():
-        known = plans.find(("append_kv", rotary_interleaved), tensors)
+    key, direct = ("append_kv", rotary_interleaved), no_dispatch_mode()
+    if direct and not check_lengths:
+        known = plans.find(key, tensors)  # of a call that was checked
         if known is not None and (known.constant or not torch.is_grad_enabled()):
             check_cache_addresses(k_cache, v_cache)
             known.plan(tensors)
@@ -112,18 +113,14 @@ def append_kv(
         check_append(params, batch_of(params))
         _check_lengths(params)
     torch.ops.cute_attn.append_kv.default(*params)
-    if no_dispatch_mode() and k_cache.is_cuda:  # checked, and its kernel is built
-        plans.keep(("append_kv", rotary_interleaved), tensors, Repeated(_steps_of(rotary_interleaved)))
+    if direct and not check_lengths and k_cache.is_cuda:
+        plans.keep(key, tensors, Repeated(functools.partial(_in_steps, rotary_interleaved)))
 
 
-def _steps_of(rotary_interleaved: bool) -> Callable[[Tensors, Steps], tuple[()]]:
-    """How to append, given a call's tensors."""
-
-    def run(tensors: Tensors, steps: Steps) -> tuple[()]:
-        launch(AppendParams._make((*tensors, rotary_interleaved)), steps=steps)
-        return ()
-
-    return run
+def _in_steps(rotary_interleaved: bool, tensors: Tensors, steps: Steps) -> tuple[()]:
+    """The launch of a call that was checked. tensors: the other arguments, in the order of ``AppendParams``."""
+    launch(AppendParams._make((*tensors, rotary_interleaved)), steps=steps)
+    return ()
 
 
 _check_lengths = check_lengths  # the parameter of the same name hides it

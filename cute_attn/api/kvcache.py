@@ -4,7 +4,7 @@ On CUDA in up to three launches: the append kernel, where there is something to 
 and where the keys of a query block are divided among CTAs the combine kernel.
 """
 
-from dataclasses import dataclass
+import functools
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ check_lengths
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
     else:
         if isinstance(cache_seqlens, Tensor | None) and out is None and not (check_lengths or users):
-            plans.keep(key, tensors, Repeated(_Call(params.options, plan).in_steps))
+            plans.keep(key, tensors, Repeated(functools.partial(_repeated, params.options, plan)))
         direct = out if out is not None and _is_written_directly(out) else None
         found, lse = attend(params, plan, direct)
     if out is not None and found is not out:
@@ -383,21 +383,9 @@ def _attend(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -
     return plan.launch(params, readable(q), out, steps=steps)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Call:
-    """What :func:`attention_with_kvcache` keeps of a call that was checked.
-
-    Attributes:
-        options: of its parameters.
-        plan: its launches.
-    """
-
-    options: tuple
-    plan: Plan
-
-    def in_steps(self, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
-        """A call with other tensors of the same metadata, in the order of its arguments."""
-        return _in_steps(CacheParams.of(tensors, self.options), self.plan, None, steps)
+def _repeated(options: tuple, plan: Plan, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
+    """The launches of a call that was checked. options, tensors: of its ``CacheParams``."""
+    return _in_steps(CacheParams.of(tensors, options), plan, None, steps)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")

@@ -240,8 +240,8 @@ class BackwardLauncher:
         with torch.cuda.device(device):
             return self._launch(params, grads, outputs, into, steps)
 
-    def ready(self, tensors: tuple[Any, ...]) -> "BackwardLauncher":
-        """For calls that repeat."""
+    def ready(self) -> "BackwardLauncher":
+        """The launcher for calls that repeat."""
         return self if self.repeats is not None else replace(self, repeats=(Repeats(), Repeats()))
 
     def _schedule(self, counter: Any) -> tuple:

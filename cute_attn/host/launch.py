@@ -8,7 +8,7 @@ so each call has arguments of its own while it lasts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -364,21 +364,28 @@ class Repeats:
         return found
 
 
+class Repeatable:
+    """A plan, a frozen dataclass with a field ``repeats``, which is None until :mod:`cute_attn.host.plans` finds it."""
+
+    __slots__ = ()
+    repeats: Any
+
+    def ready(self) -> Self:
+        """The plan for calls that repeat."""
+        return self if self.repeats is not None else replace(self, repeats=Repeats())  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Repeated:
+class Repeated(Repeatable):
     """A plan that is a function of a call's tensors, from a call's options on.
 
     Attributes:
         run: makes the call in steps; returns its results.
-        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
+        repeats: as of :class:`Repeatable`.
     """
 
     run: Callable[[Tensors, Steps], tuple[Tensor | None, ...]]
     repeats: Repeats | None = None
-
-    def ready(self, tensors: Tensors) -> "Repeated":
-        """For calls that repeat."""
-        return self if self.repeats is not None else replace(self, repeats=Repeats())
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor | None, ...]:
         """A call's results."""

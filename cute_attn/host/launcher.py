@@ -16,7 +16,7 @@ from torch import Tensor
 from cute_attn.host import memory, plans
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
+from cute_attn.host.launch import NOW, Repeatable, Repeats, ScoreArgs, Steps
 from cute_attn.host.memory import Tensors, as_strided, clear_owned, contiguous_strides
 from cute_attn.host.params import (
     ALIGNMENT_BYTES,
@@ -41,7 +41,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launcher:
+class Launcher(Repeatable):
     """What follows from a call's metadata. Launchers compare by identity.
 
     Attributes:
@@ -61,7 +61,7 @@ class Launcher:
             show; another one takes the others.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
-        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
+        repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
     function: Callable[..., None] | None
@@ -82,10 +82,6 @@ class Launcher:
     sign: int = 1
     of_copies: "Launcher | None" = None
     repeats: Repeats | None = None
-
-    def ready(self, tensors: Tensors) -> "Launcher":
-        """For calls that repeat."""
-        return self if self.repeats is not None else replace(self, repeats=Repeats())
 
     def launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = (), into: Tensor | None = None

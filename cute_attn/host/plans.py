@@ -64,15 +64,15 @@ def find(key: Hashable, tensors: Tensors) -> Known | None:
     except (TypeError, AttributeError, RuntimeError):  # not hashable, no tensor, or one without memory
         return None
     if hasattr(plan, "ready"):
-        plan = _plans[full] = plan.ready(tensors)
+        plan = _plans[full] = plan.ready()
     return _guard(key, tensors, plan)
 
 
 def keep(key: Hashable, tensors: Tensors, plan: Any) -> Any:
     """Let :func:`find` find a plan; returns it.
 
-    What pays only for calls that repeat is made when one does: guards, and what the plan's method ``ready`` returns for
-    its tensors, a plan that takes the plan's place.
+    What pays only for calls that repeat is made when one does: guards, and what the plan's method ``ready`` returns, a
+    plan that takes its place.
     """
     if len(_plans) >= _MAX_PLANS:
         forget()

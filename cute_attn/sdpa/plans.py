@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cute_attn.api import operators
 from cute_attn.host import backward, random_states
 from cute_attn.host.bias import last_contiguous
-from cute_attn.host.launch import NOW, Layout, Repeats, Steps
+from cute_attn.host.launch import NOW, Layout, Repeatable, Repeats, Steps
 from cute_attn.host.launcher import Launcher, launcher_for
 from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.params import (
@@ -198,7 +198,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPlan:
+class ForwardPlan(Repeatable):
     """A forward that kernels serve.
 
     Attributes:
@@ -211,7 +211,7 @@ class ForwardPlan:
         lse_rows: rows of lse, of which kernels write the first; +inf follows.
         empty_rows: whether lse is wanted and some query may see no key.
         return_softmax: whether softmax is wanted.
-        repeats: of a plan that is found again, see :mod:`cute_attn.host.plans`.
+        repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
     call: Call
@@ -252,10 +252,6 @@ class ForwardPlan:
         tensors = _launched(inputs, self.views, self._kernel_inputs, state)
         written, lse, softmax = self.launcher.run(tensors, steps=steps)
         return self.out.of_rows(written), lse, softmax
-
-    def ready(self, inputs: tuple) -> "ForwardPlan":
-        """For calls that repeat."""
-        return self if self.launcher is None or self.repeats is not None else replace(self, repeats=Repeats())
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         return _kernel_inputs(inputs, self.out.heads_first)
@@ -393,7 +389,7 @@ def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPlan:
+class BackwardPlan(Repeatable):
     """A backward that kernels serve.
 
     Attributes:
@@ -425,7 +421,7 @@ class BackwardPlan:
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
         state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
-        if self.repeats is None:
+        if self.repeats is None or self.launcher is None:
             return self._launch(inputs, grads, state)
         return self.repeats.run(  # type: ignore[return-value]
             (*inputs, *grads, state), lambda steps: self._launch(inputs, grads, state, steps)
@@ -443,10 +439,6 @@ class BackwardPlan:
             found = self.launcher.run(self._params(inputs, state), (grad_out, None), (out, lse), steps=steps)
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
-
-    def ready(self, tensors: tuple) -> "BackwardPlan":
-        """For calls that repeat."""
-        return self if self.launcher is None or self.repeats is not None else replace(self, repeats=Repeats())
 
     def _kernel_inputs(self, inputs: tuple) -> Inputs:
         heads_first = self.grads[0].heads_first

@@ -5,8 +5,8 @@ and results, and three tensors that only a backward with dropout reads. A call t
 such. All others, and the first of each kind, are PyTorch's function's: with a mask, dropout or gradients, of fp32 or of
 tensors that override functions, under compilers, modes, function transforms and profilers.
 
-That a call repeats an earlier one is for torch's guards to say, those of compiled code: they compare types, dtypes,
-devices, shapes, strides and the state of the dispatcher. What PyTorch's choice depends on beside them is part of a key.
+:mod:`cute_attn.host.plans` says whether a call repeats an earlier one. What PyTorch's choice depends on beside the
+tensors' metadata is part of the key.
 """
 
 from collections.abc import Callable

@@ -91,13 +91,8 @@ def with_arguments_of(kernel, function):
     return run
 
 
-def ready_at_once(make, places):
-    """places: of what a plan's ``ready`` takes among the arguments, tuples of tensors."""
-
-    def made(*arguments, **options):
-        return make(*arguments, **options).ready(tuple(x for i in places for x in arguments[i]))
-
-    return made
+def ready_at_once(make):
+    return lambda *arguments, **options: make(*arguments, **options).ready()
 
 
 class Machine:
@@ -110,8 +105,8 @@ class Machine:
         self.written, self.launches = [], 0
         self.function = as_tvm if prepared else lambda function: function
         if prepared:  # at once, and not when a call comes again
-            for name, places in (("plan_forward", (1,)), ("plan_backward", (2, 1))):
-                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name), places))
+            for name in ("plan_forward", "plan_backward"):
+                monkeypatch.setattr(operators, name, ready_at_once(getattr(plans, name)))
         monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
         monkeypatch.setattr(plans, "launcher_for", self.forward)
         monkeypatch.setattr(backward, "launcher_for", self.backward)
@@ -480,7 +475,7 @@ def a_call(q, k, v, epilogues=()):
 def repeated_backward(machine, call, **changed):
     needed = (True,) * 3 + (False, False)
     made = machine.backward(call._replace(epilogues=()), call.q, None, call.q, None, needed)
-    return dataclasses.replace(made, **changed).ready(())
+    return dataclasses.replace(made, **changed).ready()
 
 
 def launch(made, call, into):

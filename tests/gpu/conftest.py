@@ -127,7 +127,7 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     keep, run = plans.keep, Repeats.run
 
     def keep_ready(key: Any, tensors: Any, plan: Any) -> Any:
-        return keep(key, tensors, plan.ready(tensors) if hasattr(plan, "ready") else plan)
+        return keep(key, tensors, plan.ready() if hasattr(plan, "ready") else plan)
 
     def run_twice(self: Repeats, tensors: Any, call: Any) -> Any:
         found = run(self, tensors, call)
