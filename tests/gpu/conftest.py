@@ -1,6 +1,7 @@
 """GPU tests in two passes: build all kernels of the selected tests in parallel processes, then run."""
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,10 @@ def built(request: pytest.FixtureRequest) -> None:
     """Build the kernels of all selected tests with parameters case, arch and perhaps tile and op.
 
     A module's ``needed_kernels`` adds (traits, tile, target) for a test's parameters and a target.
+    With ``-n``, each worker builds what its own tests launch.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     target = compiler.default_target("sm80")
     wanted = set()
     for item in request.session.items:
