@@ -257,7 +257,7 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
             [],
             [],
         )
-        torch.library.opcheck(torch.ops.cute_attn.forward.default, (*arguments, False, "", "", False, ""))
+        torch.library.opcheck(torch.ops.cute_attn.forward.default, (*arguments, False, "", "", False, "", ""))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
