@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from cute_attn import reference
+from cute_attn.api.append import ARGUMENTS as APPEND
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
-from cute_attn.host.kvcache_params import AppendParams
+from cute_attn.host.call import Call
 from cute_attn.reference import kvcache as ref
 
 
@@ -154,18 +155,22 @@ class Problem:
     def cache(self) -> ref.Cache:
         return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
 
-    def append_params(self) -> AppendParams:
-        """The append as the operator has it."""
+    def append(self) -> Call:
+        """The append alone."""
         cache, new, rotary = self.cache, self.new or (None, None), self.rotary
         cu_new = self.cu_new if self.new else None
         angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.seqlens)
         lengths, interleaved = self.int32(self.case.lengths), self.case.interleaved
         tables = (cache.page_table, cache.batch_idx)
-        return AppendParams(cache.k, cache.v, *new, lengths, *tables, cu_new, *angles, interleaved)
+        return Call.of(APPEND, (cache.k, cache.v, *new, lengths, *tables, cu_new, *angles, interleaved))
+
+    def append_arguments(self) -> dict[str, Any]:
+        """Of ``append_kv``."""
+        return dict(zip(APPEND, self.append().values(APPEND), strict=True))
 
     def options(self) -> dict[str, Any]:
         """What attention_with_kvcache takes beside q and the caches."""
-        case, given = self.case, self.append_params()._asdict()
+        case, given = self.case, self.append_arguments()
         del given["k_cache"], given["v_cache"]
         window = tuple(None if bound == UNBOUNDED else bound for bound in case.window)
         return given | {

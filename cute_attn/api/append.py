@@ -7,31 +7,36 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans
-from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.kvcache_params import (
-    AppendParams,
+from cute_attn.host.cache_checks import (
     check_append,
     check_append_for_kernels,
     check_cache_addresses,
     check_lengths,
     check_tensors,
-    named_tensors,
-    readable,
-    with_materialized,
 )
+from cute_attn.host.call import DTYPE_NAMES, Call, schema
+from cute_attn.host.checks import check_count, check_writable
+from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import Tensors, as_strided, contiguous_strides, overwritten
-from cute_attn.host.params import (
-    DTYPE_NAMES,
-    check_count,
-    check_writable,
+from cute_attn.host.memory import (
+    Tensors,
+    as_strided,
+    contiguous_strides,
     is_aligned,
+    overwritten,
+    readable,
     regular_strides,
     rows_are_regular,
 )
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
+
+ARGUMENTS = (
+    *("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new"),
+    *("rotary_cos", "rotary_sin", "rotary_seqlens", "rotary_interleaved"),
+)
+"""Of the operator ``append_kv``, in order: fields of a call."""
 
 
 def append_kv(
@@ -103,42 +108,42 @@ def append_kv(
             check_cache_addresses(k_cache, v_cache)
             known.plan(tensors)
             return overwritten(k_cache, v_cache)
-    params = AppendParams._make((*tensors, rotary_interleaved))
-    check_tensors(params, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
+    call = Call.of(ARGUMENTS, (*tensors, rotary_interleaved))
+    check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_writable(name, x)
-    refuse_gradients(params, "append_kv")
-    params = with_materialized(params)
+    refuse_gradients(call, "append_kv")
+    call = call.materialized()
     if check_lengths:
-        check_append(params, batch_of(params))
-        _check_lengths(params)
-    torch.ops.cute_attn.append_kv.default(*params)
+        check_append(call, batch_of(call))
+        _check_lengths(call)
+    torch.ops.cute_attn.append_kv.default(*call.values(ARGUMENTS))
     if direct and not check_lengths and k_cache.is_cuda:
         plans.keep(key, tensors, Repeated(functools.partial(_in_steps, rotary_interleaved)))
 
 
 def _in_steps(rotary_interleaved: bool, tensors: Tensors, steps: Steps) -> tuple[()]:
-    """The launch of a call that was checked. tensors: the other arguments, in the order of ``AppendParams``."""
-    launch(AppendParams._make((*tensors, rotary_interleaved)), steps=steps)
+    """The launch of a call that was checked. tensors: the other arguments, in order."""
+    launch(Call.of(ARGUMENTS, (*tensors, rotary_interleaved)), steps=steps)
     return ()
 
 
 _check_lengths = check_lengths  # the parameter of the same name hides it
 
 
-def refuse_gradients(params: Any, function: str) -> None:
+def refuse_gradients(call: Call, function: str) -> None:
     """Raise NotImplementedError where autograd would record the call."""
     if torch.is_grad_enabled():
-        for name, x in named_tensors(params):
+        for name, x in call.tensors():
             if x.requires_grad:
                 raise NotImplementedError(
                     f"{name} requires a gradient, which {function} does not give; accepted: tensors without one"
                 )
 
 
-def batch_of(params: AppendParams) -> int:
+def batch_of(call: Call) -> int:
     """Number of sequences of an append."""
-    seqlens = params.cache_seqlens
+    seqlens = call.cache_seqlens
     if seqlens is None or seqlens.dim() != 1:
         shape = None if seqlens is None else tuple(seqlens.shape)
         raise ValueError(f"cache_seqlens has shape {shape}; accepted: (batch,)")
@@ -148,41 +153,41 @@ def batch_of(params: AppendParams) -> int:
 # ---- the operator ----
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")
+CACHES = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
+"""The types, in schemas, of what an append writes."""
 _library.define(
-    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, "
-    "Tensor? cache_batch_idx, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor? rotary_seqlens, bool rotary_interleaved) -> ()",
+    f"append_kv({schema(ARGUMENTS, cache_seqlens='Tensor', **CACHES)}) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def append_cpu(*arguments: Any) -> None:
     """By the definition."""
-    params = AppendParams._make(arguments)
-    check_append(params, batch_of(params))
-    append_by_definition(params)
+    call = Call.of(ARGUMENTS, arguments)
+    check_append(call, batch_of(call))
+    append_by_definition(call)
 
 
-def append_by_definition(params: AppendParams) -> None:
+def append_by_definition(call: Call) -> None:
     """Of checked parameters with k and v."""
-    assert params.k is not None and params.v is not None and params.cache_seqlens is not None
+    assert call.k is not None and call.v is not None and call.cache_seqlens is not None
     kvcache_reference.append(
-        params.cache,
-        params.k,
-        params.v,
-        params.cache_seqlens,
-        cu_seqlens_k_new=params.cu_seqlens_k_new,
-        rotary=params.rotary,
+        call.cache,
+        call.k,
+        call.v,
+        call.cache_seqlens,
+        cu_seqlens_k_new=call.cu_seqlens_k_new,
+        rotary=call.rotary,
     )
 
 
 def append_cuda(*arguments: Any) -> None:
     """By the append kernel, on the current stream of the cache's device."""
-    params = AppendParams._make(arguments)
-    check_append(params, batch_of(params))
-    check_append_for_kernels(params)
-    launch(params)
-    overwritten(params.k_cache, params.v_cache)
+    call = Call.of(ARGUMENTS, arguments)
+    check_append(call, batch_of(call))
+    check_append_for_kernels(call)
+    launch(call)
+    overwritten(call.k_cache, call.v_cache)
 
 
 _library.impl("append_kv", append_cpu, "CPU")
@@ -197,26 +202,26 @@ def _append_fake(*arguments: Any) -> None:
 # ---- the launch ----
 
 
-def traits_of(params: AppendParams, arch: str, q: Tensor | None) -> Traits:
+def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
     """Of the append kernel; q: queries to rotate."""
-    rotary = "interleaved" if params.rotary_interleaved else "halves"
+    rotary = "interleaved" if call.rotary_interleaved else "halves"
     return Traits(
         "append",
         arch,
-        DTYPE_NAMES[params.k_cache.dtype],
-        params.k_cache.shape[-1],
-        params.v_cache.shape[-1],
+        DTYPE_NAMES[call.k_cache.dtype],
+        call.k_cache.shape[-1],
+        call.v_cache.shape[-1],
         varlen=q is not None and q.dim() == 3,
-        rotary="" if params.rotary_cos is None else rotary,
+        rotary="" if call.rotary_cos is None else rotary,
         rotate_q=q is not None,
-        varlen_new=params.cu_seqlens_k_new is not None,
-        paged=params.page_table is not None,
-        batch_idx=params.cache_batch_idx is not None,
+        varlen_new=call.cu_seqlens_k_new is not None,
+        paged=call.page_table is not None,
+        batch_idx=call.cache_batch_idx is not None,
     )
 
 
 def launch(
-    params: AppendParams,
+    call: Call,
     q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     rises: bool = False,
@@ -225,7 +230,7 @@ def launch(
     """Launch the kernel: append, and with ``q`` return its rotated copy.
 
     Args:
-        params: checked; without k and v nothing is appended.
+        call: checked; without k and v nothing is appended.
         q: queries to rotate, or None.
         cu_seqlens_q: where packed ones start.
         rises: whether positions of queries rise within a sequence.
@@ -233,23 +238,23 @@ def launch(
     from cute_attn import compiler
 
     rotated = None
-    with torch.cuda.device(params.k_cache.device):
-        if any(x is not None and not is_aligned(x) for x in (q, params.k, params.v)):
+    with torch.cuda.device(call.k_cache.device):
+        if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
             steps.unlike_others()
         if q is not None:
             q = readable(q)
             shape = tuple(q.shape)
             rotated = steps.empty(q, shape, contiguous_strides(shape), q.dtype)
-        arguments, rows = kernel_arguments(params, q, rotated, cu_seqlens_q, rises)
+        arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
         if rows:
             target = compiler.default_target("sm80")
-            traits = traits_of(params, "sm90" if target == "sm90" else "sm80", q)
+            traits = traits_of(call, "sm90" if target == "sm90" else "sm80", q)
             steps.launch(compiler.compile(traits, None, target).function, *arguments)
     return rotated
 
 
 def kernel_arguments(
-    params: AppendParams,
+    call: Call,
     q: Tensor | None,
     rotated: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -259,21 +264,21 @@ def kernel_arguments(
     from cute_attn.device.key_rows import CacheTables
     from cute_attn.rows.new_rows import Angles, NewKeys, Queries
 
-    first = params.cache_seqlens if params.rotary_seqlens is None else params.rotary_seqlens
-    seqlens = first if params.cache_seqlens is None else params.cache_seqlens
-    if params.k is None or params.v is None or params.k.numel() == 0:
+    first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
+    seqlens = first if call.cache_seqlens is None else call.cache_seqlens
+    if call.k is None or call.v is None or call.k.numel() == 0:
         # A dimension of 0 rows before an address that is aligned.
-        none = [x[:0] for x in (params.k_cache, params.v_cache)]
-        k, v = (x[:, 0] if params.cu_seqlens_k_new is not None else x for x in none)
+        none = [x[:0] for x in (call.k_cache, call.v_cache)]
+        k, v = (x[:, 0] if call.cu_seqlens_k_new is not None else x for x in none)
     else:
-        k, v = readable(params.k), readable(params.v)
+        k, v = readable(call.k), readable(call.v)
     tables = None
-    if params.page_table is not None or params.cache_batch_idx is not None:
-        table = params.page_table
-        tables = CacheTables(None if table is None else _regular(table), params.cache_batch_idx)
+    if call.page_table is not None or call.cache_batch_idx is not None:
+        table = call.page_table
+        tables = CacheTables(None if table is None else _regular(table), call.cache_batch_idx)
     angles = None
-    if params.rotary_cos is not None and params.rotary_sin is not None:
-        angles = Angles(_regular(params.rotary_cos), _regular(params.rotary_sin), first)
+    if call.rotary_cos is not None and call.rotary_sin is not None:
+        angles = Angles(_regular(call.rotary_cos), _regular(call.rotary_sin), first)
     queries = None if q is None else Queries(q, rotated, cu_seqlens_q, int(rises))
     rows = k.numel() // k.shape[-1] // k.shape[-2]
     if q is not None:
@@ -283,8 +288,8 @@ def kernel_arguments(
     check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # what rows there are belong to no sequence
-    new = NewKeys(_regular(k), _regular(v), seqlens, params.cu_seqlens_k_new)
-    return (_regular(params.k_cache), _regular(params.v_cache), tables, new, angles, queries), rows
+    new = NewKeys(_regular(k), _regular(v), seqlens, call.cu_seqlens_k_new)
+    return (_regular(call.k_cache), _regular(call.v_cache), tables, new, angles, queries), rows
 
 
 # The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.

@@ -11,21 +11,11 @@ from cute_attn.api import operators
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import plans, random_states
 from cute_attn.host.bias import with_readable_bias
+from cute_attn.host.call import NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
+from cute_attn.host.checks import check_dense, check_flags, check_starts, check_writable, is_one_of
 from cute_attn.host.dispatch import DIFFERENTIABLE, no_dispatch_mode, refuse_tangents
 from cute_attn.host.launcher import Outputs, key_of, launcher_for
 from cute_attn.host.memory import Tensors, all_plain, materialized
-from cute_attn.host.params import (
-    NUM_TENSORS,
-    PYTORCHS,
-    AttentionParams,
-    check_dense,
-    check_flags,
-    check_starts,
-    check_writable,
-    is_one_of,
-    pack_epilogues,
-    pytorchs_precision,
-)
 from cute_attn.traits import DROPOUTS
 
 Result = Tensor | tuple[Tensor, ...]
@@ -369,11 +359,11 @@ kernel, deterministic, precision
         tile,
         resolve_precision(q, precision),
     )
-    params = _params_of(tensors, options)
+    call = _call_of(tensors, options)
     check_dense("lse", lse)
-    if lse.dim() == 3 and lse.shape[2] > params.max_seqlen_q:
-        lse = lse[:, :, : params.max_seqlen_q]
-    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
+    if lse.dim() == 3 and lse.shape[2] > call.max_seqlen_q:
+        lse = lse[:, :, : call.max_seqlen_q]
+    return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
 
 
 def attention_varlen_backward(
@@ -450,16 +440,16 @@ def attention_varlen_backward(
         tile,
         resolve_precision(q, precision),
     )
-    params = _params_of(tensors, options)
+    call = _call_of(tensors, options)
     check_starts("cu_seqlens_q", cu_seqlens_q)
     check_dense("lse", lse)
     if lse.dim() == 3:
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
-    return _backward(params, grad_out, grad_lse, out, lse, wanted, into)
+    return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
 
 
 def _backward(
-    params: AttentionParams,
+    call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -467,7 +457,7 @@ def _backward(
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    accepted = [name for name in DIFFERENTIABLE if getattr(params, name) is not None]
+    accepted = [name for name in DIFFERENTIABLE if getattr(call, name) is not None]
     names = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else (None,)
     if len(set(names)) != len(names) or not all(name in accepted for name in names):
         listed = ", ".join(map(repr, accepted))
@@ -491,7 +481,7 @@ def _backward(
         for name, x in own.items():
             check_writable(f"d{name}", x)
     given = tuple(own.get(name) for name in DIFFERENTIABLE)
-    found = operators.backward(params, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
+    found = operators.backward(call, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
     grads = dict(zip(DIFFERENTIABLE, found, strict=True))
     return tuple(grads[name] for name in wanted)  # type: ignore[misc]
 
@@ -569,19 +559,19 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
     if given[_DROPOUT_P] and tensors[-1] is None:
         tensors = (*tensors[:-1], random_states.draw(q.device, False if direct else None))
     if out is not None:
-        params = _params_of(tensors, _Options._make(given))
-        return _result(operators.forward_into(params, out), given[_RETURN_LSE])
+        call = _call_of(tensors, _Options._make(given))
+        return _result(operators.forward_into(call, out), given[_RETURN_LSE])
     # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     if direct and not given[_EPILOGUES]:
         known = plans.find(key_of(given, tensors[_BIAS]), tensors)
         if known is not None:
             return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])
-    params = _params_of(tensors, _Options._make(given))
-    tensors, own = params[:NUM_TENSORS], tuple(params.epilogue_tensors)
+    call = _call_of(tensors, _Options._make(given))
+    tensors, own = call[:NUM_TENSORS], tuple(call.epilogue_tensors)
     if direct and q.is_cuda and all_plain((*tensors, *own)):
-        outputs = operators.run(launcher_for(params, given), tensors, own)
+        outputs = operators.run(launcher_for(call, given), tensors, own)
     else:
-        outputs = operators.forward(params)
+        outputs = operators.forward(call)
     return _result(outputs, given[_RETURN_LSE])
 
 
@@ -589,7 +579,7 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
     _Options._fields.index(name)
     for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse", "precision")
 )
-_BIAS = AttentionParams._fields.index("bias")
+_BIAS = Call._fields.index("bias")
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
@@ -618,11 +608,11 @@ def _result(outputs: Outputs, return_lse: bool) -> Result:
     return (out, lse) if return_lse else out
 
 
-def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
+def _call_of(tensors: Tensors, options: _Options) -> Call:
     """The operator's parameters, with every default filled in."""
     q, k = tensors[:2]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
-    for name, value in zip(AttentionParams._fields[:NUM_TENSORS], tensors, strict=True):
+    for name, value in zip(Call._fields[:NUM_TENSORS], tensors, strict=True):
         if value is not None or name in required:
             check_dense(name, value)
     if not isinstance(options.kernel, str | None):
@@ -642,8 +632,8 @@ def _params_of(tensors: Tensors, options: _Options) -> AttentionParams:
     scale = options.softmax_scale
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
-    return AttentionParams._make(
-        (
+    return Call(
+        *(
             *tensors[:-1],
             tensors[-1] if options.dropout_p else None,
             materialized(epilogue_tensors),

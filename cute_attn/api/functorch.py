@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
+from cute_attn.host.checks import check
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT
-from cute_attn.host.params import NUM_TENSORS, AttentionParams, check
 
-_FIELDS = AttentionParams._fields[:NUM_TENSORS]
+_FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
 _INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
 
 
-def forward(params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """As :func:`cute_attn.api.operators.forward`; a transform is active.
 
     Raises
@@ -30,14 +31,14 @@ def forward(params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
     NotImplementedError
         A gradient that no kernel computes is asked for.
     """
-    if not params.varlen:  # the values of cu_seqlens, which would be read on the CPU, may be batched
-        check(params)
-    found = _Forward.apply(params[NUM_TENSORS + 1 :], *params[:NUM_TENSORS], *params.epilogue_tensors)
-    return found if params.return_softmax else (*found, None)
+    if not call.varlen:  # the values of cu_seqlens, which would be read on the CPU, may be batched
+        check(call)
+    found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
+    return found if call.return_softmax else (*found, None)
 
 
-def _params(rest: tuple, tensors: Sequence[Any]) -> AttentionParams:
-    return AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
+def _call(rest: tuple, tensors: Sequence[Any]) -> Call:
+    return Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *rest))
 
 
 class _Forward(torch.autograd.Function):
@@ -45,9 +46,9 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(rest: tuple, *tensors: Any) -> tuple[Tensor, ...]:
-        params = _params(rest, tensors)
-        found = torch.ops.cute_attn.forward.default(*params)
-        return found if params.return_softmax else found[:2]
+        call = _call(rest, tensors)
+        found = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
+        return found if call.return_softmax else found[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -100,7 +101,7 @@ class _Backward(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         given = (grad_out, grad_lse, out, lse, list(needed))
-        grads = torch.ops.cute_attn.backward.default(*given, *_params(rest, tensors))
+        grads = torch.ops.cute_attn.backward.default(*given, *_call(rest, tensors).values(ATTENTION))
         return tuple(x for x, wanted in zip(grads, needed, strict=True) if wanted)
 
     @staticmethod
@@ -135,10 +136,10 @@ def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, quer
     ValueError
         A dropout mask is drawn under ``randomness="error"``, vmap's default.
     """
-    params, of = _params(rest, tensors), dict(zip(_FIELDS, dims, strict=False))
-    if params.cu_seqlens_q is not None or params.epilogues or of["sinks"] is not None:
+    call, of = _call(rest, tensors), dict(zip(_FIELDS, dims, strict=False))
+    if call.cu_seqlens_q is not None or call.epilogues or of["sinks"] is not None:
         return True
-    if not params.dropout:
+    if not call.dropout:
         return False
     if of["rng_state"] is None and info.randomness == "error":
         raise ValueError('vmap has randomness "error" with dropout; accepted: "same" or "different"')

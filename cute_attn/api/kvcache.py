@@ -14,34 +14,68 @@ from cute_attn import reference
 from cute_attn.api import append
 from cute_attn.api.attention import Window, _length, number, resolve_mask
 from cute_attn.host import memory, plans
-from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
-from cute_attn.host.kvcache_params import (
-    CacheParams,
+from cute_attn.host.cache_checks import (
     check_append_for_kernels,
     check_attention,
     check_cache_addresses,
     check_tensors,
-    readable,
-    with_materialized,
 )
-from cute_attn.host.kvcache_params import check_lengths as _check_lengths
-from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import Tensors, is_lazy, overwritten, write_owned
-from cute_attn.host.params import (
+from cute_attn.host.cache_checks import check_lengths as _check_lengths
+from cute_attn.host.call import Call, schema
+from cute_attn.host.checks import (
     MAX_SEQLEN,
     check_apart,
     check_dense,
     check_flags,
     check_starts,
     check_writable,
+    is_one_of,
+)
+from cute_attn.host.dispatch import no_dispatch_mode
+from cute_attn.host.kvcache_launcher import Plan, known_plan, plan_for
+from cute_attn.host.launch import NOW, Repeated, Steps
+from cute_attn.host.memory import (
+    Tensors,
     is_aligned,
     is_broadcast,
-    is_one_of,
+    is_lazy,
+    overwritten,
+    readable,
     rows_are_regular,
+    write_owned,
 )
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, SPLIT_KEYS
+
+_TENSORS = (
+    *(
+        "q",
+        "k_cache",
+        "v_cache",
+        "k",
+        "v",
+        "cache_seqlens",
+        "page_table",
+        "cache_batch_idx",
+        "cu_seqlens_k_new",
+    ),
+    *("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad", "cu_seqlens_q", "alibi_slopes", "sinks"),
+    "tree_mask",
+)
+_OPTIONS = (
+    *(
+        "rotary_interleaved",
+        "max_seqlen_q",
+        "softmax_scale",
+        "mask",
+        "window_left",
+        "window_right",
+        "softcap",
+    ),
+    *("kernel", "tile", "num_splits", "split_keys"),
+)
+ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
+"""Of the operator ``attention_with_kvcache``, in order: fields of a call."""
 
 
 def attention_with_kvcache(
@@ -174,13 +208,9 @@ check_lengths
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
-    params = CacheParams(
-        *(q, k_cache, v_cache, k, v, _seqlens(cache_seqlens, q, cu_seqlens_q), page_table, cache_batch_idx),
-        *(cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, cache_leftpad),
-        cu_seqlens_q=cu_seqlens_q,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        tree_mask=tree_mask,
+    own = (*tensors[:5], _seqlens(cache_seqlens, q, cu_seqlens_q), *tensors[6:])
+    call = Call.of(_TENSORS, own)._replace(
+        rotary_interleaved=rotary_interleaved,
         max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
         if packed and max_seqlen_q is not None
         else longest,
@@ -195,39 +225,40 @@ check_lengths
         split_keys=split_keys or 0,
     )
     # On CUDA a call of known metadata is checked already.
-    plan = known_plan(params) if q.is_cuda and no_dispatch_mode() else None
+    plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
     if plan is None:
-        _check_arguments(params)
-        params = with_materialized(params)
-    append.refuse_gradients(params, "attention_with_kvcache")
+        _check_arguments(call)
+        call = call.materialized()
+    append.refuse_gradients(call, "attention_with_kvcache")
     # Shapes are compared with out's below; what a compiler traces is left to the operator's own checks.
     if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
-        check_attention(params)
+        check_attention(call)
     if check_lengths:
-        _check_lengths(params.append, cache_leftpad)
+        _check_lengths(call, cache_leftpad)
     if out is not None:
-        _check_out(out, params)
+        _check_out(out, call)
     if plan is None:
-        found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*params)
+        found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
         if isinstance(cache_seqlens, Tensor | None) and out is None and not (check_lengths or users):
-            plans.keep(key, tensors, Repeated(functools.partial(_repeated, params.options, plan)))
+            options = call.values(_OPTIONS)
+            plans.keep(key, tensors, Repeated(functools.partial(_repeated, options, plan)))
         direct = out if out is not None and _is_written_directly(out) else None
-        found, lse = attend(params, plan, direct)
+        found, lse = attend(call, plan, direct)
     if out is not None and found is not out:
         found = write_owned(out, found, cu_seqlens_q)
     return (found, lse) if return_lse else found
 
 
-def _check_arguments(params: CacheParams) -> None:
+def _check_arguments(call: Call) -> None:
     """Types, and what the operator cannot be called with."""
-    check_tensors(params, ("q", "k_cache", "v_cache"))
-    if not isinstance(params.kernel, str):
-        raise TypeError(f"kernel is {params.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
-    check_flags(rotary_interleaved=params.rotary_interleaved)
-    if params.k is not None:
+    check_tensors(call, ("q", "k_cache", "v_cache"))
+    if not isinstance(call.kernel, str):
+        raise TypeError(f"kernel is {call.kernel!r}; accepted: 'ARCH', 'ARCH:VARIANT', or None")
+    check_flags(rotary_interleaved=call.rotary_interleaved)
+    if call.k is not None:
         for name in ("k_cache", "v_cache"):
-            check_writable(name, getattr(params, name))
+            check_writable(name, getattr(call, name))
 
 
 def _is_written_directly(out: Tensor) -> bool:
@@ -235,8 +266,8 @@ def _is_written_directly(out: Tensor) -> bool:
     return rows_are_regular(out) and is_aligned(out) and not is_lazy(out)
 
 
-def _check_out(out: Tensor, params: CacheParams) -> None:
-    shape, dtype, device = params.output_shapes()[0], params.q.dtype, params.q.device
+def _check_out(out: Tensor, call: Call) -> None:
+    shape, dtype, device = call.output_shapes()[0], call.q.dtype, call.q.device
     check_dense("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(f"out is {tuple(out.shape)} and {out.dtype}; accepted: {shape} and {dtype}")
@@ -248,7 +279,7 @@ def _check_out(out: Tensor, params: CacheParams) -> None:
             f"out {what}; accepted: a tensor to write, each of whose elements has memory of its own"
         )
     if no_dispatch_mode():
-        read = [(name, getattr(params, name)) for name in ("q", "k_cache", "v_cache")]
+        read = [(name, getattr(call, name)) for name in ("q", "k_cache", "v_cache")]
         check_apart("out", out, read)
 
 
@@ -292,100 +323,85 @@ def _scale(q: Tensor) -> float:
 
 # ---- the operator ----
 
-_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    **{kind: kind.__name__ for kind in (float, str, bool)},
-}
-_MUTATED = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
-
-
-def _schema(fields: dict[str, Any]) -> str:
-    """The operator's arguments; it writes new keys and values into the caches."""
-    return ", ".join(f"{_MUTATED.get(name, _TYPES[kind])} {name}" for name, kind in fields.items())
-
-
+_SCHEMA = schema(ARGUMENTS, k="Tensor?", v="Tensor?", **append.CACHES)
 _library = torch.library.Library("cute_attn", "FRAGMENT")
 _library.define(
-    f"attention_with_kvcache({_schema(CacheParams.__annotations__)}) -> (Tensor out, Tensor lse)",
+    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
     """By the definition."""
-    params = CacheParams._make(arguments)
-    check_attention(params)
-    if params.k is not None:
-        append.append_by_definition(params.append)
-    lengths = kvcache_reference.Lengths(
-        params.append.lengths_after(), params.cache_leftpad, params.cu_seqlens_q
-    )
+    call = Call.of(ARGUMENTS, arguments)
+    check_attention(call)
+    if call.k is not None:
+        append.append_by_definition(call)
+    lengths = kvcache_reference.Lengths(call.lengths_after(), call.cache_leftpad, call.cu_seqlens_q)
     return kvcache_reference.attention(
-        _rotated(params),
-        params.append.cache,
-        params.softmax_scale,
+        _rotated(call),
+        call.cache,
+        call.softmax_scale,
         lengths,
-        reference.Features(params.mask),
-        params.score_inputs(),
+        reference.Features(call.mask),
+        call.score_inputs(),
     )
 
 
-def _rotated(params: CacheParams) -> Tensor:
+def _rotated(call: Call) -> Tensor:
     """The queries, turned by the definition where there is a rotary embedding."""
-    rotary, q = params.append.rotary, params.q
-    first = params.cache_seqlens if params.rotary_seqlens is None else params.rotary_seqlens
+    rotary, q = call.rotary, call.q
+    first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     if rotary is None or first is None or not q.numel():
         return q
-    positions = kvcache_reference.query_positions(first, params.cu_seqlens_q, q.shape[:-2], bool(params.mask))
+    positions = kvcache_reference.query_positions(first, call.cu_seqlens_q, q.shape[:-2], bool(call.mask))
     return kvcache_reference.rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
 
 
 def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
     """By the append, the kvcache and the combine kernel, on the current stream of q's device."""
-    params = CacheParams._make(arguments)
-    plan = known_plan(params)
+    call = Call.of(ARGUMENTS, arguments)
+    plan = known_plan(call)
     if plan is None:
-        check_attention(params)
-        check_append_for_kernels(params.append)
-        plan = plan_for(params)
-    return attend(params, plan)
+        check_attention(call)
+        check_append_for_kernels(call)
+        plan = plan_for(call)
+    return attend(call, plan)
 
 
-def attend(params: CacheParams, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The launches of a call; out: as kernels write it, or None."""
-    check_cache_addresses(params.k_cache, params.v_cache, params.k is not None)
-    found = _in_steps(params, plan, out, NOW)
-    if params.k is not None:
-        overwritten(params.k_cache, params.v_cache)
+    check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
+    found = _in_steps(call, plan, out, NOW)
+    if call.k is not None:
+        overwritten(call.k_cache, call.v_cache)
     if out is not None:
         overwritten(out)
     return found
 
 
-def _in_steps(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
-    if params.q.get_device() == memory.current_device():
-        return _attend(params, plan, out, steps)
-    with torch.cuda.device(params.q.device):
-        return _attend(params, plan, out, steps)
+def _in_steps(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+    if call.q.get_device() == memory.current_device():
+        return _attend(call, plan, out, steps)
+    with torch.cuda.device(call.q.device):
+        return _attend(call, plan, out, steps)
 
 
-def _attend(params: CacheParams, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
-    q = params.q
-    rotates = params.rotary_cos is not None and q.numel() > 0
-    if params.k is not None or rotates:
+def _attend(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[Tensor, Tensor]:
+    q = call.q
+    rotates = call.rotary_cos is not None and q.numel() > 0
+    if call.k is not None or rotates:
         turned = q if rotates else None
-        rotated = append.launch(params.append, turned, params.cu_seqlens_q, bool(params.mask), steps)
+        rotated = append.launch(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
         q = q if rotated is None else rotated
     if not is_aligned(q):
         steps.unlike_others()
-    return plan.launch(params, readable(q), out, steps=steps)
+    return plan.launch(call, readable(q), out, steps=steps)
 
 
 def _repeated(options: tuple, plan: Plan, tensors: Tensors, steps: Steps) -> tuple[Tensor, Tensor]:
-    """The launches of a call that was checked. options, tensors: of its ``CacheParams``."""
-    return _in_steps(CacheParams.of(tensors, options), plan, None, steps)
+    """The launches of a call that was checked; options, tensors: its fields of those names."""
+    return _in_steps(Call.of((*_TENSORS, *_OPTIONS), (*tensors, *options)), plan, None, steps)
 
 
 _library.impl("attention_with_kvcache", attend_cpu, "CPU")
@@ -394,7 +410,7 @@ _library.impl("attention_with_kvcache", attend_cuda, "CUDA")
 
 @torch.library.register_fake("cute_attn::attention_with_kvcache", lib=_library)
 def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    params = CacheParams._make(arguments)
-    out, lse = params.output_shapes()
-    dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
-    return params.q.new_empty(out), params.q.new_empty(lse, dtype=dtype)
+    call = Call.of(ARGUMENTS, arguments)
+    out, lse = call.output_shapes()
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    return call.q.new_empty(out), call.q.new_empty(lse, dtype=dtype)

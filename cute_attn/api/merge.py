@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans
+from cute_attn.host.call import DTYPE_NAMES
+from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_dense, check_sinks
 from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.kvcache_params import readable
 from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import Tensors, contiguous_strides, materialized
-from cute_attn.host.params import DTYPE_NAMES, FLOAT_DTYPES, check_count, check_dense, check_sinks
+from cute_attn.host.memory import Tensors, contiguous_strides, materialized, readable
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import Traits

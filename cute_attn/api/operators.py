@@ -9,29 +9,14 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, schema
+from cute_attn.host.checks import check, check_apart, check_gradients, check_out
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
 from cute_attn.host.launcher import Launcher, Outputs, launcher_for
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, overwritten, write_owned
-from cute_attn.host.params import (
-    NUM_TENSORS,
-    AttentionParams,
-    check,
-    check_apart,
-    check_gradients,
-    check_out,
-)
 
 _library = torch.library.Library("cute_attn", "DEF")
-_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    Sequence[Tensor]: "Tensor[]",
-    Sequence[str]: "str[]",
-    Sequence[float]: "float[]",
-    int: "SymInt",
-    **{kind: kind.__name__ for kind in (float, str, bool)},
-}
-_ARGUMENTS = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionParams.__annotations__.items())
+_ARGUMENTS = schema(ATTENTION)
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
 _library.define(
@@ -44,24 +29,24 @@ _library.define(
     f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
     tags=_TAGS,
 )
-_INDICES = tuple(AttentionParams._fields.index(name) for name in DIFFERENTIABLE)
-_SLOPES = AttentionParams._fields.index("alibi_slopes")
+_INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
+_SLOPES = Call._fields.index("alibi_slopes")
 
 
-def forward(params: AttentionParams) -> Outputs:
+def forward(call: Call) -> Outputs:
     """out, lse, and softmax or None; through the dispatcher where something observes operators."""
-    if no_dispatch_mode() and all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors)):
+    if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
         return (
-            run(launcher_for(params), params[:NUM_TENSORS], tuple(params.epilogue_tensors))
-            if params.q.is_cuda
-            else forward_cpu(params)
+            run(launcher_for(call), call[:NUM_TENSORS], tuple(call.epilogue_tensors))
+            if call.q.is_cuda
+            else forward_cpu(call)
         )
     if transforms_are_active():
         from cute_attn.api import functorch
 
-        return functorch.forward(params)
-    out, lse, softmax = torch.ops.cute_attn.forward.default(*params)
-    return out, lse, softmax if params.return_softmax else None
+        return functorch.forward(call)
+    out, lse, softmax = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
+    return out, lse, softmax if call.return_softmax else None
 
 
 def run(
@@ -79,20 +64,20 @@ def run(
     return launcher.launch(tensors, epilogue_tensors)
 
 
-def forward_into(params: AttentionParams, out: Tensor) -> Outputs:
+def forward_into(call: Call, out: Tensor) -> Outputs:
     """:func:`forward`, its first result in ``out``."""
-    check(params)
-    check_out(params, out)
+    check(call)
+    check_out(call, out)
     if no_dispatch_mode():
-        check_apart("out", out, params.tensors())
-        if all_plain((*params[:NUM_TENSORS], *params.epilogue_tensors, out)):
-            return forward_cuda(params, out) if params.q.is_cuda else forward_cpu(params, out)
-    result, *others = forward(params)
-    return write_owned(out, result, params.cu_seqlens_q), *others  # type: ignore[return-value]
+        check_apart("out", out, call.tensors())
+        if all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
+            return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
+    result, *others = forward(call)
+    return write_owned(out, result, call.cu_seqlens_q), *others  # type: ignore[return-value]
 
 
 def backward(
-    params: AttentionParams,
+    call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -106,20 +91,24 @@ def backward(
     launched: whether a kernel has read and written all but the outputs' gradients as they are.
     into: tensors to write gradients into, of all that are needed or of none.
     """
-    tensors = (*params[:NUM_TENSORS], *params.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
+    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, grad_out, grad_lse, out, lse, *into)
     new = (grad_out, grad_lse) if launched else tensors
-    if params.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
-        return gradients(params, grad_out, grad_lse, out, lse, needed, into)
+    if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
+        return gradients(call, grad_out, grad_lse, out, lse, needed, into)
     if any(x is not None for x in into):
-        torch.ops.cute_attn.backward_into.default(grad_out, grad_lse, out, lse, *into, *params)
+        torch.ops.cute_attn.backward_into.default(
+            grad_out, grad_lse, out, lse, *into, *call.values(ATTENTION)
+        )
         return into
-    grads = torch.ops.cute_attn.backward.default(grad_out, grad_lse, out, lse, list(needed), *params)
+    grads = torch.ops.cute_attn.backward.default(
+        grad_out, grad_lse, out, lse, list(needed), *call.values(ATTENTION)
+    )
     return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))  # type: ignore[return-value]
 
 
-def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
     """Launch the call's kernel on the current stream of q's device. into: out's memory."""
-    outputs = launcher_for(params).launch(params[:NUM_TENSORS], tuple(params.epilogue_tensors), into)
+    outputs = launcher_for(call).launch(call[:NUM_TENSORS], tuple(call.epilogue_tensors), into)
     if into is not None:
         overwritten(into)
     return outputs
@@ -128,28 +117,28 @@ def forward_cuda(params: AttentionParams, into: Tensor | None = None) -> Outputs
 # ---- CPU ----
 
 
-def forward_cpu(params: AttentionParams, into: Tensor | None = None) -> Outputs:
+def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     """The reference, differentiable by autograd. into: out's memory."""
-    if params.q.device.type != "cpu":
-        raise ValueError(f"q is on {params.q.device}; accepted: cuda and cpu tensors")
-    check(params)
+    if call.q.device.type != "cpu":
+        raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
+    check(call)
     epilogues: tuple[reference.Epilogue, ...] = ()
-    if params.epilogues:
+    if call.epilogues:
         from cute_attn.epilogues.base import user_epilogue
 
-        epilogues = tuple(user_epilogue(name).reference for name in params.epilogue_names)
+        epilogues = tuple(user_epilogue(name).reference for name in call.epilogue_names)
     out, lse, softmax = reference.attention(
-        *params[:3],
-        params.softmax_scale,
-        reference.Features(params.mask, params.dropout, epilogues),
-        params.score_inputs(),
-        reference.Lengths(*params[3:7], params.max_seqlen_q, params.max_seqlen_k),
-        return_softmax=params.return_softmax,
+        *call[:3],
+        call.softmax_scale,
+        reference.Features(call.mask, call.dropout, epilogues),
+        call.score_inputs(),
+        reference.Lengths(*call[3:7], call.max_seqlen_q, call.max_seqlen_k),
+        return_softmax=call.return_softmax,
     )
     if into is not None:
-        return write_owned(into, out, params.cu_seqlens_q), lse, softmax
+        return write_owned(into, out, call.cu_seqlens_q), lse, softmax
     # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
-    inputs = [getattr(params, name) for name in DIFFERENTIABLE]
+    inputs = [getattr(call, name) for name in DIFFERENTIABLE]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
 
@@ -164,15 +153,16 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 # ---- the operator's implementations ----
 
 
-def _params_of(arguments: tuple) -> AttentionParams:
-    return AttentionParams._make([tuple(x) if isinstance(x, list) else x for x in arguments]).resolved()
+def _call_of(arguments: tuple) -> Call:
+    values: Any = (tuple(x) if isinstance(x, list) else x for x in arguments)
+    return Call(*values).resolved()
 
 
 def _operator(
-    implementation: Callable[[AttentionParams], Outputs],
+    implementation: Callable[[Call], Outputs],
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, softmax = implementation(_params_of(arguments))
+        out, lse, softmax = implementation(_call_of(arguments))
         return out, lse, out.new_empty(0) if softmax is None else softmax
 
     return run
@@ -184,10 +174,10 @@ _library.impl("forward", _operator(forward_cpu), "CPU")
 
 @torch.library.register_fake("cute_attn::forward", lib=_library)
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    params = _params_of(arguments)
-    out, lse, softmax = params.output_shapes()
-    lse_dtype = torch.float64 if params.q.dtype == torch.float64 else torch.float32
-    return params.q.new_empty(out), params.q.new_empty(lse, dtype=lse_dtype), params.q.new_empty(softmax)
+    call = _call_of(arguments)
+    (out, lse), softmax = call.output_shapes(), call.softmax_shape()
+    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    return call.q.new_empty(out), call.q.new_empty(lse, dtype=lse_dtype), call.q.new_empty(softmax)
 
 
 # ---- the gradient ----
@@ -201,8 +191,8 @@ def _backward_cuda(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    params = _params_of(arguments)
-    return _filled(params, gradients(params, grad_out, grad_lse, out, lse, tuple(needed)))
+    call = _call_of(arguments)
+    return _filled(call, gradients(call, grad_out, grad_lse, out, lse, tuple(needed)))
 
 
 def _backward_cpu(
@@ -213,11 +203,11 @@ def _backward_cpu(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    params = _params_of(arguments)
-    check(params)
-    check_gradients(params, grad_out, grad_lse, out, lse)
+    call = _call_of(arguments)
+    check(call)
+    check_gradients(call, grad_out, grad_lse, out, lse)
     inputs = {
-        name: getattr(params, name).detach().requires_grad_()
+        name: getattr(call, name).detach().requires_grad_()
         for name, wanted in zip(DIFFERENTIABLE, needed, strict=True)
         if wanted
     }
@@ -225,13 +215,13 @@ def _backward_cpu(
     views = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
     graph = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with views, graph, torch.enable_grad():
-        outputs = forward_cpu(params._replace(**inputs, return_softmax=False))[:2]
+        outputs = forward_cpu(call._replace(**inputs, return_softmax=False))[:2]
         loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     if inputs:
         found = torch.autograd.grad(loss, tuple(inputs.values()), materialize_grads=True)
         grads |= {name: x.contiguous() for name, x in zip(inputs, found, strict=True)}
-    return _filled(params, tuple(grads.values()))  # type: ignore[arg-type]
+    return _filled(call, tuple(grads.values()))  # type: ignore[arg-type]
 
 
 def _loss(
@@ -255,9 +245,9 @@ def _loss(
     return total - (delta * share).sum()
 
 
-def _filled(params: AttentionParams, grads: Gradients) -> tuple[Tensor, ...]:
+def _filled(call: Call, grads: Gradients) -> tuple[Tensor, ...]:
     """One tensor for each, as an operator returns; those not needed are empty."""
-    return tuple(params.q.new_empty(0) if x is None else x for x in grads)
+    return tuple(call.q.new_empty(0) if x is None else x for x in grads)
 
 
 def _into(arguments: tuple) -> tuple[Gradients, tuple]:
@@ -270,7 +260,7 @@ def _backward_into_cuda(
 ) -> None:
     into, rest = _into(arguments)
     needed = tuple(x is not None for x in into)
-    gradients(_params_of(rest), grad_out, grad_lse, out, lse, needed, into)
+    gradients(_call_of(rest), grad_out, grad_lse, out, lse, needed, into)
 
 
 def _backward_into_cpu(
@@ -278,7 +268,7 @@ def _backward_into_cpu(
 ) -> None:
     into, rest = _into(arguments)
     needed = tuple(x is not None for x in into)
-    check_given(_params_of(rest), into, needed, (grad_out, grad_lse, out, lse))
+    check_given(_call_of(rest), into, needed, (grad_out, grad_lse, out, lse))
     found = _backward_cpu(grad_out, grad_lse, out, lse, list(needed), *rest)
     for own, gradient in zip(into, found, strict=True):
         if own is not None:
@@ -302,10 +292,10 @@ def _backward_fake(
     needed: list[bool],
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    params = _params_of(arguments)
-    tensors = (getattr(params, name) for name in DIFFERENTIABLE)
+    call = _call_of(arguments)
+    tensors = (getattr(call, name) for name in DIFFERENTIABLE)
     return tuple(
-        x.new_empty(x.shape) if wanted else params.q.new_empty(0)
+        x.new_empty(x.shape) if wanted else call.q.new_empty(0)
         for x, wanted in zip(tensors, needed, strict=True)
     )
 
@@ -339,11 +329,11 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return None, None, None, None, None
     *tensors, out, lse = ctx.saved_tensors
-    params = AttentionParams._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
+    call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
-        return backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launched)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, ctx.launched)
     with torch.no_grad():
-        grads = backward(params, grad_out, grad_lse, out, lse, wanted, ctx.launched)
+        grads = backward(call, grad_out, grad_lse, out, lse, wanted, ctx.launched)
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
 
 
@@ -382,10 +372,10 @@ class Attention(torch.autograd.Function):
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
-    params = _params_of(inputs)
+    call = _call_of(inputs)
     # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
-    _requires_grad(params[:NUM_TENSORS], params.epilogue_tensors)
-    _save(ctx, (*params[:NUM_TENSORS], *params.epilogue_tensors), params[NUM_TENSORS + 1 :], output)
+    _requires_grad(call[:NUM_TENSORS], call.epilogue_tensors)
+    _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
 
 
 def _differentiate_operator(
@@ -397,9 +387,7 @@ def _differentiate_operator(
     lists = {NUM_TENSORS: own} | {
         i: len(x) for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if isinstance(x, tuple)
     }
-    return tuple(
-        [None] * lists[i] if i in lists else grads.get(i) for i in range(len(AttentionParams._fields))
-    )
+    return tuple([None] * lists[i] if i in lists else grads.get(i) for i in range(len(ATTENTION)))
 
 
 torch.library.register_autograd(

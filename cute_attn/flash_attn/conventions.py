@@ -11,11 +11,11 @@ from torch import Tensor
 from cute_attn.api.attention import number
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
+from cute_attn.host.checks import check_apart, check_dense, check_starts, check_writable
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim
 from cute_attn.host.memory import write_owned
-from cute_attn.host.params import check_apart, check_dense, check_starts, check_writable
 
 
 class Scores(NamedTuple):
@@ -79,7 +79,7 @@ def probability(dropout_p: Any) -> float:
 
 
 def check_tensors(**tensors: Any) -> None:
-    """:func:`cute_attn.host.params.check_dense` of each."""
+    """:func:`cute_attn.host.checks.check_dense` of each."""
     for name, x in tensors.items():
         check_dense(name, x)
 

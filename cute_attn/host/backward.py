@@ -27,15 +27,9 @@ from torch import Tensor
 
 from cute_attn.host import fused_qkv, memory, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
-from cute_attn.host.choose import choose_kernel
-from cute_attn.host.counters import multiprocessors
-from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
-from cute_attn.host.launcher import are_aligned, user_classes, views
-from cute_attn.host.memory import as_strided, contiguous_strides, overwritten
-from cute_attn.host.params import (
+from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.checks import (
     MAX_ROWS,
-    NUM_TENSORS,
-    AttentionParams,
     check,
     check_alignment,
     check_apart,
@@ -43,9 +37,12 @@ from cute_attn.host.params import (
     check_for_kernels,
     check_gradients,
     check_steps,
-    is_aligned,
-    rows_are_regular,
 )
+from cute_attn.host.choose import choose_kernel
+from cute_attn.host.counters import multiprocessors
+from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
+from cute_attn.host.launcher import are_aligned, user_classes, views
+from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, overwritten, rows_are_regular
 from cute_attn.host.slots import prepared
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
@@ -74,14 +71,14 @@ class Workspace:
     next: tuple[tuple[int, ...], tuple[int, ...], int]
 
     @staticmethod
-    def of(params: AttentionParams, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
+    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int) -> "Workspace":
         """Rows are padded to whole blocks of tile_m, each varlen sequence's own."""
-        if params.varlen:
-            rows = (params.q.shape[0] // tile_m + params.batch) * tile_m
-            heads: tuple[int, ...] = (params.nheads,)
+        if call.varlen:
+            rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
+            heads: tuple[int, ...] = (call.nheads,)
         else:
-            rows = -(-params.longest[0] // tile_m) * tile_m
-            heads = (params.batch, params.nheads)
+            rows = -(-call.longest[0] // tile_m) * tile_m
+            heads = (call.batch, call.nheads)
         shapes = ((*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (16,))
         parts, size = [], 0
         for shape in shapes:
@@ -110,26 +107,25 @@ class BiasGradient:
     result: torch.dtype
 
     @staticmethod
-    def of(params: AttentionParams, deterministic: bool) -> "BiasGradient":
+    def of(call: Call, deterministic: bool) -> "BiasGradient":
         """For a call with a bias."""
-        assert params.bias is not None
-        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
-        shape = tuple(params.bias.shape)
+        assert call.bias is not None
+        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
+        shape = tuple(call.bias.shape)
         shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
         lengths_differ = any(
-            x is not None
-            for x in (params.cu_seqlens_q, params.cu_seqlens_k, params.seqused_q, params.seqused_k)
+            x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
         )
         if not shared:
-            clear = bool(params.mask) or lengths_differ
+            clear = bool(call.mask) or lengths_differ
             return BiasGradient(
-                shape, params.bias.dtype, (full, contiguous_strides(full)), clear, (), params.bias.dtype
+                shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
             )
         if deterministic:
             seen = (full, contiguous_strides(full))
-            return BiasGradient(full, torch.float32, seen, True, shared, params.bias.dtype)
+            return BiasGradient(full, torch.float32, seen, True, shared, call.bias.dtype)
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
-        return BiasGradient(shape, torch.float32, (full, strides), True, (), params.bias.dtype)
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
 
     def allocate(self, like: Tensor, given: Tensor | None, steps: Steps) -> Tensor:
         """The tensor that the kernel writes: ``given`` if it can be."""
@@ -205,7 +201,7 @@ class BackwardLauncher:
 
     def launch(
         self,
-        params: AttentionParams,
+        call: Call,
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None = None,
@@ -219,26 +215,26 @@ class BackwardLauncher:
                 allocate is a part of another.
         """
         if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
-            tensors = (*params[:NUM_TENSORS], grads[0], *outputs, *params.epilogue_tensors)
-            return self.repeats[self._packs(params, into)].run(  # type: ignore[return-value]
-                tensors, lambda steps: self.run(params, grads, outputs, into, steps)
+            tensors = (*call[:NUM_TENSORS], grads[0], *outputs, *call.epilogue_tensors)
+            return self.repeats[self._packs(call, into)].run(  # type: ignore[return-value]
+                tensors, lambda steps: self.run(call, grads, outputs, into, steps)
             )
-        return self.run(params, grads, outputs, into)
+        return self.run(call, grads, outputs, into)
 
     def run(
         self,
-        params: AttentionParams,
+        call: Call,
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None = None,
         steps: Steps = NOW,
     ) -> Gradients:
         """As :meth:`launch`, step by step."""
-        device = params.q.get_device()
+        device = call.q.get_device()
         if device == memory.current_device():
-            return self._launch(params, grads, outputs, into, steps)
+            return self._launch(call, grads, outputs, into, steps)
         with torch.cuda.device(device):
-            return self._launch(params, grads, outputs, into, steps)
+            return self._launch(call, grads, outputs, into, steps)
 
     def ready(self) -> "BackwardLauncher":
         """The launcher for calls that repeat."""
@@ -248,54 +244,54 @@ class BackwardLauncher:
         """A ``BackwardSchedule``."""
         return self.num_splits, self.split_stride, counter, self.multiprocessors
 
-    def _queries(self, params: AttentionParams) -> tuple[Tensor, int] | None:
+    def _queries(self, call: Call) -> tuple[Tensor, int] | None:
         """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
-        if self.aligned or params.q.element_size() != 2:
+        if self.aligned or call.q.element_size() != 2:
             return None
-        return params.q, params.q.shape[-2] // params.k.shape[-2]
+        return call.q, call.q.shape[-2] // call.k.shape[-2]
 
     def _launch(
         self,
-        params: AttentionParams,
+        call: Call,
         grads: tuple[Tensor, Tensor | None],
         outputs: tuple[Tensor, Tensor],
         into: Gradients | None,
         steps: Steps,
     ) -> Gradients:
-        q = params.q
+        q = call.q
         given = into or NOTHING
         if self.main is None or self.workspace is None:
             steps.also()
-            return self._without_keys(params, grads[1], outputs[1], given)
-        params = params.with_positive_scale()
+            return self._without_keys(call, grads[1], outputs[1], given)
+        call = call.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
         if self.aligned:
-            if not are_aligned(params):  # a launcher that is kept under other tensors' metadata
-                check_alignment(*params[:3])
+            if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
+                check_alignment(*call[:3])
             if not (is_aligned(grad_out) and is_aligned(out)):
                 steps.unlike_others()
             grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(params, given, self._packs(params, into), steps)
+        dq, dk, dv = self._allocate(call, given, self._packs(call, into), steps)
         space = self.workspace
         workspace = steps.empty(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(workspace, *space.lse_log2)
         minus_d = as_strided(workspace, *space.minus_d)
         accumulators = as_strided(workspace, *space.dq)
         counter = as_strided(workspace, *space.next)
-        if self.needed[4] and (self.varlen or params.seqused_q is not None):
+        if self.needed[4] and (self.varlen or call.seqused_q is not None):
             # Rows between sequences, which the preprocess leaves unwritten.
             steps.also()
             workspace[: space.dq[2]].zero_()
         dbias = self.bias.allocate(q, given[3], steps) if self.bias is not None else None
         if self.views:
-            viewed: list[Any] = list(params)
+            viewed: list[Any] = list(call)
             for index, shape, strides in self.views:
                 viewed[index] = as_strided(viewed[index], shape, strides)
-            params = AttentionParams._make(viewed)
-        seqlens, part_seqlens = self.seqlens or _seqlens(params)
+            call = Call._make(viewed)
+        seqlens, part_seqlens = self.seqlens or _seqlens(call)
         keep = 1.0 - self.dropout_p
         assert self.preprocess is not None
         cleared = (dq, dk, dv) if self.varlen else None
@@ -322,24 +318,24 @@ class BackwardLauncher:
             seqlens,
             self.softmax_scale,
             self._schedule(counter),
-            self._score_args(params, dbias, steps),
+            self._score_args(call, dbias, steps),
         )
-        self._main((*params[:3], grad_out), shared, steps)
+        self._main((*call[:3], grad_out), shared, steps)
         if self.convert is not None:
             scale = self.softmax_scale / keep
-            steps.launch(self.convert, accumulators, dq, part_seqlens, scale, self._queries(params))
+            steps.launch(self.convert, accumulators, dq, part_seqlens, scale, self._queries(call))
             if self.sign != 1:
                 steps.also()
                 dq.mul_(self.sign)
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias, given[3])
-        needed, nheads_kv = self.needed, params.k.shape[-2]
+        needed, nheads_kv = self.needed, call.k.shape[-2]
         return (
             dq if needed[0] else None,
             _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
             _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
             dbias,
-            _sinks_gradient(params.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
+            _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
         )
 
     def _main(self, operands: tuple[Tensor, ...], shared: tuple, steps: Steps) -> None:
@@ -355,46 +351,44 @@ class BackwardLauncher:
         self.main(*parts, *shared, scales)
         self.exact(*operands, *shared, scales)
 
-    def _packs(self, params: AttentionParams, into: Gradients | None) -> bool:
+    def _packs(self, call: Call, into: Gradients | None) -> bool:
         """Whether gradients become parts of one tensor, which the inputs' addresses decide as well."""
         return (
             self.parts > 0
             and into is not None
             and not any(x is not None for x in into[:3])
-            and fused_qkv.are_adjacent((params.q, params.k, params.v)[3 - self.parts :])
+            and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - self.parts :])
         )
 
-    def _allocate(self, params: AttentionParams, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:
+    def _allocate(self, call: Call, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:
         """What the kernels write dq, dk and dv into."""
         parts, shapes, found = self.parts, self.shapes, []
         together: Tensor | None = None
         if packs:
             shape = (*shapes[2][:-2], parts, *shapes[2][-2:])
-            together = steps.empty(params.q, shape, contiguous_strides(shape), params.q.dtype)
+            together = steps.empty(call.q, shape, contiguous_strides(shape), call.q.dtype)
         for i, (shape, strides) in enumerate(zip(shapes, self.strides, strict=True)):
             own = given[i]
             if together is not None and i >= 3 - parts:
                 first = (i + parts - 3) * shape[-1] * shape[-2]
                 own = as_strided(together, shape, fused_qkv.packed_strides(shape, parts), first)
             elif own is None or tuple(own.shape) != shape:  # heads are divided, and added up afterwards
-                own = steps.empty(params.q, shape, strides, params.q.dtype)
+                own = steps.empty(call.q, shape, strides, call.q.dtype)
             found.append(own)
         return found
 
-    def _score_args(self, params: AttentionParams, dbias: Tensor | None, steps: Steps) -> tuple:
+    def _score_args(self, call: Call, dbias: Tensor | None, steps: Steps) -> tuple:
         if self.score_args is not None:
-            return self.score_args.fill(params)
-        if params.epilogues or self.kernel.traits.variant:
+            return self.score_args.fill(call)
+        if call.epilogues or self.kernel.traits.variant:
             steps.also()  # users' classes may read what they are given
         if dbias is not None and self.bias is not None:
             dbias = as_strided(dbias, *self.bias.seen)
-        return self.kernel.score_args(params.score_inputs(dbias))
+        return self.kernel.score_args(call.score_inputs(dbias))
 
-    def _without_keys(
-        self, params: AttentionParams, grad_lse: Tensor | None, lse: Tensor, given: Gradients
-    ) -> Gradients:
+    def _without_keys(self, call: Call, grad_lse: Tensor | None, lse: Tensor, given: Gradients) -> Gradients:
         """Zeros, but for the sinks of existing rows: their LSE is the sink."""
-        tensors = (params.q, params.k, params.v, params.bias, params.sinks)
+        tensors = (call.q, call.k, call.v, call.bias, call.sinks)
         *zeros, dsinks = (
             None if not needed or x is None else x.new_zeros(x.shape) if own is None else own.zero_()
             for x, needed, own in zip(tensors, self.needed, given, strict=True)
@@ -405,12 +399,12 @@ class BackwardLauncher:
         return (*zeros, dsinks)  # type: ignore[return-value]
 
 
-def _seqlens(params: AttentionParams) -> tuple[Any, Any]:
+def _seqlens(call: Call) -> tuple[Any, Any]:
     """Lengths for the main kernel, and for the preprocess and the convert, which read no keys' lengths."""
     from cute_attn.device.seqlen import Seqlens
 
-    lengths, longest = params[3:6], params.longest
-    return Seqlens(*lengths, params.seqused_k, *longest), Seqlens(*lengths, None, *longest)
+    lengths, longest = call[3:6], call.longest
+    return Seqlens(*lengths, call.seqused_k, *longest), Seqlens(*lengths, None, *longest)
 
 
 def _sinks_gradient(
@@ -441,7 +435,7 @@ def _sum_splits(gradient: Tensor, nheads_kv: int, given: Tensor | None) -> Tenso
 
 
 def check_given(
-    params: AttentionParams,
+    call: Call,
     given: Gradients,
     needed: tuple[bool, ...],
     outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
@@ -452,11 +446,11 @@ def check_given(
     """
     names = ("grad_out", "grad_lse", "out", "lse")
     taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
-    taken += params.tensors()
+    taken += call.tensors()
     for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
         if own is None:
             continue
-        x = getattr(params, name)
+        x = getattr(call, name)
         if not wanted or x is None:
             raise ValueError(f"d{name} is given, but no gradient of {name} is wanted; accepted: None")
         for what in ("device", "dtype", "shape"):
@@ -467,7 +461,7 @@ def check_given(
             raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
         check_apart(f"d{name}", own, taken)
         taken.append((f"d{name}", own))
-        regular = not own.is_cuda or not params.aligned or (rows_are_regular(own) and is_aligned(own))
+        regular = not own.is_cuda or not call.aligned or (rows_are_regular(own) and is_aligned(own))
         if name in ("q", "k", "v") and not regular:
             raise ValueError(
                 f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
@@ -486,7 +480,7 @@ def _readable(x: Tensor, copy: bool) -> Tensor:
 
 
 def gradients(
-    params: AttentionParams,
+    call: Call,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -506,20 +500,20 @@ def gradients(
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     if grad_out is None:  # one row of zeros, broadcast
-        shape, _, _ = params.output_shapes()
-        grad_out = params.q.new_zeros(shape[-1:]).expand(shape)
-    found = launcher_for(params, grad_out, grad_lse, out, lse, needed)
+        shape, _ = call.output_shapes()
+        grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
+    found = launcher_for(call, grad_out, grad_lse, out, lse, needed)
     written = [x for x in into or () if x is not None]
     if into is not None and written:
-        check_given(params, into, needed, (grad_out, grad_lse, out, lse))
-    grads = found.launch(params, (grad_out, grad_lse), (out, lse), into)
+        check_given(call, into, needed, (grad_out, grad_lse, out, lse))
+    grads = found.launch(call, (grad_out, grad_lse), (out, lse), into)
     if written:
         overwritten(*written)
     return grads
 
 
 def launcher_for(
-    params: AttentionParams,
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -527,37 +521,37 @@ def launcher_for(
     needed: tuple[bool, ...],
 ) -> BackwardLauncher:
     """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
-    deterministic = params.deterministic or torch.are_deterministic_algorithms_enabled()
-    starts = are_aligned(params), params.bias is None or is_aligned(params.bias)
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    starts = are_aligned(call), call.bias is None or is_aligned(call.bias)
     key = (
         "backward",
-        params[NUM_TENSORS + 1 :],
+        call[NUM_TENSORS + 1 :],
         needed,
         deterministic,
         starts,
-        user_classes(params, "backward"),
+        user_classes(call, "backward"),
     )
-    tensors = (*params[:NUM_TENSORS], grad_out, grad_lse, out, lse, *params.epilogue_tensors)
+    tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
     known = plans.find(key, tensors)
     if known is not None:
         return known.plan
-    check(params)
-    check_for_kernels(params, unaligned=True)
-    check_gradients(params, grad_out, grad_lse, out, lse)
-    return plans.keep(key, tensors, _make_launcher(params, grad_out, grad_lse, out, needed, deterministic))
+    check(call)
+    check_for_kernels(call, unaligned=True)
+    check_gradients(call, grad_out, grad_lse, out, lse)
+    return plans.keep(key, tensors, _make_launcher(call, grad_out, grad_lse, out, needed, deterministic))
 
 
 def _make_launcher(
-    params: AttentionParams,
+    call: Call,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     out: Tensor,
     needed: tuple[bool, ...],
     deterministic: bool,
 ) -> BackwardLauncher:
-    shapes = tuple(tuple(x.shape) for x in params[:3])
-    sign, rest, aligned = params.scale_sign, params[NUM_TENSORS + 1 :], params.aligned
-    params = params.with_positive_scale()
+    shapes = tuple(tuple(x.shape) for x in call[:3])
+    sign, rest, aligned = call.scale_sign, call[NUM_TENSORS + 1 :], call.aligned
+    call = call.with_positive_scale()
     backward_launcher = BackwardLauncher(
         preprocess=None,
         main=None,
@@ -569,7 +563,7 @@ def _make_launcher(
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
         parts=0,
-        varlen=params.varlen,
+        varlen=call.varlen,
         aligned=aligned,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
@@ -578,37 +572,37 @@ def _make_launcher(
         num_splits=0,
         split_stride=0,
         multiprocessors=0,
-        seqlens=None if any(x is not None for x in params[3:7]) else _seqlens(params),
-        softmax_scale=params.softmax_scale,
-        dropout_p=params.dropout_p,
+        seqlens=None if any(x is not None for x in call[3:7]) else _seqlens(call),
+        softmax_scale=call.softmax_scale,
+        dropout_p=call.dropout_p,
         score_args=None,
         rest=rest,
         sign=sign,
     )
-    if 0 in (params.batch, *params.longest, out.numel(), params.k.numel()):
+    if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return backward_launcher
     from cute_attn import compiler
     from cute_attn.tiles import padded
 
-    bias = BiasGradient.of(params, deterministic) if needed[3] else None
-    with torch.cuda.device(params.q.device):
+    bias = BiasGradient.of(call, deterministic) if needed[3] else None
+    with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
         kernel = choose_kernel(
-            params, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
+            call, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
         if getattr(kernel.tile, "in_parts", False):
-            kernel = _in_parts_or_whole(kernel, params, grad_out, target)
+            kernel = _in_parts_or_whole(kernel, call, grad_out, target)
         traits, tile = kernel.traits, kernel.tile
         in_parts = getattr(tile, "in_parts", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
-        blocks = -(-params.longest[1] // tile.tile_n)
-        processors = multiprocessors(params.q.get_device())
-        heads_dkv = params.k.shape[-2] * head_splits(params, tile, processors)
-        planes = params.batch * heads_dkv
+        blocks = -(-call.longest[1] // tile.tile_n)
+        processors = multiprocessors(call.q.get_device())
+        heads_dkv = call.k.shape[-2] * head_splits(call, tile, processors)
+        planes = call.batch * heads_dkv
         num_splits = key_splits(blocks, planes, processors) if deterministic else blocks
-        check_blocks(params, tile, wanted[1][1].rows, num_splits, heads_dkv)
+        check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
-            check_steps(params, query_blocks(params, tile.tile_m), tile, min(processors, planes * num_splits))
+            check_steps(call, query_blocks(call, tile.tile_m), tile, min(processors, planes * num_splits))
         main = compiler.build(kernel, target).function
         preprocess, convert = (
             compiler.compile(*one, target).function if used else None
@@ -616,48 +610,46 @@ def _make_launcher(
         )
         split = SplitLauncher.of(traits, "backward_split", target) if in_parts else None
         exact = compiler.compile(*wanted[-1], target).function if in_parts else None
-    workspace = Workspace.of(params, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
+    workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
         backward_launcher,
         shapes=shapes,
         strides=tuple(map(contiguous_strides, shapes)),
-        parts=fused_qkv.parts_packed(params[:3])
-        if all(needed[:3]) and heads_dkv == params.k.shape[-2]
-        else 0,
+        parts=fused_qkv.parts_packed(call[:3]) if all(needed[:3]) and heads_dkv == call.k.shape[-2] else 0,
         main=main,
         preprocess=preprocess,
         convert=convert,
         split=split,
         exact=exact,
         kernel=kernel,
-        views=tuple(views(params)),
+        views=tuple(views(call)),
         workspace=workspace,
         bias=bias,
         num_splits=num_splits,
         split_stride=workspace.dq[1][0] if deterministic else 0,
         multiprocessors=processors,
-        score_args=ScoreArgs.of(kernel, params, main) if bias is None else None,
+        score_args=ScoreArgs.of(kernel, call, main) if bias is None else None,
         seqlens=None
         if backward_launcher.seqlens is None
         else tuple(prepared(main, x) for x in backward_launcher.seqlens),
     )
 
 
-def _in_parts_or_whole(kernel: Any, params: AttentionParams, grad_out: Tensor, target: str) -> Any:
+def _in_parts_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -> Any:
     """A kernel of operands in parts, or of whole ones where the call names no tile and is small, or cannot be split.
 
     Raises:
         ValueError: the call names a tile and cannot be split.
     """
-    few_rows = can_split((*params[:3], grad_out))
-    if params.backward_tile:
+    few_rows = can_split((*call[:3], grad_out))
+    if call.backward_tile:
         if not few_rows:
             raise ValueError(
                 f"q, k, v or grad_out has more than {MAX_SPLIT_ROWS} rows of heads; accepted: fewer, or operands=whole"
             )
         return kernel
-    pays = kernel.parts_pay(math.prod(params.q.shape[:-1]), params.longest[1])
+    pays = kernel.parts_pay(math.prod(call.q.shape[:-1]), call.longest[1])
     return kernel if few_rows and pays else kernel.of_whole_operands(target)
 
 
@@ -665,13 +657,13 @@ _MAX_VARLEN_HEADS = 2**25
 """Of varlen q: their rows of 16 bytes fit 32 bits at any head dim."""
 
 
-def query_blocks(params: AttentionParams, tile_m: int) -> int:
+def query_blocks(call: Call, tile_m: int) -> int:
     """Query blocks of all heads and sequences in the workspace."""
-    blocks = -(-params.longest[0] // tile_m) * params.batch
-    return params.nheads * (params.q.shape[0] // tile_m + params.batch if params.varlen else blocks)
+    blocks = -(-call.longest[0] // tile_m) * call.batch
+    return call.nheads * (call.q.shape[0] // tile_m + call.batch if call.varlen else blocks)
 
 
-def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int, heads_dkv: int) -> None:
+def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: int) -> None:
     """Raise where a count of the backward exceeds 32 bits.
 
     Args:
@@ -680,25 +672,23 @@ def check_blocks(params: AttentionParams, tile: Any, rows: int, num_splits: int,
         num_splits: how many CTAs divide a sequence's key blocks.
         heads_dkv: heads of dK and dV before they are added up.
     """
-    batch, nheads = params.batch, params.nheads
-    blocks = -(-params.longest[0] // tile.tile_m) * (tile.tile_m // rows)
+    batch, nheads = call.batch, call.nheads
+    blocks = -(-call.longest[0] // tile.tile_m) * (tile.tile_m // rows)
     splits, spare = batch * num_splits, 0
-    if params.varlen:
-        for name, x, size in (("q", params.q, tile.tile_m), ("k", params.k, tile.tile_n)):
+    if call.varlen:
+        for name, x, size in (("q", call.q, tile.tile_m), ("k", call.k, tile.tile_n)):
             what = f"{name} has {x.shape[0]} rows in {batch} sequences, each padded to blocks of {size} rows"
             check_count(what, (x.shape[0] // size + batch) * size, MAX_ROWS)
         check_count("q has heads", nheads, _MAX_VARLEN_HEADS)
-        check_count(
-            f"{params.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits
-        )
-        if num_splits * tile.tile_n >= params.longest[1]:  # the grid follows the actual rows
-            splits = min(splits, params.k.shape[0] // tile.tile_n + batch)
+        check_count(f"{call.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits)
+        if num_splits * tile.tile_n >= call.longest[1]:  # the grid follows the actual rows
+            splits = min(splits, call.k.shape[0] // tile.tile_n + batch)
         # Each CTA of the preprocess clears rows that no sequence owns, at a stride.
-        spare = max(params.q.shape[0], params.k.shape[0])
-    what = f"{params.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
+        spare = max(call.q.shape[0], call.k.shape[0])
+    what = f"{call.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
     check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
     # Each CTA claims one more than there are.
-    what = f"{params.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
+    what = f"{call.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
     check_count(what, splits * heads_dkv, MAX_ROWS)
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cute_attn.host.params import AttentionParams
+from cute_attn.host.call import Call
 
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
@@ -41,29 +41,29 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     return _fewest(times)
 
 
-def head_splits(params: AttentionParams, tile: Any, multiprocessors: int) -> int:
+def head_splits(call: Call, tile: Any, multiprocessors: int) -> int:
     """Work tiles among which the query heads of a kv head are divided, a divisor of their number.
 
     Each has its own dK and dV, which are added up afterwards: more of them fill the GPU where a call has few key blocks
     and kv heads, but cost memory and time. The fewest within 5 % of the least simulated time.
 
     Args:
-        params: the call's.
+        call: the call's.
         tile: the main kernel's.
         multiprocessors: of the GPU.
     """
-    group, nheads_kv = params.group, params.k.shape[-2]
-    if group == 1 or params.batch * nheads_kv > MOST_TILES:
+    group, nheads_kv = call.group, call.k.shape[-2]
+    if group == 1 or call.batch * nheads_kv > MOST_TILES:
         return 1
-    sequences = _sequences(params)
+    sequences = _sequences(call)
     count = sum(-(-seqlen_k // tile.tile_n) for _, seqlen_k in sequences) * nheads_kv
     most = min(group, MOST_TILES // max(count, 1))
     splits = [n for n in range(1, most + 1) if group % n == 0]
     if len(splits) < 2:
         return 1
-    steps = [n for lengths in sequences for n in steps_of_keys(params, tile, *lengths)]
-    gradient_bytes = 2 * (params.k.numel() + params.v.numel())
-    miss = cost_of_a_head(params)
+    steps = [n for lengths in sequences for n in steps_of_keys(call, tile, *lengths)]
+    gradient_bytes = 2 * (call.k.numel() + call.v.numel())
+    miss = cost_of_a_head(call)
 
     def time(n: int) -> float:
         heads = group // n
@@ -81,15 +81,15 @@ def _fewest(times: Mapping[int, float]) -> int:
     return next(splits for splits, time in times.items() if time <= 1.05 * least)
 
 
-def cost_of_a_head(params: AttentionParams) -> float:
+def cost_of_a_head(call: Call) -> float:
     """By how much a step takes longer for each further query head of its work tile.
 
     Under a mask key blocks have different numbers of steps, so that CTAs of one kv head soon work on different query
     heads. Where those do not fit L2 together, Q, dO and dQ come from memory: at head dim 256 (1920 and 789 queries, 80
     heads on 10) 8 heads a tile took 1.48 and 4 heads 1.1 of the time of 2; at 128 (4 x 598, 99 on 11) 9 took 1.1 of 1.
     """
-    head_dim = params.q.shape[-1]
-    if not params.mask or params.q.numel() * 8 <= _L2_BYTES:  # Q, dO and dQ
+    head_dim = call.q.shape[-1]
+    if not call.mask or call.q.numel() * 8 <= _L2_BYTES:  # Q, dO and dQ
         return 0.0
     return max(0, head_dim - 64) * 2e-4
 
@@ -102,14 +102,14 @@ def makespan(costs: Iterable[float], machines: int) -> float:
     return max(ends)
 
 
-def steps_of_keys(params: AttentionParams, tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
+def steps_of_keys(call: Call, tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
     """Query blocks that see each key block of a sequence; of many key blocks some, repeated."""
     left = right = None
-    if params.mask.startswith("window"):
-        left, right = params.window_left, params.window_right
-    elif params.mask:
+    if call.mask.startswith("window"):
+        left, right = call.window_left, call.window_right
+    elif call.mask:
         right = 0
-    offset = 0 if "top_left" in params.mask else seqlen_q - seqlen_k
+    offset = 0 if "top_left" in call.mask else seqlen_q - seqlen_k
     blocks = -(-seqlen_k // tile.tile_n)
     every = -(-blocks // _MOST_BLOCKS)
     for block in range(blocks):
@@ -130,11 +130,11 @@ def steps_of_block(
     return -(-end // step) - begin // step if begin < end else 0
 
 
-def _sequences(params: AttentionParams) -> list[tuple[int, int]]:
+def _sequences(call: Call) -> list[tuple[int, int]]:
     """Lengths of queries and keys; of packed sequences the mean of all others, then the longest: the worst order."""
-    longest, batch = params.longest, params.batch
-    if not params.varlen:
+    longest, batch = call.longest, call.batch
+    if not call.varlen:
         return [longest] * batch
-    rows = (params.q.shape[0], params.k.shape[0])
+    rows = (call.q.shape[0], call.k.shape[0])
     q, k = (max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True))
     return [*[(q, k)] * (batch - 1), longest]

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from cute_attn.host.call import Call
 from cute_attn.host.launcher import Tensors
-from cute_attn.host.params import AttentionParams
 
-_BIAS = AttentionParams._fields.index("bias")
+_BIAS = Call._fields.index("bias")
 
 
 def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:

@@ -4,13 +4,14 @@ import logging
 import warnings
 from typing import Any
 
-from cute_attn.host.params import ALIGNMENT_BYTES, AttentionParams, is_aligned
+from cute_attn.host.call import Call
+from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
 
 _log = logging.getLogger("cute_attn")
 
 
 def choose_kernel(
-    params: AttentionParams,
+    call: Call,
     target: str,
     *,
     op: str = "forward",
@@ -30,10 +31,8 @@ def choose_kernel(
     """
     from cute_attn.compiler import registry
 
-    tile = params.tile if op == "forward" else params.backward_tile
-    names = (
-        [params.kernel] if params.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
-    )
+    tile = call.tile if op == "forward" else call.backward_tile
+    names = [call.kernel] if call.kernel else [a for a in ("sm90", "sm80") if target in registry.RUNS_ON[a]]
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
@@ -41,13 +40,13 @@ def choose_kernel(
             variant = ""
         try:
             kernel = registry.lookup(
-                params.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
+                call.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
                 tile or None,
                 target,
             )
             if op == "forward" and not tile:
-                kernel = kernel.for_lengths(*params.longest, params.group, target)
-            reason = _tma_bias_reason(params, kernel)
+                kernel = kernel.for_lengths(*call.longest, call.group, target)
+            reason = _tma_bias_reason(call, kernel)
             if reason and tile:
                 raise registry.Unsupported(f"{reason} with tile {kernel.tile}")
             if reasons and tile:
@@ -64,16 +63,16 @@ def choose_kernel(
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _tma_bias_reason(params: AttentionParams, kernel: Any) -> str | None:
+def _tma_bias_reason(call: Call, kernel: Any) -> str | None:
     """Why TMA cannot load a bias or store its gradient as the kernel's tile has it, or None.
 
     A single row is cheaper without TMA.
     """
-    bias = params.bias
+    bias = call.bias
     if bias is None or not getattr(kernel.tile, "bias_stages", 0):
         return None
     if getattr(kernel, "stores_bias_gradient", False):
-        full = (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k)
+        full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
         if tuple(bias.shape) != full or bias.shape[3] % 8:
             return (
                 f"bias has shape {tuple(bias.shape)} and a gradient; accepted: {full} with a last size that is a "

@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn import functional as F
 
-from cute_attn.host.params import rows_are_regular
+from cute_attn.host.memory import rows_are_regular
 
 _MULTIPLE = 8
 """Of the head dims that kernels take."""

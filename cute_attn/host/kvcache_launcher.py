@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans
+from cute_attn.host.call import DTYPE_NAMES, Call
+from cute_attn.host.checks import MAX_ROWS, check_count
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.kvcache_params import CacheParams
-from cute_attn.host.launch import NOW, Steps
-from cute_attn.host.memory import as_strided, clear_owned, contiguous_strides
-from cute_attn.host.params import (
-    DTYPE_NAMES,
-    MAX_ROWS,
-    check_count,
+from cute_attn.host.launch import NOW, Layout, Steps
+from cute_attn.host.launcher import user_classes
+from cute_attn.host.memory import (
+    Tensors,
+    as_strided,
+    clear_owned,
+    contiguous_strides,
     regular_strides,
     rows_are_regular,
 )
@@ -46,10 +48,6 @@ BLOCKS_OF_A_PART, ENOUGH_CTAS = 5, 64
 heads on 8 takes 10.1 us with 12 parts of 4096 keys (16 parts: 10.4), 7.0 with 8 of 1024 (16: 7.2)."""
 FULL_WAVES = 0.85
 """Part of the last wave's CTAs that are busy, from which on a single sequence's work tiles are computed whole."""
-
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Plan:
 
     def launch(
         self,
-        params: CacheParams,
+        call: Call,
         q: Tensor,
         out: Tensor | None = None,
         lse: Tensor | None = None,
@@ -103,7 +101,7 @@ class Plan:
             q: the queries as kernels read them, rotated.
             out, lse: results of any strides that kernels write, or None to allocate them.
         """
-        starts = None if out is None else params.cu_seqlens_q
+        starts = None if out is None else call.cu_seqlens_q
         if out is None:
             out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype)
         if lse is None:
@@ -111,40 +109,40 @@ class Plan:
         if self.function is None:
             steps.also()
             out = clear_owned(out, starts)
-            if params.sinks is None:
+            if call.sinks is None:
                 return out, lse.fill_(-math.inf)
-            return out, lse.copy_(params.sinks[:, None].expand_as(lse))
-        seqlens, tables, partials = self._seqlens(params), _tables(params), None
+            return out, lse.copy_(call.sinks[:, None].expand_as(lse))
+        seqlens, tables, partials = self._seqlens(call), _tables(call), None
         if self.partials:
             partials = self._partials(q, steps)
         tiles, score_args = steps.work_tiles(q.get_device()), self.score_args
         if self.kernel.traits.variant:
             steps.also()  # a user's class may read what it is given
         if score_args is None:
-            score_args = self.kernel.score_args(_score_inputs(params))
+            score_args = self.kernel.score_args(_score_inputs(call))
         k, v = (
             x if view is None else as_strided(x, *view)
-            for x, view in zip((params.k_cache, params.v_cache), self.views, strict=True)
+            for x, view in zip((call.k_cache, call.v_cache), self.views, strict=True)
         )
-        arguments = (q, k, v, out, lse, seqlens, tables, params.softmax_scale, tiles, score_args, partials)
+        arguments = (q, k, v, out, lse, seqlens, tables, call.softmax_scale, tiles, score_args, partials)
         steps.launch(self.function, *arguments)
         if self.split.how == "parts":
             outs, lses = (out.unsqueeze(0), lse.unsqueeze(0)) if out.dim() == 3 else (out, lse)
-            steps.launch(self.combine, partials.out, partials.lse, outs, lses, params.sinks)  # type: ignore[arg-type, union-attr]
+            steps.launch(self.combine, partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[arg-type, union-attr]
         elif self.split.how == "shares":
             slots = self.partials[0][0][0] // 2
             mask_args = score_args[1]
             steps.launch(
                 self.combine,  # type: ignore[arg-type]
-                *(partials, out, lse, params.sinks, seqlens, mask_args, k.shape[-2], slots),
+                *(partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], slots),
             )
         return out, lse
 
-    def _seqlens(self, params: CacheParams) -> Any:
+    def _seqlens(self, call: Call) -> Any:
         from cute_attn.device.seqlen import Seqlens
 
-        lengths = (params.cu_seqlens_q, params.cu_seqlens_k, None, params.lengths)
-        return Seqlens(*lengths, *self.longest, params.cache_leftpad, params.added)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
+        return Seqlens(*lengths, *self.longest, call.cache_leftpad, call.added)
 
     def _partials(self, q: Tensor, steps: Steps) -> Any:
         """The workspace; the caching allocator keeps it for the stream, or for the graph that captures the call."""
@@ -154,10 +152,10 @@ class Plan:
         return Partials(out, lse, self.split.parts, self.split.part_keys)
 
 
-def _tables(params: CacheParams) -> Any:
+def _tables(call: Call) -> Any:
     from cute_attn.device.key_rows import CacheTables
 
-    table, batch_idx = params.page_table, params.cache_batch_idx
+    table, batch_idx = call.page_table, call.cache_batch_idx
     if table is None and batch_idx is None:
         return None
     if table is not None and table.shape[1] == 1:
@@ -170,12 +168,12 @@ def _view(x: Tensor) -> Layout | None:
     return None if rows_are_regular(x) else (tuple(x.shape), regular_strides(x, x.shape))
 
 
-def _score_inputs(params: CacheParams) -> Any:
+def _score_inputs(call: Call) -> Any:
     """The epilogues' inputs, slopes for each sequence and head."""
-    inputs, slopes = params.score_inputs(), params.alibi_slopes
+    inputs, slopes = call.score_inputs(), call.alibi_slopes
     if slopes is None:
         return inputs
-    shape = (params.batch, params.q.shape[-2])
+    shape = (call.batch, call.q.shape[-2])
     if tuple(slopes.shape) != shape or slopes.stride(-1) != 1:
         slopes = as_strided(slopes, shape, regular_strides(slopes, shape))
     return replace(inputs, alibi_slopes=slopes)
@@ -184,49 +182,45 @@ def _score_inputs(params: CacheParams) -> Any:
 # ---- plans by metadata ----
 
 
-def _key(params: CacheParams) -> tuple[Hashable, ...]:
-    """A user's class is part of it: it may be registered again at any time."""
-    if ":" not in params.kernel:
-        return "kvcache", params.options
-    from cute_attn.compiler import registry
-
-    arch, _, variant = params.kernel.partition(":")
-    return "kvcache", params.options, registry.KERNELS.get(("kvcache", arch, variant))
+def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
+    """What :mod:`cute_attn.host.plans` finds a call by."""
+    tensors, options = call.metadata()
+    return ("kvcache", options, *user_classes(call, "kvcache")), tensors
 
 
-def known_plan(params: CacheParams) -> Plan | None:
+def known_plan(call: Call) -> Plan | None:
     """The plan of an earlier call with this metadata, or None; None where a tensor is more than its memory."""
-    known = plans.find(_key(params), params.tensors)
+    known = plans.find(*_key_and_tensors(call))
     return None if known is None else known.plan
 
 
-def plan_for(params: CacheParams) -> Plan:
+def plan_for(call: Call) -> Plan:
     """The plan of a checked call, kept under its metadata.
 
     Raises:
         ValueError, Unsupported: sizes are beyond the kernels' integers, or no kernel supports the call.
     """
-    known = known_plan(params)
-    return plans.keep(_key(params), params.tensors, make_plan(params)) if known is None else known
+    known = known_plan(call)
+    return plans.keep(*_key_and_tensors(call), make_plan(call)) if known is None else known
 
 
-def make_plan(params: CacheParams) -> Plan:
+def make_plan(call: Call) -> Plan:
     """The plan of a checked call."""
-    shapes = params.output_shapes()
+    shapes = call.output_shapes()
     strides = (contiguous_strides(shapes[0]), contiguous_strides(shapes[1]))
-    queries, capacity = params.longest
-    if 0 in (params.batch, queries, capacity, math.prod(shapes[0]), params.k_cache.shape[0]):
+    queries, capacity = call.longest
+    if 0 in (call.batch, queries, capacity, math.prod(shapes[0]), call.k_cache.shape[0]):
         return Plan(None, None, None, shapes, strides)
     from cute_attn import compiler
 
-    with torch.cuda.device(params.q.device):
+    with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        processors = multiprocessors(params.q.get_device())
-        kernel, split = choose_kernel(params, target, processors)
+        processors = multiprocessors(call.q.get_device())
+        kernel, split = choose_kernel(call, target, processors)
         function = compiler.build(kernel, target).function
-        partial_shapes = _partial_shapes(params, kernel, split, processors)
-        combine = _combine(kernel, split, partial_shapes, params, target)
-    tensors = (params.alibi_slopes, params.sinks, params.tree_mask)
+        partial_shapes = _partial_shapes(call, kernel, split, processors)
+        combine = _combine(kernel, split, partial_shapes, call, target)
+    tensors = (call.alibi_slopes, call.sinks, call.tree_mask)
     constant = all(x is None for x in tensors)
     return Plan(
         function,
@@ -237,13 +231,13 @@ def make_plan(params: CacheParams) -> Plan:
         longest=(queries, capacity),
         partials=tuple((shape, contiguous_strides(shape)) for shape in partial_shapes),
         split=split,
-        views=(_view(params.k_cache), _view(params.v_cache)),
-        score_args=kernel.score_args(params.score_inputs()) if constant else None,
+        views=(_view(call.k_cache), _view(call.v_cache)),
+        score_args=kernel.score_args(call.score_inputs()) if constant else None,
     )
 
 
 def _combine(
-    kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], params: CacheParams, target: str
+    kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str
 ) -> Callable[..., None] | None:
     from cute_attn import compiler
     from cute_attn.compiler import registry
@@ -254,7 +248,7 @@ def _combine(
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
     arch = "sm90" if target in registry.RUNS_ON["sm90"] else "sm80"
     if split.how == "parts":
-        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=_sinks(params))
+        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, sinks=call.sinks_dtype)
         tile = CombineTile.of(split.parts, eager=not split.part_keys)
         return compiler.compile(plain, tile, target).function
     kept = {
@@ -263,18 +257,16 @@ def _combine(
     }
     own = Traits("combine_shares", arch, traits.dtype, traits.head_dim_v, **kept)
     tile = CombineSharesTile.after(
-        kernel.tile, own, units(params, kernel.tile), shapes[0][0] // 2, params.longest[0]
+        kernel.tile, own, units(call, kernel.tile), shapes[0][0] // 2, call.longest[0]
     )
     return compiler.compile(own, tile, target).function
 
 
-def _partial_shapes(
-    params: CacheParams, kernel: Any, split: Split, processors: int
-) -> tuple[tuple[int, ...], ...]:
-    dim = params.v_cache.shape[-1]
+def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> tuple[tuple[int, ...], ...]:
+    dim = call.v_cache.shape[-1]
     if split.how == "parts":
-        rows = params.q.shape[:-2] if params.cu_seqlens_q is None else (1, params.q.shape[0])
-        heads = params.q.shape[-2]
+        rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
+        heads = call.q.shape[-2]
         return (split.parts, *rows, heads, dim), (split.parts, rows[0], heads, rows[1])
     if split.how == "shares":
         slots = kernel.tile.blocks_per_sm * processors
@@ -285,44 +277,40 @@ def _partial_shapes(
 # ---- the kernel and how keys are divided ----
 
 
-def units(params: CacheParams, tile: Any) -> int:
+def units(call: Call, tile: Any) -> int:
     """Query blocks of all sequences and packs of heads, at most."""
-    packs = params.k_cache.shape[-2] * -(-params.group // tile.pack_heads)
-    blocks = params.batch * -(-params.longest[0] // tile.queries)
-    if params.cu_seqlens_q is not None:
-        blocks = min(blocks, params.q.shape[0] // tile.queries + params.batch)
+    packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
+    blocks = call.batch * -(-call.longest[0] // tile.queries)
+    if call.cu_seqlens_q is not None:
+        blocks = min(blocks, call.q.shape[0] // tile.queries + call.batch)
     return packs * blocks
 
 
-def _sinks(params: CacheParams) -> str:
-    return "" if params.sinks is None else DTYPE_NAMES[params.sinks.dtype]
-
-
-def traits_of(params: CacheParams, arch: str, split: str, variant: str = "") -> Traits:
+def traits_of(call: Call, arch: str, split: str, variant: str = "") -> Traits:
     """Of the kvcache kernel. Of parts, which it never completes, the combine kernel adds the sinks."""
     return Traits(
         "kvcache",
         arch,
-        DTYPE_NAMES[params.q.dtype],
-        int(params.q.shape[-1]),
-        int(params.v_cache.shape[-1]),
-        mask=params.mask,
-        softcap=params.softcap > 0,
-        alibi=params.alibi_slopes is not None,
-        sinks="" if split == "parts" else _sinks(params),
-        varlen=params.cu_seqlens_q is not None,
-        seqused_k=params.lengths is not None,
-        varlen_k=params.cu_seqlens_k is not None,
-        paged=params.page_table is not None,
-        batch_idx=params.cache_batch_idx is not None,
-        leftpad=params.cache_leftpad is not None,
-        tree=params.tree_mask is not None,
+        DTYPE_NAMES[call.q.dtype],
+        int(call.q.shape[-1]),
+        int(call.v_cache.shape[-1]),
+        mask=call.mask,
+        softcap=call.softcap > 0,
+        alibi=call.alibi_slopes is not None,
+        sinks="" if split == "parts" else call.sinks_dtype,
+        varlen=call.cu_seqlens_q is not None,
+        seqused_k=call.lengths is not None,
+        varlen_k=call.cu_seqlens_k is not None,
+        paged=call.page_table is not None,
+        batch_idx=call.cache_batch_idx is not None,
+        leftpad=call.cache_leftpad is not None,
+        tree=call.tree_mask is not None,
         split=split,
         variant=variant,
     )
 
 
-def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[Any, Split]:
+def choose_kernel(call: Call, target: str, processors: int) -> tuple[Any, Split]:
     """The kernel with its tile: the newest generation that supports the call, or the named one; and its split.
 
     Raises:
@@ -330,12 +318,12 @@ def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[An
     """
     from cute_attn.compiler import registry
 
-    names = [params.kernel] if params.kernel else _generations(params, target)
+    names = [call.kernel] if call.kernel else _generations(call, target)
     reasons: list[str] = []
     for name in names:
         arch, _, variant = name.partition(":")
         try:
-            found = _kernel_and_split(params, arch, variant, target, processors)
+            found = _kernel_and_split(call, arch, variant, target, processors)
         except ValueError as reason:  # Unsupported, or a tile's field that the other generation has
             if len(names) == 1:
                 raise
@@ -347,48 +335,46 @@ def choose_kernel(params: CacheParams, target: str, processors: int) -> tuple[An
     raise registry.Unsupported("; ".join(reasons))
 
 
-def _generations(params: CacheParams, target: str) -> list[str]:
+def _generations(call: Call, target: str) -> list[str]:
     """The generations of kernels that run on a target, the newest first, but for pages that TMA cannot load."""
     from cute_attn.compiler import registry
 
     names = [name for name in ("sm90", "sm80") if target in registry.RUNS_ON[name]]
-    return names[-1:] if _page_rows(params) % BOX_ROWS else names
+    return names[-1:] if _page_rows(call) % BOX_ROWS else names
 
 
-def _page_rows(params: CacheParams) -> int:
+def _page_rows(call: Call) -> int:
     """Rows of a page, 0 without pages."""
-    return 0 if params.page_table is None else params.k_cache.shape[1]
+    return 0 if call.page_table is None else call.k_cache.shape[1]
 
 
-def _kernel_and_split(
-    params: CacheParams, arch: str, variant: str, target: str, processors: int
-) -> tuple[Any, Split]:
+def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processors: int) -> tuple[Any, Split]:
     from cute_attn.compiler import registry
 
     def kernel_of(split: str) -> Any:
-        kernel = registry.lookup(traits_of(params, arch, split, variant), None, target)
-        kernel = kernel.for_cache(cache_call(params), target)
-        if params.tile:
-            kernel = replace(kernel, tile=kernel.tile.override(params.tile))
-        reason = _call_reason(params, kernel.tile) or kernel.tile.reject(kernel.traits, target)
+        kernel = registry.lookup(traits_of(call, arch, split, variant), None, target)
+        kernel = kernel.for_cache(cache_call(call), target)
+        if call.tile:
+            kernel = replace(kernel, tile=kernel.tile.override(call.tile))
+        reason = _call_reason(call, kernel.tile) or kernel.tile.reject(kernel.traits, target)
         if reason:
             raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
-        _check_sizes(params, kernel.tile)
+        _check_sizes(call, kernel.tile)
         return kernel
 
-    if params.num_splits == 0 and not params.split_keys:
+    if call.num_splits == 0 and not call.split_keys:
         kernel = kernel_of("shares")
-        split = _best_split(params, kernel.tile, processors)
+        split = _best_split(call, kernel.tile, processors)
         return kernel if split.how == "shares" else kernel_of(split.how), split
-    split = _parts(params)
+    split = _parts(call)
     return kernel_of(split.how), split
 
 
-def _call_reason(params: CacheParams, tile: Any) -> str | None:
+def _call_reason(call: Call, tile: Any) -> str | None:
     """Why a tile does not fit the call's parts or pages, or None."""
-    if params.split_keys % tile.tile_n:
-        return f"split_keys is {params.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
-    box, rows = getattr(tile, "page_rows", 0), _page_rows(params)
+    if call.split_keys % tile.tile_n:
+        return f"split_keys is {call.split_keys}; accepted: multiples of tile_n, {tile.tile_n}"
+    box, rows = getattr(tile, "page_rows", 0), _page_rows(call)
     if box and rows % BOX_ROWS:
         return f"pages have {rows} rows; accepted: multiples of {BOX_ROWS}"
     if box and rows % box:
@@ -396,56 +382,56 @@ def _call_reason(params: CacheParams, tile: Any) -> str | None:
     return None
 
 
-def cache_call(params: CacheParams) -> CacheCall:
+def cache_call(call: Call) -> CacheCall:
     """What a tile is chosen for."""
-    return CacheCall(*params.longest, params.group, _page_rows(params), params.split_keys)
+    return CacheCall(*call.longest, call.group, _page_rows(call), call.split_keys)
 
 
-def _parts(params: CacheParams) -> Split:
+def _parts(call: Call) -> Split:
     """The split that the call names."""
-    capacity = params.longest[1]
-    if params.split_keys:
-        parts = -(-capacity // params.split_keys)
+    capacity = call.longest[1]
+    if call.split_keys:
+        parts = -(-capacity // call.split_keys)
         if parts > MAX_PARTIALS:
             least = -(-capacity // (MAX_PARTIALS * SPLIT_KEYS)) * SPLIT_KEYS
             raise ValueError(
-                f"split_keys is {params.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
+                f"split_keys is {call.split_keys} with a capacity of {capacity}; accepted: {least} or more, for up "
                 f"to {MAX_PARTIALS} parts"
             )
-        return Split("parts", parts, params.split_keys) if parts > 1 else Split()
-    return Split("parts", params.num_splits) if params.num_splits > 1 else Split()
+        return Split("parts", parts, call.split_keys) if parts > 1 else Split()
+    return Split("parts", call.num_splits) if call.num_splits > 1 else Split()
 
 
-def _best_split(params: CacheParams, tile: Any, processors: int) -> Split:
+def _best_split(call: Call, tile: Any, processors: int) -> Split:
     """How the keys of a call that names no split are divided.
 
     Of a single sequence all units have about as many keys. Parts cost less than shares then, if they fill the GPU: no
     prefix sums, and no unit in more parts than needed.
     """
-    slots, count = tile.blocks_per_sm * processors, units(params, tile)
+    slots, count = tile.blocks_per_sm * processors, units(call, tile)
     waves = count / slots
-    if params.longest[0] > tile.queries:  # bound by the tensor cores
-        whole = params.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
+    if call.longest[0] > tile.queries:  # bound by the tensor cores
+        whole = call.batch == 1 and waves / math.ceil(waves) >= FULL_WAVES
         if whole or waves >= WAVES:
             return Split()
-    blocks = -(-params.longest[1] // tile.tile_n)
+    blocks = -(-call.longest[1] // tile.tile_n)
     parts = min(slots // count, blocks, MAX_PARTIALS)
-    even = not params.mask or EVEN * params.longest[0] <= params.longest[1]
+    even = not call.mask or EVEN * call.longest[0] <= call.longest[1]
     if parts > PARTS_AT_ONCE and PARTS_AT_ONCE * count >= FULL_PARTS * slots:
         parts = PARTS_AT_ONCE
-    if params.batch == 1 and even and parts * count >= FULL_PARTS * slots:
+    if call.batch == 1 and even and parts * count >= FULL_PARTS * slots:
         parts = min(parts, max(blocks // BLOCKS_OF_A_PART, -(-ENOUGH_CTAS // count)))
         return Split("parts", parts) if parts > 1 else Split()
     return Split("shares")
 
 
-def _check_sizes(params: CacheParams, tile: Any) -> None:
+def _check_sizes(call: Call, tile: Any) -> None:
     """Raise where indices of blocks, or positions on the line of all key blocks, exceed 32 bits."""
-    capacity = params.longest[1]
-    count = units(params, tile)
+    capacity = call.longest[1]
+    count = units(call, tile)
     blocks = -(-capacity // tile.tile_n) + 2
     each = f"{count} blocks of up to {tile.queries} queries"
     check_count(f"q has {each}", count, MAX_ROWS)
     check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
-    check_count("q has rows of heads", math.prod(params.q.shape[:-1]), MAX_ROWS)
-    check_count("partial results have blocks", count * max(params.num_splits, 1), MAX_ROWS)
+    check_count("q has rows of heads", math.prod(call.q.shape[:-1]), MAX_ROWS)
+    check_count("partial results have blocks", count * max(call.num_splits, 1), MAX_ROWS)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import counters, memory
-from cute_attn.host.memory import Tensors, as_strided
-from cute_attn.host.params import ALIGNMENT_BYTES, AttentionParams
+from cute_attn.host.call import Call
+from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided
 from cute_attn.host.slots import TYPES, Slot, array, current_stream, prepared, slot, takes_slots
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -421,18 +421,18 @@ class ScoreArgs:
         return tuple(parts)
 
     @classmethod
-    def of(cls, kernel: Any, params: AttentionParams, function: Any) -> "ScoreArgs | None":
+    def of(cls, kernel: Any, call: Call, function: Any) -> "ScoreArgs | None":
         """Of the package's own epilogues, which pass the call's tensors on unchanged, for a launching function.
 
         None with users' classes, which may derive other tensors.
         """
-        if params.epilogues or kernel.traits.variant:
+        if call.epilogues or kernel.traits.variant:
             return None
-        given = {name: getattr(params, name) for name in _SCORE_TENSORS}
+        given = {name: getattr(call, name) for name in _SCORE_TENSORS}
         # One tensor may be two arguments, which objects of their own tell apart.
-        params = params._replace(**{name: x.detach() for name, x in given.items() if x is not None})
-        own = {id(getattr(params, name)): AttentionParams._fields.index(name) for name in _SCORE_TENSORS}
-        parts, places = list(kernel.score_args(params.score_inputs())), []
+        call = call._replace(**{name: x.detach() for name, x in given.items() if x is not None})
+        own = {id(getattr(call, name)): Call._fields.index(name) for name in _SCORE_TENSORS}
+        parts, places = list(kernel.score_args(call.score_inputs())), []
         for i, part in enumerate(parts):
             if isinstance(part, tuple):
                 places += [(i, j, own[id(x)]) for j, x in enumerate(part) if isinstance(x, Tensor)]

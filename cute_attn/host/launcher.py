@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import memory, plans
+from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Repeatable, Repeats, ScoreArgs, Steps
-from cute_attn.host.memory import Tensors, as_strided, clear_owned, contiguous_strides
-from cute_attn.host.params import (
+from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
-    MAX_ROWS,
-    NUM_TENSORS,
-    AttentionParams,
-    check,
-    check_count,
-    check_for_kernels,
-    check_steps,
+    Tensors,
+    as_strided,
+    clear_owned,
+    contiguous_strides,
     is_aligned,
     regular_strides,
     rows_are_regular,
@@ -49,13 +47,13 @@ class Launcher(Repeatable):
         softmax_function: launches the softmax kernel, which computes P from LSE; None without return_softmax.
         kernel: the kernel object, which makes the epilogues' arguments.
         seqlens: the kernel's lengths, or where some are tensors, the function that makes them.
-        longest: the longest sequences as the kernel takes them, of :attr:`AttentionParams.longest`.
+        longest: the longest sequences as the kernel takes them, of :attr:`Call.longest`.
         shapes, strides: of out and lse.
         softmax_shape: or None without return_softmax.
         views: (index, shape, strides) of those tensors that the kernel reads through other strides.
         score_args: the epilogues' arguments, or None where each call makes its own.
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
-        sign, softmax_scale: the call's scale as kernels have it: see :meth:`AttentionParams.with_positive_scale`.
+        sign, softmax_scale: the call's scale as kernels have it: see :meth:`Call.with_positive_scale`.
         rest: the call's arguments that are not tensors.
         aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
             show; another one takes the others.
@@ -88,7 +86,7 @@ class Launcher(Repeatable):
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream of q's device.
 
-        into: out's memory, which :func:`cute_attn.host.params.check_out` accepts.
+        into: out's memory, which :func:`cute_attn.host.checks.check_out` accepts.
         """
         if self.repeats is not None and into is None:
             given = (*tensors, *epilogue_tensors) if epilogue_tensors else tensors
@@ -117,8 +115,8 @@ class Launcher(Repeatable):
         q, k, v = tensors[:3]
         if self.aligned and not are_aligned(tensors):
             steps.unlike_others()
-            params = self._params(tensors, epilogue_tensors)
-            return _unaligned_launcher(self, params)._launch(tensors, epilogue_tensors, into, steps)
+            call = self._call(tensors, epilogue_tensors)
+            return _unaligned_launcher(self, call)._launch(tensors, epilogue_tensors, into, steps)
         out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
         if self.of_copies is not None:
             return self._launch_copies(tensors, epilogue_tensors, out, steps)
@@ -146,7 +144,7 @@ class Launcher(Repeatable):
             score_args = self.score_args.fill(tensors)
         else:
             steps.also()  # users' classes may read what they are given
-            score_args = self.kernel.score_args(self._params(tensors, epilogue_tensors).score_inputs())
+            score_args = self.kernel.score_args(self._call(tensors, epilogue_tensors).score_inputs())
         seqlens = self.seqlens
         if callable(seqlens):
             seqlens = seqlens(*tensors[3:7], *self.longest)
@@ -168,10 +166,10 @@ class Launcher(Repeatable):
         )
         return into.copy_(copies[3][..., : into.shape[-1]]), lse, softmax
 
-    def _params(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> AttentionParams:
+    def _call(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Call:
         """The call's with a positive scale; ``tensors`` have the sign."""
-        params = AttentionParams._make((*tensors, epilogue_tensors, *self.rest))
-        return params if self.sign == 1 else params._replace(softmax_scale=self.softmax_scale)
+        call = Call._make((*tensors, epilogue_tensors, *self.rest))
+        return call if self.sign == 1 else call._replace(softmax_scale=self.softmax_scale)
 
     def _viewed(self, tensors: Tensors) -> Tensors:
         """The tensors with the strides that kernels assume."""
@@ -187,7 +185,7 @@ class Launcher(Repeatable):
     ) -> tuple[Tensor, Tensor]:
         from cute_attn.host import divided
 
-        return divided.launch(self.divided, self._params(self._viewed(tensors)), out, lse, steps)
+        return divided.launch(self.divided, self._call(self._viewed(tensors)), out, lse, steps)
 
 
 def are_aligned(tensors: Tensors) -> bool:
@@ -210,7 +208,7 @@ def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
 
 # ---- launchers by metadata ----
 
-_BIAS, _SINKS = (AttentionParams._fields.index(name) for name in ("bias", "sinks"))
+_BIAS, _SINKS = (Call._fields.index(name) for name in ("bias", "sinks"))
 
 
 def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
@@ -222,7 +220,7 @@ def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
     return "forward", options, not has_address or is_aligned(bias)  # type: ignore[arg-type]
 
 
-def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
+def launcher_for(call: Call, options: Hashable = None) -> Launcher:
     """The launcher of a call, which is checked; kept under its metadata and ``options``, by default the parameters'.
 
     Users' classes are part of the key: they may be registered again at any time.
@@ -230,25 +228,25 @@ def launcher_for(params: AttentionParams, options: Hashable = None) -> Launcher:
     Raises:
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
-    tensors, classes = params[:NUM_TENSORS], user_classes(params)
+    tensors, classes = call[:NUM_TENSORS], user_classes(call)
     if options is None or classes:
-        options = (params[NUM_TENSORS + 1 :], *classes)
-        tensors = (*tensors, *params.epilogue_tensors)
-    key = key_of(options, params.bias)
+        options = (call[NUM_TENSORS + 1 :], *classes)
+        tensors = (*tensors, *call.epilogue_tensors)
+    key = key_of(options, call.bias)
     known = plans.find(key, tensors)
-    return plans.keep(key, tensors, _make_launcher(params)) if known is None else known.plan
+    return plans.keep(key, tensors, _make_launcher(call)) if known is None else known.plan
 
 
-def user_classes(params: AttentionParams, op: str = "forward") -> tuple[Any, ...]:
+def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     """The users' classes that a call names."""
-    if not (params.epilogues or ":" in params.kernel):
+    if not (call.epilogues or ":" in call.kernel):
         return ()
     from cute_attn.compiler import registry
     from cute_attn.epilogues.base import user_epilogue
 
-    arch, _, variant = params.kernel.partition(":")
+    arch, _, variant = call.kernel.partition(":")
     kernel = registry.KERNELS.get((op, arch, variant))
-    return (kernel, *(user_epilogue(name) for name in params.epilogue_names))
+    return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
 
 
 MAX_UNALIGNED_HEAD_DIM = 256
@@ -266,72 +264,72 @@ def aligned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _unaligned_launcher(launcher: Launcher, params: AttentionParams) -> Launcher:
+def _unaligned_launcher(launcher: Launcher, call: Call) -> Launcher:
     """The launcher for calls of a launcher's metadata whose q, k or v does not start at a multiple of 16 bytes."""
     key = ("unaligned forward", launcher)
     known = plans.find(key, ())
     if known is not None:
         return known.plan
-    made = _make_launcher(params, aligned=False)
+    made = _make_launcher(call, aligned=False)
     return plans.keep(key, (), replace(made, shapes=launcher.shapes, strides=launcher.strides))
 
 
-def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher:
+def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
     """aligned: q, k and v start at multiples of 16 bytes."""
-    check(params)
-    check_for_kernels(params, unaligned=True)
-    aligned = aligned and all(map(rows_are_whole, params[:3]))
-    sign, rest, params = params.scale_sign, params[NUM_TENSORS + 1 :], params.with_positive_scale()
-    out_shape, lse_shape, softmax_shape = params.output_shapes()
+    check(call)
+    check_for_kernels(call, unaligned=True)
+    aligned = aligned and all(map(rows_are_whole, call[:3]))
+    sign, rest, call = call.scale_sign, call[NUM_TENSORS + 1 :], call.with_positive_scale()
+    out_shape, lse_shape = call.output_shapes()
     launcher = Launcher(
         function=None,
         softmax_function=None,
         kernel=None,
         seqlens=None,
-        longest=params.longest,
+        longest=call.longest,
         shapes=(out_shape, lse_shape),
         strides=(contiguous_strides(out_shape), contiguous_strides(lse_shape)),
-        softmax_shape=softmax_shape if params.return_softmax else None,
+        softmax_shape=call.softmax_shape() if call.return_softmax else None,
         views=(),
         score_args=None,
         prefill=True,
-        softmax_scale=params.softmax_scale,
+        softmax_scale=call.softmax_scale,
         sign=sign,
         rest=rest,
     )
-    if 0 in (params.batch, *params.longest, math.prod(out_shape), math.prod(params.k.shape)):
+    if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return launcher
     from cute_attn import compiler
     from cute_attn.compiler import registry
     from cute_attn.device.seqlen import Seqlens
 
-    if not aligned and max(params.q.shape[-1], params.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
-        q, k, v = aligned_copies(params[:3])
-        return replace(launcher, of_copies=_make_launcher(params._replace(q=q, k=k, v=v)))
-    with torch.cuda.device(params.q.device):
+    if not aligned and max(call.q.shape[-1], call.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
+        q, k, v = aligned_copies(call[:3])
+        return replace(launcher, of_copies=_make_launcher(call._replace(q=q, k=k, v=v)))
+    with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(params, target, aligned=aligned)
-        blocks, processors = check_query_blocks(params, kernel), multiprocessors(params.q.get_device())
+        kernel = choose_kernel(call, target, aligned=aligned)
+        blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
         if kernel.traits.arch == "sm90":
-            check_steps(params, blocks, kernel.tile, processors)
+            check_steps(call, blocks, kernel.tile, processors)
         from cute_attn.host import divided
 
-        if divided.is_wanted(params, kernel, blocks, processors):
-            plan = divided.plan_for_attention(params)
-            divided_views = tuple(views(params))
+        if divided.is_wanted(call, kernel, blocks, processors):
+            plan = divided.plan_for_attention(call)
+            divided_views = tuple(views(call))
             return replace(launcher, divided=plan, kernel=plan.kernel, views=divided_views, prefill=False)
         from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels
 
         function: Callable[..., None]
-        speculative = SpeculativeKernels.wanted(params, kernel, target)
+        speculative = SpeculativeKernels.wanted(call, kernel, target)
         if speculative is not None:
-            check_query_blocks(params, speculative.speculative)
+            check_query_blocks(call, speculative.speculative)
             function = SpeculativeForward.of(speculative, target)
             kernel = registry.lookup(replace(kernel.traits, variant=""), None, target)
         else:
             function = compiler.build(kernel, target).function
-        softmax_function = _softmax_function(params, kernel.traits, target) if params.return_softmax else None
-    lengths = params[3:7]
+        softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
+    lengths = call[3:7]
     return replace(
         launcher,
         function=function,
@@ -339,55 +337,55 @@ def _make_launcher(params: AttentionParams, *, aligned: bool = True) -> Launcher
         kernel=kernel,
         seqlens=Seqlens
         if any(x is not None for x in lengths)
-        else prepared(function, Seqlens(*lengths, *params.longest)),
-        views=tuple(views(params, aligned)),
-        score_args=ScoreArgs.of(kernel, params, function),
+        else prepared(function, Seqlens(*lengths, *call.longest)),
+        views=tuple(views(call, aligned)),
+        score_args=ScoreArgs.of(kernel, call, function),
         aligned=aligned,
-        prefill=params.seqused_q is not None,
+        prefill=call.seqused_q is not None,
     )
 
 
-def _softmax_function(params: AttentionParams, forward: Traits, target: str) -> Callable[..., None]:
+def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[..., None]:
     """Launches the softmax kernel of such a forward."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
 
     kernel = registry.lookup(forward.softmax(), None, target)
-    check_query_blocks(params, kernel)
+    check_query_blocks(call, kernel)
     return compiler.build(kernel, target).function
 
 
-def check_query_blocks(params: AttentionParams, kernel: Any) -> int:
+def check_query_blocks(call: Call, kernel: Any) -> int:
     """The number of query blocks of a forward or softmax kernel; raises where they exceed 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
-    packs = params.k.shape[-2] * -(-params.group // getattr(kernel.tile, "pack_heads", 1))
-    if params.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
-        blocks = params.q.shape[0] // queries + params.batch
-        each = f"rows in {params.batch} sequences, each padded to blocks of {queries}"
-        check_count(f"q has {params.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
-        check_count(f"q has {packs} heads of {params.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
+    packs = call.k.shape[-2] * -(-call.group // getattr(kernel.tile, "pack_heads", 1))
+    if call.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences
+        blocks = call.q.shape[0] // queries + call.batch
+        each = f"rows in {call.batch} sequences, each padded to blocks of {queries}"
+        check_count(f"q has {call.q.shape[0]} {each}", blocks * queries, MAX_ROWS)
+        check_count(f"q has {packs} heads of {call.q.shape[0]} {each}: blocks", blocks * packs, MAX_ROWS)
         return blocks * packs
-    blocks = -(-params.longest[0] // queries)
-    what = f"{params.stated('q')}{params.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
-    check_count(what, params.batch * packs * blocks, MAX_ROWS)
-    return params.batch * packs * blocks
+    blocks = -(-call.longest[0] // queries)
+    what = (
+        f"{call.stated('q')}{call.batch} sequences of {packs} heads of {blocks} blocks of {queries} queries"
+    )
+    check_count(what, call.batch * packs * blocks, MAX_ROWS)
+    return call.batch * packs * blocks
 
 
-def views(
-    params: AttentionParams, aligned: bool = True
-) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def views(call: Call, aligned: bool = True) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias.
 
     aligned: of kernels of aligned rows; others take any strides of q, k and v.
     """
     shapes = {
-        "alibi_slopes": (params.batch, params.nheads),
-        "bias": (params.batch, params.nheads, params.max_seqlen_q, params.max_seqlen_k),
+        "alibi_slopes": (call.batch, call.nheads),
+        "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
     }
     for name in ("q", "k", "v", *shapes):
-        x = getattr(params, name)
+        x = getattr(call, name)
         if x is None or (name not in shapes and (not aligned or rows_are_regular(x))):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
-            yield AttentionParams._fields.index(name), shape, regular_strides(x, shape)
+            yield Call._fields.index(name), shape, regular_strides(x, shape)

@@ -44,6 +44,62 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
 
 
+# ---- rows as kernels read and write them ----
+
+ALIGNMENT_BYTES = 16
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether ``x`` starts at a multiple of 16 bytes."""
+    return x.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether rows of the last dimension are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+    return is_aligned(x) and rows_are_whole(x)
+
+
+def rows_are_whole(x: Tensor) -> bool:
+    """Whether, as metadata shows, rows are contiguous and whole 16 bytes, that many apart."""
+    whole = ALIGNMENT_BYTES // x.element_size()
+    if x.shape[-1] % whole or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        return False
+    return all(n == 1 or step % whole == 0 for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
+# TMA has 40 bits for a stride in bytes.
+_MAX_STRIDE = 2**38
+
+
+def rows_are_regular(x: Tensor) -> bool:
+    """Whether every stride has the divisibility that kernels assume, also of dimensions of size 1."""
+    whole = ALIGNMENT_BYTES // x.element_size()
+    return x.stride(-1) == 1 and all(s % whole == 0 and s <= _MAX_STRIDE for s in x.stride()[:-1])
+
+
+def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides that broadcast ``tensor`` to ``shape``, with the divisibility that kernels assume.
+
+    The stride of a dimension of size 1 is arbitrary in torch. It becomes 0, and 1 in the last dimension.
+    """
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.shape[-1] == 1 == shape[-1]:
+        strides[-1] = 1
+    return (0,) * (len(shape) - len(strides)) + tuple(strides)
+
+
+def is_broadcast(x: Tensor) -> bool:
+    """Whether a dimension has but one element in memory."""
+    return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``, or a copy where kernels cannot read its strides or its address."""
+    if rows_are_regular(x) and is_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 # ---- what the dispatcher would do with a tensor ----
 
 

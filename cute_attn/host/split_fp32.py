@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import memory
+from cute_attn.host.call import Call
 from cute_attn.host.memory import as_strided, contiguous_strides
-from cute_attn.host.params import AttentionParams
 from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
 
 MAX_ROWS = 2**31 - 2**16
@@ -137,7 +137,7 @@ class SpeculativeKernels(NamedTuple):
     exact: Any
 
     @staticmethod
-    def wanted(params: AttentionParams, kernel: Any, target: str) -> "SpeculativeKernels | None":
+    def wanted(call: Call, kernel: Any, target: str) -> "SpeculativeKernels | None":
         """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
 
         A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
@@ -150,17 +150,17 @@ class SpeculativeKernels(NamedTuple):
         from cute_attn.compiler import registry
         from cute_attn.kernels.fp32_sm80.heuristics import parts_pay
 
-        traits, few_rows = kernel.traits, can_split((params.q, params.k, params.v))
+        traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
         if traits.variant in registry.SPECULATIVE_PAIR:
             if not few_rows:
                 raise ValueError(
                     f"q, k or v has more than {MAX_ROWS} rows of heads; accepted: fewer, for {traits}"
                 )
             return SpeculativeKernels._pair(kernel, target)
-        if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or params.tile or not few_rows:
+        if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or call.tile or not few_rows:
             return None
-        rows = math.prod(params.q.shape[:-1])
-        if not parts_pay(traits, rows, *params.longest, params.group):
+        rows = math.prod(call.q.shape[:-1])
+        if not parts_pay(traits, rows, *call.longest, call.group):
             return None
         try:
             return SpeculativeKernels._pair(kernel, target)

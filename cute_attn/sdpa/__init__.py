@@ -25,7 +25,7 @@ from torch import Tensor
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.doors import served
 from cute_attn.sdpa import overrides
-from cute_attn.sdpa.calls import Inputs, call_of, why_not
+from cute_attn.sdpa.calls import Inputs, request_of, why_not
 from cute_attn.sdpa.overrides import Activation
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
@@ -128,7 +128,7 @@ def reason(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         return f"key has {key.shape[1]} heads; accepted without enable_gqa: {query.shape[1]}, query's"
     masked = attn_mask is not None or (is_causal and query.shape[2] != key.shape[2])
-    call = call_of(
+    call = request_of(
         "efficient" if masked else "flash",
         Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
         causal=is_causal,

@@ -1,8 +1,8 @@
 """Which calls of PyTorch's attention operators the kernels serve: a function of metadata alone.
 
-A :class:`Call` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both are
-computed by the same side, but for masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it, since
-a compiler may save a tensor with others: what kernels cannot read is copied.
+A :class:`Request` holds what a forward and its backward both know, and :func:`why_not` sees nothing else, so that both
+are computed by the same side, but for masks that :func:`why_not_drawn` leaves to PyTorch. Strides are not part of it,
+since a compiler may save a tensor with others: what kernels cannot read is copied.
 """
 
 import contextlib
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.attention import resolve_mask
-from cute_attn.host.params import AttentionParams, check, check_for_kernels
+from cute_attn.host.call import Call
+from cute_attn.host.checks import check, check_for_kernels
 from cute_attn.sdpa.slower import faster_by_pytorch
 from cute_attn.traits import Traits
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """What a forward and its backward both know of a call, without data and strides.
 
     Attributes:
@@ -70,117 +71,108 @@ class Inputs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def why_not(call: Call) -> str | None:
+def why_not(request: Request) -> str | None:
     """Why PyTorch's kernels compute a call and its backward, as one sentence; None where ours do."""
-    reason = _stated_reason(call)
+    reason = _stated_reason(request)
     if reason is not None:
         return reason
     try:
-        params = parameters(call, *_meta_inputs(call))
-        check(params)
-        check_for_kernels(params)
+        call = translated(request, *_meta_inputs(request))
+        check(call)
+        check_for_kernels(call)
     except (TypeError, ValueError) as error:
         return str(error)
-    missing = _missing_kernel(params, call.target, "forward") or _missing_kernel(
-        params, call.target, "backward"
+    missing = _missing_kernel(call, request.target, "forward") or _missing_kernel(
+        call, request.target, "backward"
     )
-    return missing or faster_by_pytorch(call)
+    return missing or faster_by_pytorch(request)
 
 
-def _stated_reason(call: Call) -> str | None:
+def _stated_reason(request: Request) -> str | None:
     """What no check of ours, and no kernel, would decline."""
-    if len(call.devices) > 1 or next(iter(call.devices)).type not in ("cuda", "cpu"):
-        devices = ", ".join(sorted(map(str, call.devices)))
+    if len(request.devices) > 1 or next(iter(request.devices)).type not in ("cuda", "cpu"):
+        devices = ", ".join(sorted(map(str, request.devices)))
         return f"tensors are on {devices}; accepted: one cuda device"
-    if not call.target:
+    if not request.target:
         return "no kernel is built for this GPU; accepted: compute capability 8.0 to 9.0"
-    if 0 in (*call.q, *call.k, *call.v):
-        return f"q and k have shapes {call.q} and {call.k}; accepted: no empty dimension"
-    if (call.lengths[0] is None) != (call.lengths[1] is None):
+    if 0 in (*request.q, *request.k, *request.v):
+        return f"q and k have shapes {request.q} and {request.k}; accepted: no empty dimension"
+    if (request.lengths[0] is None) != (request.lengths[1] is None):
         return "one of cum_seq_q and cum_seq_k is missing; accepted: both, or neither"
-    if call.backend == "flash" and call.q[-1] != call.v[-1]:
-        return f"v has head_dim {call.v[-1]}; accepted by flash attention: {call.q[-1]}, q's"
-    if not call.packed and len(call.q) == 4 and call.longest != (call.q[1], call.k[1]):
-        return f"max_q and max_k are {call.longest}; accepted: q's and k's seqlens"
+    if request.backend == "flash" and request.q[-1] != request.v[-1]:
+        return f"v has head_dim {request.v[-1]}; accepted by flash attention: {request.q[-1]}, q's"
+    if not request.packed and len(request.q) == 4 and request.longest != (request.q[1], request.k[1]):
+        return f"max_q and max_k are {request.longest}; accepted: q's and k's seqlens"
     return None
 
 
-def why_not_drawn(call: Call, rng: str, capturing: bool) -> str | None:
+def why_not_drawn(request: Request, rng: str, capturing: bool) -> str | None:
     """Why the mask of a forward with dropout is PyTorch's to draw; None where it is drawn here.
 
     Of its backward it decides nothing, which draws none. rng: of :func:`cute_attn.sdpa.activate`. capturing: whether a
     CUDA graph is being captured.
     """
-    if not call.dropout_p or rng != "torch":
+    if not request.dropout_p or rng != "torch":
         return None
-    if call.backend == "cudnn":
+    if request.backend == "cudnn":
         return "rng is 'torch' with dropout; accepted under cuDNN, whose masks nothing else draws: rng='ours'"
     if capturing:
         return "rng='torch' cannot advance the generator within a CUDA graph; accepted: rng='ours'"
     return None
 
 
-def _meta_inputs(call: Call) -> tuple[Inputs, Tensor | None]:
+def _meta_inputs(request: Request) -> tuple[Inputs, Tensor | None]:
     """Tensors without data, with contiguous strides, that stand for a call's; and a dropout state."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k, v = map(empty, (call.q, call.k, call.v), call.dtypes)
-    bias = None if call.bias is None else empty(*call.bias)
-    lengths = (None if x is None else empty(*x) for x in call.lengths)
-    return Inputs(q, k, v, bias, *lengths), empty((2,), torch.int64) if call.dropout_p else None
+    q, k, v = map(empty, (request.q, request.k, request.v), request.dtypes)
+    bias = None if request.bias is None else empty(*request.bias)
+    lengths = (None if x is None else empty(*x) for x in request.lengths)
+    return Inputs(q, k, v, bias, *lengths), empty((2,), torch.int64) if request.dropout_p else None
 
 
-def parameters(call: Call, inputs: Inputs, rng_state: Tensor | None = None) -> AttentionParams:
-    """A call as the kernels' parameters.
+def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None) -> Call:
+    """The call that a request to an operator is, for its tensors.
 
     Flash attention aligns a causal mask with the last query and key, the others with the first.
     """
-    left, right = (None if bound < 0 else bound for bound in call.window)
-    alignment = "bottom_right" if call.backend == "flash" else "top_left"
+    left, right = (None if bound < 0 else bound for bound in request.window)
+    alignment = "bottom_right" if request.backend == "flash" else "top_left"
     mask, window_left, window_right = resolve_mask(
-        alignment if call.causal else False, (left, 0 if call.causal else right)
+        alignment if request.causal else False, (left, 0 if request.causal else right)
     )
-    dropout = ("mem_efficient" if call.backend == "efficient" else "flash") if call.dropout_p else ""
-    return AttentionParams(
+    dropout = ("mem_efficient" if request.backend == "efficient" else "flash") if request.dropout_p else ""
+    return Call(
         *inputs[:3],
         cu_seqlens_q=inputs.cu_seqlens_q,
         cu_seqlens_k=inputs.cu_seqlens_k,
-        seqused_q=None,
         seqused_k=inputs.seqused_k,
         alibi_slopes=inputs.alibi_slopes,
         bias=inputs.bias,
-        sinks=None,
         rng_state=rng_state,
-        epilogue_tensors=(),
-        max_seqlen_q=call.longest[0],
-        max_seqlen_k=call.longest[1],
-        softmax_scale=call.q[-1] ** -0.5 if call.scale is None else call.scale,
+        max_seqlen_q=request.longest[0],
+        max_seqlen_k=request.longest[1],
+        softmax_scale=request.q[-1] ** -0.5 if request.scale is None else request.scale,
         mask=mask,
         window_left=window_left,
         window_right=window_right,
-        softcap=0.0,
         dropout=dropout,
-        dropout_p=call.dropout_p,
-        epilogues=(),
-        epilogue_numbers=(),
-        return_softmax=False,
-        kernel="",
-        tile="",
+        dropout_p=request.dropout_p,
         precision="",  # of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel
     )
 
 
-def _missing_kernel(params: AttentionParams, target: str, op: str) -> str | None:
+def _missing_kernel(call: Call, target: str, op: str) -> str | None:
     """Why no kernel computes ``op``, or None."""
     from cute_attn.compiler import registry
 
     reasons = []
     for arch, targets in registry.RUNS_ON.items():
         if target in targets:
-            bias_grad = op == "backward" and params.bias is not None
-            reason = _declined(params.traits(arch, op=op, bias_grad=bias_grad), target)
+            bias_grad = op == "backward" and call.bias is not None
+            reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
             if reason is None:
                 return None
             reasons.append(reason)
@@ -198,7 +190,7 @@ def _declined(traits: Traits, target: str) -> str | None:
     return None
 
 
-def call_of(
+def request_of(
     backend: str,
     inputs: Inputs,
     *,
@@ -208,15 +200,15 @@ def call_of(
     window: tuple[int | None, int | None] = (None, None),
     longest: tuple[int, int] | None = None,
     learns: bool = False,
-) -> Call:
+) -> Request:
     """The metadata of an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: as of :class:`Call`.
+    longest: max_seqlen_q and max_seqlen_k, by default the seqlens. learns: as of :class:`Request`.
     """
     q, k, v, bias, *lengths = inputs[:6]
     present = [x for x in inputs if x is not None]
     sizes = [x.shape[1] if x.dim() > 1 else 0 for x in (q, k)]
-    return Call(
+    return Request(
         backend=backend,
         q=tuple(q.shape),
         k=tuple(k.shape),

@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_attn.host import memory, plans
 from cute_attn.host.activation import Options
 from cute_attn.host.bias import four_dims
-from cute_attn.sdpa.calls import Call, Inputs, _is_capturing, call_of, why_not, why_not_drawn
+from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.plans import (
     BackwardPlan,
     ForwardPlan,
@@ -35,7 +35,7 @@ class Question(NamedTuple):
         heads_first: whether tensors are (batch, heads, rows, dim).
         wants_lse, debug: whether a forward returns lse and the softmax.
         bias_gradient: whether a backward returns the bias's.
-        window, longest, learns: as of :func:`cute_attn.sdpa.calls.call_of`.
+        window, longest, learns: as of :func:`cute_attn.sdpa.calls.request_of`.
     """
 
     backend: str
@@ -72,8 +72,8 @@ def _key(question: tuple, options: Options, inputs: tuple, kind: Hashable) -> tu
 _DROPOUT_P = Question._fields.index("dropout_p")
 
 
-def _call(question: Question, inputs: tuple) -> Call:
-    return call_of(
+def _request(question: Question, inputs: tuple) -> Request:
+    return request_of(
         question.backend,
         _dense(*inputs[:4]) if question.heads_first else Inputs(*inputs),
         causal=question.causal,
@@ -98,17 +98,17 @@ def forward_plan(question: tuple, options: Options, inputs: tuple) -> ForwardPla
     if known is not None:
         return known.plan
     asked = Question(*question)
-    call = _call(asked, inputs)
+    request = _request(asked, inputs)
     reason = (
-        why_not(call)
-        or why_not_drawn(call, options.rng, _is_capturing(inputs[0].device))
+        why_not(request)
+        or why_not_drawn(request, options.rng, _is_capturing(inputs[0].device))
         or _debug_mask_reason(asked.debug, asked.dropout_p)
     )
     if reason is not None:
         return plans.keep(key, inputs, reason)
-    rows = call.longest[0]
+    rows = request.longest[0]
     made = plan_forward(
-        call,
+        request,
         inputs,
         options.rng,
         heads_first=asked.heads_first,
@@ -129,12 +129,12 @@ def _backward(
     if known is not None:
         return known.plan
     asked = Question(*question)
-    call = _call(asked, inputs)
-    reason = why_not(call)
+    request = _request(asked, inputs)
+    reason = why_not(request)
     if reason is not None:
         return plans.keep(key, tensors, reason)
     made = plan_backward(
-        call, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
+        request, inputs, grads, heads_first=asked.heads_first, bias_gradient=asked.bias_gradient
     )
     return plans.keep(key, tensors, made)
 
@@ -220,7 +220,7 @@ def flash_forward(
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
-    return found.out, found.lse, None, None, *plan.call.longest, *_flash_state(found)
+    return found.out, found.lse, None, None, *plan.request.longest, *_flash_state(found)
 
 
 def flash_backward(
@@ -333,7 +333,7 @@ def cudnn_forward(
     if isinstance(plan, str):
         return plan
     found = plan.run(inputs)
-    return found.out, found.lse.unsqueeze(-1), None, None, *plan.call.longest, *_numbers(found), None
+    return found.out, found.lse.unsqueeze(-1), None, None, *plan.request.longest, *_numbers(found), None
 
 
 def cudnn_backward(

@@ -16,18 +16,18 @@ from torch.nn import functional as F
 from cute_attn.api import operators
 from cute_attn.host import backward, random_states
 from cute_attn.host.bias import last_contiguous
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.launch import NOW, Layout, Repeatable, Repeats, Steps
 from cute_attn.host.launcher import Launcher, launcher_for
-from cute_attn.host.memory import as_strided, contiguous_strides
-from cute_attn.host.params import (
+from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
-    NUM_TENSORS,
-    AttentionParams,
+    as_strided,
+    contiguous_strides,
     is_aligned,
     regular_strides,
     rows_are_regular,
 )
-from cute_attn.sdpa.calls import Call, Inputs, parameters
+from cute_attn.sdpa.calls import Inputs, Request, translated
 
 # ---- inputs as kernels read them ----
 
@@ -95,7 +95,7 @@ def _tensors(
     bias: Any,
     rng_state: Any,
 ) -> tuple:
-    """The first of AttentionParams, which PyTorch's operators have but seqused_q and sinks."""
+    """The first of Call, which PyTorch's operators have but seqused_q and sinks."""
     return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes, bias, None, rng_state
 
 
@@ -202,7 +202,7 @@ class ForwardPlan(Repeatable):
     """A forward that kernels serve.
 
     Attributes:
-        call: its metadata.
+        request: its metadata.
         rng: where dropout masks come from, see :func:`cute_attn.sdpa.activate`.
         out: how the output reaches PyTorch.
         views: of q, k, v and bias as kernels read them, None for one that they read as it is; None where one has to
@@ -214,7 +214,7 @@ class ForwardPlan(Repeatable):
         repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
-    call: Call
+    request: Request
     rng: str
     out: Output
     views: tuple[Layout | None, ...] | None
@@ -226,8 +226,8 @@ class ForwardPlan(Repeatable):
 
     def run(self, inputs: tuple) -> Results:
         """inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch gives them."""
-        if self.call.dropout_p:
-            state = draw(self.call, inputs[0].device, self.rng)
+        if self.request.dropout_p:
+            state = draw(self.request, inputs[0].device, self.rng)
         else:
             state = None
         if self.launcher is None:
@@ -235,8 +235,8 @@ class ForwardPlan(Repeatable):
         out, lse, softmax = self.launch(inputs, state)
         if self.empty_rows:
             lse.nan_to_num_(math.nan, math.inf, math.inf)
-        if self.lse_rows > self.call.longest[0]:
-            lse.narrow(2, self.call.longest[0], self.lse_rows - self.call.longest[0]).fill_(math.inf)
+        if self.lse_rows > self.request.longest[0]:
+            lse.narrow(2, self.request.longest[0], self.lse_rows - self.request.longest[0]).fill_(math.inf)
         return Results(out, lse, state, softmax)
 
     def launch(self, inputs: tuple, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -257,12 +257,12 @@ class ForwardPlan(Repeatable):
         return _kernel_inputs(inputs, self.out.heads_first)
 
     def _by_reference(self, inputs: tuple, state: Tensor | None) -> Results:
-        params = parameters(self.call, self._kernel_inputs(inputs), state)
-        out, lse, softmax = operators.forward_cpu(params._replace(return_softmax=self.return_softmax))
+        call = translated(self.request, self._kernel_inputs(inputs), state)
+        out, lse, softmax = operators.forward_cpu(call._replace(return_softmax=self.return_softmax))
         if self.empty_rows:
             lse = lse.nan_to_num_(math.nan, math.inf, math.inf)
-        if self.lse_rows > self.call.longest[0]:
-            lse = F.pad(lse, (0, self.lse_rows - self.call.longest[0]), value=math.inf)
+        if self.lse_rows > self.request.longest[0]:
+            lse = F.pad(lse, (0, self.lse_rows - self.request.longest[0]), value=math.inf)
         return Results(self.out.of_rows(out), lse, state, softmax)
 
 
@@ -291,7 +291,7 @@ def _launched(
 
 
 def plan_forward(
-    call: Call,
+    request: Request,
     inputs: tuple,
     rng: str,
     *,
@@ -305,35 +305,35 @@ def plan_forward(
     inputs: as of :meth:`ForwardPlan.run`. lse_rows: as of :class:`ForwardPlan`, by default as many as queries.
     """
     prepared = _kernel_inputs(inputs, heads_first)
-    out = Output.of(inputs[0], call.v[-1], heads_first, call.backend)
+    out = Output.of(inputs[0], request.v[-1], heads_first, request.backend)
     plan = ForwardPlan(
-        call=call,
+        request=request,
         rng=rng,
         out=out,
         views=None,
         launcher=None,
-        lse_rows=lse_rows or call.longest[0],
-        empty_rows=wants_lse and _may_see_nothing(call, inputs[6]),
+        lse_rows=lse_rows or request.longest[0],
+        empty_rows=wants_lse and _may_see_nothing(request, inputs[6]),
         return_softmax=return_softmax,
     )
     if not runs_kernels(prepared.q):
         return plan
-    state = _any_state(call, inputs)
-    made = launcher_for(parameters(call, prepared, state)._replace(return_softmax=return_softmax))
+    state = _any_state(request, inputs)
+    made = launcher_for(translated(request, prepared, state)._replace(return_softmax=return_softmax))
     made = replace(made, aligned=False, repeats=None)  # the plan's key says where rows start
     if out.written is not None:
         made = replace(made, strides=(out.written, made.strides[1]))
         plan = replace(plan, out=replace(out, in_place=True))
-    if plan.lse_rows > call.longest[0]:
+    if plan.lse_rows > request.longest[0]:
         shape = (*made.shapes[1][:2], plan.lse_rows)
         strides = (made.strides[0], contiguous_strides(shape))
         made = replace(made, shapes=(made.shapes[0], shape), strides=strides)
     return replace(plan, views=_views(inputs[:4], prepared[:4]), launcher=made)
 
 
-def _any_state(call: Call, inputs: tuple) -> Tensor | None:
+def _any_state(request: Request, inputs: tuple) -> Tensor | None:
     """A tensor like a dropout state, or None without dropout."""
-    return inputs[0].new_empty(2, dtype=torch.int64) if call.dropout_p else None
+    return inputs[0].new_empty(2, dtype=torch.int64) if request.dropout_p else None
 
 
 def runs_kernels(q: Tensor) -> bool:
@@ -341,23 +341,23 @@ def runs_kernels(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def _may_see_nothing(call: Call, seqused_k: Tensor | None) -> bool:
+def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
     """Whether there may be a query that sees no key."""
-    if call.bias is not None or call.packed or seqused_k is not None or max(call.window) >= 0:
+    if request.bias is not None or request.packed or seqused_k is not None or max(request.window) >= 0:
         return True
-    return call.causal and call.backend == "flash" and call.longest[0] > call.longest[1]
+    return request.causal and request.backend == "flash" and request.longest[0] > request.longest[1]
 
 
 # ---- seeds and offsets of dropout masks ----
 
 
-def draw(call: Call, device: torch.device, rng: str) -> Tensor:
+def draw(request: Request, device: torch.device, rng: str) -> Tensor:
     """Seed and offset of a mask; under rng="torch" those that PyTorch's kernel would take from its generator."""
     if rng != "torch":
         return random_states.draw(device)
     generator = _generator(device)
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + _advance(call))
+    generator.set_offset(offset + _advance(request))
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
 
 
@@ -367,14 +367,14 @@ def _generator(device: torch.device) -> torch.Generator:
     ]
 
 
-def _advance(call: Call) -> int:
+def _advance(request: Request) -> int:
     """What PyTorch's forward adds to the generator's offset: a number for each thread or score, in fours."""
-    if call.lengths[0] is not None:
-        batch = call.lengths[0][0][0] - 1
+    if request.lengths[0] is not None:
+        batch = request.lengths[0][0][0] - 1
     else:
-        batch = call.q[0]
-    planes = batch * call.q[-2]
-    count = planes * 32 if call.backend == "flash" else planes * call.longest[0] * call.longest[1]
+        batch = request.q[0]
+    planes = batch * request.q[-2]
+    count = planes * 32 if request.backend == "flash" else planes * request.longest[0] * request.longest[1]
     return (count + 3) // 4 * 4
 
 
@@ -393,7 +393,7 @@ class BackwardPlan(Repeatable):
     """A backward that kernels serve.
 
     Attributes:
-        call: its metadata.
+        request: its metadata.
         grads: how the gradients of q, k and v reach PyTorch.
         views: as of :class:`ForwardPlan`.
         outputs: layouts of grad_out and out with rows before heads, and of lse without padding; None for one that has
@@ -404,7 +404,7 @@ class BackwardPlan(Repeatable):
         repeats: as of :class:`ForwardPlan`.
     """
 
-    call: Call
+    request: Request
     grads: tuple[Output, Output, Output]
     views: tuple[Layout | None, ...] | None
     outputs: tuple[Layout | None, ...]
@@ -420,7 +420,7 @@ class BackwardPlan(Repeatable):
 
         inputs: as of :meth:`ForwardPlan.run`; grads: of out, then out and lse, in layouts of the call that was planned.
         """
-        state = _joined(rng_state, inputs[0].device) if self.call.dropout_p else None
+        state = _joined(rng_state, inputs[0].device) if self.request.dropout_p else None
         if self.repeats is None or self.launcher is None:
             return self._launch(inputs, grads, state)
         return self.repeats.run(  # type: ignore[return-value]
@@ -432,11 +432,13 @@ class BackwardPlan(Repeatable):
     ) -> tuple[Tensor, ...]:
         grad_out, out, lse = map(_viewed, grads, self.outputs)
         if self.launcher is None:
-            params = parameters(self.call, self._kernel_inputs(inputs), state)
+            call = translated(self.request, self._kernel_inputs(inputs), state)
             needed = [True, True, True, self.bias_gradient, False]
-            found = torch.ops.cute_attn.backward.default(grad_out, None, out, lse, needed, *params)
+            found = torch.ops.cute_attn.backward.default(
+                grad_out, None, out, lse, needed, *call.values(ATTENTION)
+            )
         else:
-            found = self.launcher.run(self._params(inputs, state), (grad_out, None), (out, lse), steps=steps)
+            found = self.launcher.run(self._call(inputs, state), (grad_out, None), (out, lse), steps=steps)
         dq, dk, dv = map(Output.of_rows, self.grads, found)
         return (dq, dk, dv, found[3]) if self.bias_gradient else (dq, dk, dv)
 
@@ -444,13 +446,13 @@ class BackwardPlan(Repeatable):
         heads_first = self.grads[0].heads_first
         return _kernel_inputs(inputs, heads_first, bias_gradient=self.bias_gradient)
 
-    def _params(self, inputs: tuple, state: Tensor | None) -> AttentionParams:
+    def _call(self, inputs: tuple, state: Tensor | None) -> Call:
         tensors = _launched(inputs, self.views, self._kernel_inputs, state)
-        return AttentionParams._make((*tensors, *self.rest))
+        return Call._make((*tensors, *self.rest))
 
 
 def plan_backward(
-    call: Call,
+    request: Request,
     inputs: tuple,
     grads: tuple[Tensor, Tensor, Tensor],
     *,
@@ -462,11 +464,11 @@ def plan_backward(
     inputs, grads: as of :meth:`BackwardPlan.run`.
     """
     prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
-    results = tuple(Output.of(x, x.shape[-1], heads_first, call.backend) for x in inputs[:3])
+    results = tuple(Output.of(x, x.shape[-1], heads_first, request.backend) for x in inputs[:3])
     grad_out, out = map(rows_first, grads[:2]) if heads_first else grads[:2]
-    lse = grads[2][:, :, : call.longest[0]] if heads_first else grads[2]
+    lse = grads[2][:, :, : request.longest[0]] if heads_first else grads[2]
     plan = BackwardPlan(
-        call=call,
+        request=request,
         grads=results,  # type: ignore[arg-type]
         views=None,
         outputs=tuple(map(_other_layout, grads, (grad_out, out, lse))),
@@ -476,10 +478,10 @@ def plan_backward(
     )
     if not runs_kernels(prepared.q):
         return plan
-    state = _any_state(call, inputs)
-    params = parameters(call, prepared, state)
+    state = _any_state(request, inputs)
+    call = translated(request, prepared, state)
     needed = (True, True, True, bias_gradient, False)
-    made = backward.launcher_for(params, grad_out, None, out, lse, needed)
+    made = backward.launcher_for(call, grad_out, None, out, lse, needed)
     placed = tuple(
         replace(output, in_place=output.written is not None and shape[-2] == _heads(output))
         for shape, output in zip(made.shapes, results, strict=True)
@@ -493,7 +495,7 @@ def plan_backward(
         grads=placed,  # type: ignore[arg-type]
         views=_views(inputs[:4], prepared[:4]),
         launcher=replace(made, strides=strides, repeats=None),
-        rest=params[NUM_TENSORS:],
+        rest=call[NUM_TENSORS:],
     )
 
 

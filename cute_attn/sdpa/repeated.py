@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
 from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.params import is_aligned
+from cute_attn.host.memory import is_aligned
 from cute_attn.sdpa.operators import forward_plan
 from cute_attn.sdpa.plans import ForwardPlan
 

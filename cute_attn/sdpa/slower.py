@@ -15,7 +15,7 @@ class Row:
 
     Attributes:
         kind: what they are, as a program's author would say.
-        applies: whether a :class:`cute_attn.sdpa.calls.Call` is one.
+        applies: whether a :class:`cute_attn.sdpa.calls.Request` is one.
         pytorch_ms, ours_ms: of all attention of the program that was measured.
         measured: which program, and on what.
     """
@@ -41,18 +41,18 @@ MASKED_QUERIES = 1
 ROWS: tuple[Row, ...] = (
     Row(
         "one query with a mask",
-        lambda call: call.bias is not None and call.longest[0] <= MASKED_QUERIES,
+        lambda request: request.bias is not None and request.longest[0] <= MASKED_QUERIES,
         pytorch_ms=12.0,
         ours_ms=19.9,
         measured="gpt-fast's static cache, H200",
     ),
     Row(
         "inference with head dim 72 under cuDNN",  # with one they gain: 0.95 ms, here 0.78
-        lambda call: (
-            call.backend == "cudnn"
-            and not call.learns
-            and call.q[-1] == call.v[-1] == 72
-            and call.target == "sm90"
+        lambda request: (
+            request.backend == "cudnn"
+            and not request.learns
+            and request.q[-1] == request.v[-1] == 72
+            and request.target == "sm90"
         ),
         pytorch_ms=19.3,
         ours_ms=21.1,
@@ -61,6 +61,6 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def faster_by_pytorch(call: Any) -> str | None:
-    """Why PyTorch computes a :class:`cute_attn.sdpa.calls.Call` that kernels support; None where they gain."""
-    return next((row.reason for row in ROWS if row.applies(call)), None)
+def faster_by_pytorch(request: Any) -> str | None:
+    """Why PyTorch computes a :class:`cute_attn.sdpa.calls.Request` that kernels support; None where they gain."""
+    return next((row.reason for row in ROWS if row.applies(request)), None)

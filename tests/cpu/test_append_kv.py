@@ -27,7 +27,7 @@ def on_cpu(monkeypatch):
 
 def emulated(problem: Problem, q: torch.Tensor | None = None) -> torch.Tensor | None:
     """Append on every thread, and with ``q`` return its rotated copy."""
-    return append.launch(problem.append_params(), q, problem.cu_q, bool(problem.case.mask))
+    return append.launch(problem.append(), q, problem.cu_q, bool(problem.case.mask))
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:

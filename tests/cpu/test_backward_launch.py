@@ -23,7 +23,7 @@ from cute_attn.host.backward import (
     gradients,
     query_blocks,
 )
-from cute_attn.host.params import NUM_TENSORS
+from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from tests.problem import Case
 

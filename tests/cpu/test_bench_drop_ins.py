@@ -4,7 +4,7 @@ import pytest
 
 from bench.drop_ins import ROWS, Attention, all_served
 from cute_attn.sdpa import slower
-from cute_attn.sdpa.calls import Inputs, call_of, why_not
+from cute_attn.sdpa.calls import Inputs, request_of, why_not
 
 
 def calls():
@@ -16,7 +16,7 @@ def calls():
             bias = None if mask is None else mask.to(inputs[0].dtype)
             tensors = Inputs(*(x.transpose(1, 2) for x in inputs), bias)
             options = {"causal": row.causal, "dropout_p": row.dropout_p, "learns": row.train}
-            call = call_of("cudnn", tensors, scale=None, **options)
+            call = request_of("cudnn", tensors, scale=None, **options)
             found[name] = call._replace(devices=frozenset([*call.devices][:1]), target="sm90")
     return found
 

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import from_dlpack
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.mask import Mask
-from cute_attn.host.params import MAX_ROWS, MAX_SEQLEN
+from cute_attn.host.checks import MAX_ROWS, MAX_SEQLEN
 
 TILE = 2**12
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_attn.api import operators
-from cute_attn.api.attention import _Options, _params_of
+from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.host import divided, kvcache_launcher
 from cute_attn.host.launch import NOW
@@ -40,7 +40,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
         "return_softmax": False,
         "deterministic": False,
     }
-    return _params_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))
+    return _call_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))
 
 
 def wanted(params):
@@ -62,7 +62,7 @@ WANTED = {
 def test_few_work_tiles_are_divided(name):
     params, features, split = WANTED[name]
     assert wanted(params)
-    cached = divided.AsCache(params)
+    cached = divided.as_cache(params)
     kernel, found = kvcache_launcher.choose_kernel(cached, "sm90", PROCESSORS)
     assert found.how == split
     dims = f"d{params.q.shape[-1]}"
@@ -71,7 +71,7 @@ def test_few_work_tiles_are_divided(name):
     )
     assert kernel.tile.reject(kernel.traits, "sm90") is None
     assert kvcache_launcher._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
-    assert cached.output_shapes() == params.output_shapes()[:2]
+    assert cached.output_shapes() == params.output_shapes()
 
 
 UNWANTED = {
@@ -110,7 +110,7 @@ def test_launches_equal_the_definition(name, monkeypatch):
         **{x: torch.randn(getattr(params, x).shape, generator=generator).half() for x in ("q", "k", "v")}
     )
     plan = divided.plan_for_attention(params)
-    out_shape, lse_shape, _ = params.output_shapes()
+    out_shape, lse_shape = params.output_shapes()
     out, lse = torch.full(out_shape, torch.nan).half(), torch.full((*lse_shape[:-1], 8), torch.nan)
     lse = lse[..., : lse_shape[-1]]
     divided.launch(plan, params, out, lse, NOW)
@@ -121,6 +121,6 @@ def test_launches_equal_the_definition(name, monkeypatch):
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
     assert not divided.is_wanted(params, choose_kernel(params, "sm80"), 4, PROCESSORS)
-    traits = kvcache_launcher.traits_of(divided.AsCache(call(1, 8192, packed=True)), "sm80", "shares")
+    traits = kvcache_launcher.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "shares")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

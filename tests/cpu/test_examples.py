@@ -12,7 +12,7 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import choose
-from cute_attn.host.params import AttentionParams
+from cute_attn.host.call import Call
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
@@ -78,24 +78,9 @@ def test_a_call_names_a_variant():
     """attention(..., kernel="sm80:padded") becomes a call whose kernel is the subclass."""
     example = load("custom_layout")
     q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
-    plain = dict.fromkeys(AttentionParams._fields) | {
-        "q": q,
-        "k": q,
-        "v": q,
-        "max_seqlen_q": 8,
-        "max_seqlen_k": 8,
-    }
-    plain |= {
-        "precision": "",
-        "mask": "",
-        "softcap": 0.0,
-        "dropout": "",
-        "epilogues": (),
-        "return_softmax": False,
-        "tile": "",
-    }
+    call = Call(q, q, q, max_seqlen_q=8, max_seqlen_k=8)
     chosen = {
-        kernel: choose.choose_kernel(AttentionParams(**plain | {"kernel": kernel}), "sm90")
+        kernel: choose.choose_kernel(call._replace(kernel=kernel), "sm90")
         for kernel in ("sm80", "sm80:plain", "sm80:padded")
     }
     classes = {name: type(kernel) for name, kernel in chosen.items()}

@@ -23,16 +23,9 @@ from cute_attn.api.attention import (
 )
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.host import dispatch
+from cute_attn.host.call import Call, pack_epilogues, unpack_epilogues
+from cute_attn.host.checks import MAX_ROWS, MAX_SEQLEN, check, check_for_kernels
 from cute_attn.host.choose import choose_kernel
-from cute_attn.host.params import (
-    MAX_ROWS,
-    MAX_SEQLEN,
-    AttentionParams,
-    check,
-    check_for_kernels,
-    pack_epilogues,
-    unpack_epilogues,
-)
 
 BF16 = torch.bfloat16
 
@@ -407,7 +400,7 @@ def test_rows_that_start_anywhere_have_a_kernel(name, as_on_cuda, monkeypatch):
 def as_on_cuda(monkeypatch):
     """CPU tensors go through the checks of CUDA tensors; nothing is computed."""
 
-    def checks(call: AttentionParams):
+    def checks(call: Call):
         check(call)
         check_for_kernels(call, unaligned=True)
         return call.q, None, None

@@ -17,7 +17,7 @@ from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import kvcache_launcher, plans
-from cute_attn.host.kvcache_params import AppendParams, CacheParams, named_tensors, with_materialized
+from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache
 from tests.kvcache_problem import CASES, Case, Problem
@@ -49,7 +49,7 @@ def test_the_function_is_the_definition(name):
 def test_append_alone(name):
     problem = Problem(CASES[name])
     expected = problem.appended()
-    append_kv(**problem.append_params()._asdict())
+    append_kv(**problem.append_arguments())
     for found, whole in zip((problem.k, problem.v), expected, strict=True):
         torch.testing.assert_close(found, whole, equal_nan=True)
 
@@ -89,14 +89,14 @@ def cuda_on_cpu(monkeypatch):
     return emulated_kvcache.patch(monkeypatch)
 
 
-def params_of(problem: Problem, **options) -> CacheParams:
+def params_of(problem: Problem, **options) -> Call:
     """What the operator gets."""
     seen = []
 
     class Operator:
         @staticmethod
         def default(*arguments):
-            seen.append(CacheParams._make(arguments))
+            seen.append(Call.of(kvcache.ARGUMENTS, arguments))
             return problem.q, problem.q
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,10 +105,14 @@ def params_of(problem: Problem, **options) -> CacheParams:
     return seen[0]
 
 
+def arguments_of(problem: Problem, **options) -> tuple:
+    return params_of(problem, **options).values(kvcache.ARGUMENTS)
+
+
 def check_attention(problem: Problem, expected: Problem, **options):
     for slopes in (problem, expected):
         slopes.slopes = None if slopes.slopes is None else slopes.slopes.float()
-    found = kvcache.attend_cuda(*params_of(problem, **options))
+    found = kvcache.attend_cuda(*arguments_of(problem, **options))
     for one, whole in zip(found, expected.run(), strict=True):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
     for one, whole in zip((problem.k, problem.v), (expected.k, expected.v), strict=True):
@@ -153,7 +157,7 @@ def test_pages_that_tma_cannot_load_are_told(cuda_on_cpu):
     problem = Problem(Case((150, 290), page=12, capacity=300, dims=(128, 128)), dtype=torch.float16)
     message = "kvcache-sm90 declined .*: pages have 12 rows; accepted: multiples of 8"
     with pytest.raises(registry.Unsupported, match=message):
-        kvcache.attend_cuda(*params_of(problem, kernel="sm90"))
+        kvcache.attend_cuda(*arguments_of(problem, kernel="sm90"))
 
 
 WRONG_TILES = {
@@ -168,7 +172,7 @@ def test_tiles_that_do_not_fit_the_call_are_told(tile, cuda_on_cpu):
     options, message = WRONG_TILES[tile]
     problem = Problem(Case((150, 290), page=16, capacity=304, dims=(128, 128)), dtype=torch.float16)
     with pytest.raises(registry.Unsupported, match=f"kvcache-sm90 declined .*: {message}"):
-        kvcache.attend_cuda(*params_of(problem, tile=tile, **options))
+        kvcache.attend_cuda(*arguments_of(problem, tile=tile, **options))
 
 
 def test_a_tile_changes_the_one_of_the_call(cuda_on_cpu):
@@ -191,7 +195,7 @@ def test_too_many_parts_are_told(cuda_on_cpu):
     with pytest.raises(
         ValueError, match=r"^split_keys is 128 with a capacity of 65664; accepted: 256 or more"
     ):
-        kvcache.attend_cuda(*params_of(problem, split_keys=128))
+        kvcache.attend_cuda(*arguments_of(problem, split_keys=128))
 
 
 def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):
@@ -201,24 +205,24 @@ def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):
     expected.run()
     problem.new = [torch.stack((x, x), -1)[..., 0] for x in problem.new]
     problem.k = problem.k.as_strided(problem.k.shape, (3, problem.k.stride(1), 5, 1))
-    kvcache.attend_cuda(*params_of(problem))
+    kvcache.attend_cuda(*arguments_of(problem))
     assert problem.k.contiguous().view(torch.int16).equal(expected.k.view(torch.int16))
 
 
 def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
-    params = problem.append_params()
+    params = problem.append()
     arguments, rows = append.kernel_arguments(params, None, None, None, False)
     assert rows == 0 and arguments[3].k.shape[0] == 0
-    append.append_cuda(*params)
+    append.append_cuda(*problem.append_arguments().values())
 
 
 def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
     """With no sequence there are no lengths to read."""
     monkeypatch.setattr(compiler, "compile", None)
     k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), ints()
-    append.append_cuda(*AppendParams(k_cache, k_cache, k, k, none, None, None, ints(0), *[None] * 3, True))
+    append.append_cuda(k_cache, k_cache, k, k, none, None, None, ints(0), *[None] * 3, True)
 
 
 LAZY = {
@@ -234,15 +238,15 @@ def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
         Problem(Case((5, 9), new=(1, 1), rotary=4, alibi="heads", sinks=True), dtype=torch.float16)
     )
     params = params._replace(alibi_slopes=params.alibi_slopes.float(), sinks=params.sinks.float())
-    kvcache.attend_cuda(*params)
+    kvcache.attend_cuda(*params.values(kvcache.ARGUMENTS))
     plan = kvcache_launcher.known_plan(params)
     assert plan is not None and plans._guarded, "the second call is recalled from here on"
     assert kvcache_launcher.known_plan(params) is plan
-    for field, x in named_tensors(params):
+    for field, x in params.tensors():
         lazy = params._replace(**{field: LAZY[name](x)})
         assert kvcache_launcher.known_plan(lazy) is None, field
         kept = field in ("k_cache", "v_cache")
-        assert is_lazy(getattr(with_materialized(lazy), field)) == kept, field
+        assert is_lazy(getattr(lazy.materialized(), field)) == kept, field
     assert kvcache_launcher.known_plan(params._replace(softmax_scale=0.7)) is None
     assert kvcache_launcher.known_plan(params) is plan
 
@@ -276,7 +280,7 @@ def test_a_negated_cache_is_not_written():
     problem = Problem(Case((5, 9), new=(2, 2)), dtype=torch.float32)
     problem.v = torch._neg_view(problem.v)
     message = "^v_cache is a view that torch negates where it is read; accepted: a tensor to write$"
-    for call in (lambda: run(problem), lambda: append_kv(**problem.append_params()._asdict())):
+    for call in (lambda: run(problem), lambda: append_kv(**problem.append_arguments())):
         with pytest.raises(ValueError, match=message):
             call()
 
@@ -295,7 +299,7 @@ def test_autograd_knows_what_was_written(path, cuda_on_cpu):
     saved = (out,) if path.startswith("out") else (problem.k, problem.v)
     weights = [torch.ones(x.shape[-1], dtype=torch.float16, requires_grad=True) for x in saved]
     sums = [(x * weight).sum() for x, weight in zip(saved, weights, strict=True)]
-    params = problem.append_params()
+    params = tuple(problem.append_arguments().values())
     if path.startswith("append"):
         (append.append_cuda(*params) if path == "append" else append_kv(*params[:5]))
     elif path.endswith("cpu"):
@@ -312,7 +316,7 @@ def test_caches_of_inference_mode_are_appended_to(cuda_on_cpu):
     with torch.inference_mode():
         problem = Problem(Case((5, 9), new=(1, 1)), dtype=torch.float16)
     before = problem.k.clone()
-    append.append_cuda(*problem.append_params())
+    append.append_cuda(*problem.append_arguments().values())
     assert not before.view(torch.int16).equal(problem.k.view(torch.int16))
 
 
@@ -327,10 +331,10 @@ def test_caches_that_share_memory_are_refused_by_a_known_plan(cuda_on_cpu):
     with pytest.raises(ValueError, match=r"^v_cache shares memory with k_cache; accepted: memory"):
         kvcache.attend(shared, plan)
     params = params_of(Problem(dataclasses.replace(case, new=()), dtype=torch.float16))
-    kvcache.attend_cuda(*params._replace(v_cache=params.k_cache))
+    kvcache.attend_cuda(*params._replace(v_cache=params.k_cache).values(kvcache.ARGUMENTS))
     both = torch.zeros(4, 24, 2, 1, 16, dtype=torch.float16)
     k, v = both.unbind(2)
-    kvcache.attend_cuda(*params_of(problem)._replace(k_cache=k[:2], v_cache=v[:2]))
+    kvcache.attend_cuda(*params_of(problem)._replace(k_cache=k[:2], v_cache=v[:2]).values(kvcache.ARGUMENTS))
 
 
 def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
@@ -339,7 +343,7 @@ def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch
     for more in (0, 1):
         x = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
         cache = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
-        given = AppendParams(cache, cache, x, x, ints(0), *[None] * 6, True)
+        given = Call(k_cache=cache, v_cache=cache, k=x, v=x, cache_seqlens=ints(0))
         if more:
             with pytest.raises(
                 ValueError, match=r"k and v, or q, have elements in a row of all heads, 67107856 in all"
@@ -359,15 +363,17 @@ def test_opcheck(name):
     problem = Problem(CASES[name], dtype=torch.float32)
     for x in (problem.k, problem.v):
         x.nan_to_num_(0.0, 0.0)  # it compares tensors
-    torch.library.opcheck(torch.ops.cute_attn.attention_with_kvcache.default, tuple(params_of(problem)))
+    torch.library.opcheck(torch.ops.cute_attn.attention_with_kvcache.default, arguments_of(problem))
     if CASES[name].new:
-        torch.library.opcheck(torch.ops.cute_attn.append_kv.default, tuple(problem.append_params()))
+        torch.library.opcheck(
+            torch.ops.cute_attn.append_kv.default, tuple(problem.append_arguments().values())
+        )
 
 
 def test_schemas_say_what_is_written():
-    for operator, params in (("append_kv", AppendParams), ("attention_with_kvcache", CacheParams)):
+    for operator, fields in (("append_kv", append.ARGUMENTS), ("attention_with_kvcache", kvcache.ARGUMENTS)):
         schema = getattr(torch.ops.cute_attn, operator).default._schema
-        assert tuple(x.name for x in schema.arguments) == params._fields
+        assert tuple(x.name for x in schema.arguments) == fields
         written = [x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write]
         assert written == ["k_cache", "v_cache"]
 
@@ -508,7 +514,7 @@ def test_tables_out_of_bounds_are_told_where_asked():
     run(problem, check_lengths=True)
     problem.table[2, 1] = 2**31 - 1
     with pytest.raises(ValueError, match=r"^page_table\[2, 1\] is 2147483647; accepted: 0 to"):
-        append_kv(**problem.append_params()._asdict(), check_lengths=True)
+        append_kv(**problem.append_arguments(), check_lengths=True)
 
 
 @pytest.mark.parametrize(

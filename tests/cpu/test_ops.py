@@ -18,8 +18,9 @@ from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
 from cute_attn.host import counters, launcher, memory, plans
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
+from cute_attn.host.checks import check_steps
 from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.params import NUM_TENSORS, AttentionParams, check_steps
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 
@@ -35,26 +36,9 @@ def inputs(dtype=torch.float32, requires_grad=False):
     return [randn(*s, seed=i, dtype=dtype).requires_grad_(requires_grad) for i, s in enumerate(shapes)]
 
 
-def call(q, k, v, **changes) -> AttentionParams:
+def call(q, k, v, **changes) -> Call:
     """A call of the operator with everything it does not say switched off."""
-    plain = AttentionParams(
-        *(q, k, v, *(None,) * 8),
-        epilogue_tensors=(),
-        max_seqlen_q=q.shape[1],
-        max_seqlen_k=k.shape[1],
-        softmax_scale=0.25,
-        mask="",
-        window_left=0,
-        window_right=0,
-        softcap=0.0,
-        dropout="",
-        dropout_p=0.0,
-        epilogues=(),
-        epilogue_numbers=(),
-        return_softmax=False,
-        kernel="",
-        tile="",
-    )
+    plain = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=0.25)
     return plain._replace(**changes)
 
 
@@ -73,7 +57,7 @@ CHANGES = {
 }
 
 
-def make(name, **options) -> AttentionParams:
+def make(name, **options) -> Call:
     tensors = inputs(**options)
     if name == "varlen":
         tensors = [x.detach()[0].requires_grad_(x.requires_grad) for x in tensors]
@@ -82,10 +66,8 @@ def make(name, **options) -> AttentionParams:
 
 def test_the_schema_is_the_call():
     arguments = torch.ops.cute_attn.forward.default._schema.arguments
-    assert tuple(a.name for a in arguments) == AttentionParams._fields
-    assert [a.name for a in torch.ops.cute_attn.backward.default._schema.arguments[5:]] == list(
-        AttentionParams._fields
-    )
+    assert tuple(a.name for a in arguments) == ATTENTION
+    assert [a.name for a in torch.ops.cute_attn.backward.default._schema.arguments[5:]] == list(ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +79,7 @@ def test_the_schema_is_the_call():
 )
 def test_opcheck(name, requires_grad, dtype):
     arguments = make(name, dtype=dtype, requires_grad=requires_grad)
-    torch.library.opcheck(torch.ops.cute_attn.forward.default, tuple(arguments))
+    torch.library.opcheck(torch.ops.cute_attn.forward.default, arguments.values(ATTENTION))
 
 
 @pytest.mark.parametrize(
@@ -106,16 +88,18 @@ def test_opcheck(name, requires_grad, dtype):
 )
 def test_opcheck_of_the_backward(name, needed):
     arguments = make(name)
-    out, lse, _ = torch.ops.cute_attn.forward.default(*arguments)
+    out, lse, _ = torch.ops.cute_attn.forward.default(*arguments.values(ATTENTION))
     flags = [*needed, arguments.bias is not None, arguments.sinks is not None]
     for grads in ((out, lse), (out, None), (None, lse)) if name == "plain" else ((out, lse),):
-        torch.library.opcheck(torch.ops.cute_attn.backward.default, (*grads, out, lse, flags, *arguments))
+        torch.library.opcheck(
+            torch.ops.cute_attn.backward.default, (*grads, out, lse, flags, *arguments.values(ATTENTION))
+        )
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_operator_is_the_reference(name):
     arguments = make(name)
-    out, lse, softmax = torch.ops.cute_attn.forward.default(*arguments)
+    out, lse, softmax = torch.ops.cute_attn.forward.default(*arguments.values(ATTENTION))
     expected = operators.forward_cpu(arguments)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     assert torch.equal(softmax, torch.empty(0) if expected[2] is None else expected[2])
@@ -185,13 +169,13 @@ def test_a_gradient_the_operator_lacks_is_not_lost():
 def test_only_the_gradients_needed_are_computed():
     q, k, v = inputs()
     k.requires_grad_()
-    out, lse, _ = torch.ops.cute_attn.forward.default(*call(q, k, v))
+    out, lse, _ = torch.ops.cute_attn.forward.default(*call(q, k, v).values(ATTENTION))
     (grad,) = torch.autograd.grad(out.sum(), (k,))
     (expected,) = torch.autograd.grad(operators.forward_cpu(call(q, k, v))[0].sum(), (k,))
     torch.testing.assert_close(grad, expected)
     needed = [False, True, False, False, False]
     grads = torch.ops.cute_attn.backward.default(
-        torch.ones_like(out), None, out.detach(), lse.detach(), needed, *call(q, k, v)
+        torch.ones_like(out), None, out.detach(), lse.detach(), needed, *call(q, k, v).values(ATTENTION)
     )
     assert [g.numel() for g in grads] == [0, k.numel(), 0, 0, 0]
 
@@ -514,7 +498,7 @@ def test_one_tensor_as_slopes_and_sinks_is_both(recorder):
     slopes = randn(4)
     attention(*kernel_inputs(), alibi_slopes=slopes, sinks=slopes)
     (plan,) = plans._plans.values()
-    names = {AttentionParams._fields[index] for _, _, index in plan.score_args.places}
+    names = {Call._fields[index] for _, _, index in plan.score_args.places}
     assert names == {"alibi_slopes", "sinks"}
 
 
@@ -675,7 +659,7 @@ def test_a_ctas_steps_end_where_32_bits_do(seqlen, changes, message):
 )
 def test_what_only_the_operator_can_be_given(changes, message):
     with pytest.raises(ValueError, match=message):
-        torch.ops.cute_attn.forward.default(*call(*inputs(), **changes))
+        torch.ops.cute_attn.forward.default(*call(*inputs(), **changes).values(ATTENTION))
 
 
 def test_meaningless_strides_are_replaced(recorder):

@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.compiler import registry
 from cute_attn.host import choose
-from cute_attn.host.params import AttentionParams
+from cute_attn.host.call import Call
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.cpu.test_epilogues import compare
@@ -132,11 +132,9 @@ def test_features_that_depend_on_the_head_are_not_packed(feature):
     assert chosen(1, 8, f"d128-{feature}").pack_heads == 1
 
 
-def call(nheads: int, nheads_kv: int, tile: str = "") -> AttentionParams:
+def call(nheads: int, nheads_kv: int, tile: str = "") -> Call:
     q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((3, nheads), (300, nheads_kv)))
-    return AttentionParams(
-        *(q, k, k, *(None,) * 8, [], 3, 300, 0.125, "", 0, 0, 0.0, "", 0.0, [], [], False, "sm90", tile)
-    )
+    return Call(q, k, k, max_seqlen_q=3, max_seqlen_k=300, kernel="sm90", tile=tile)
 
 
 def test_a_call_is_packed_by_its_heads():

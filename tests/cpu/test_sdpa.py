@@ -22,7 +22,7 @@ from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import calls, operators, overrides, plans, slower
-from cute_attn.sdpa.calls import Inputs, call_of, why_not, why_not_drawn
+from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 
 BF16 = torch.bfloat16
@@ -146,7 +146,7 @@ def test_a_served_call_has_both_kernels_and_passes_all_checks(monkeypatch):
             if why_not(call) is not None:
                 continue
             count += 1
-            params = calls.parameters(call, *calls._meta_inputs(call))
+            params = calls.translated(call, *calls._meta_inputs(call))
             for op in ("forward", "backward"):
                 archs = [arch for arch, targets in registry.RUNS_ON.items() if call.target in targets]
                 assert any(registry.lookup(params.traits(arch, op=op), None, call.target) for arch in archs)
@@ -154,7 +154,7 @@ def test_a_served_call_has_both_kernels_and_passes_all_checks(monkeypatch):
 
 
 def good(**changes):
-    """Arguments of ``call_of`` for a call that is served, with changes."""
+    """Arguments of ``request_of`` for a call that is served, with changes."""
     shapes = {"q": (2, 128, 4, 64), "k": (2, 128, 2, 64), "v": (2, 128, 2, 64)}
     inputs = {name: torch.empty(shape, dtype=BF16, device="cpu") for name, shape in shapes.items()}
     arguments = {"causal": False, "dropout_p": 0.0, "scale": None}
@@ -206,7 +206,7 @@ DECLINED = {
 
 def test_the_good_call_is_served():
     inputs, arguments = good()
-    assert all(why_not(call_of(backend, Inputs(**inputs), **arguments)) is None for backend in OPERATORS)
+    assert all(why_not(request_of(backend, Inputs(**inputs), **arguments)) is None for backend in OPERATORS)
 
 
 @pytest.mark.parametrize("name", DECLINED)
@@ -216,12 +216,12 @@ def test_declined(name):
     if "cu_seqlens_q" in inputs:
         arguments |= {"longest": (11, 11)}
     with pytest.raises(ValueError, match=message):
-        raise ValueError(why_not(call_of(backend, Inputs(**inputs), **arguments)))
+        raise ValueError(why_not(request_of(backend, Inputs(**inputs), **arguments)))
 
 
 def test_other_gpus_are_declined():
     inputs, arguments = good()
-    call = call_of("flash", Inputs(**inputs), **arguments)
+    call = request_of("flash", Inputs(**inputs), **arguments)
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
 
 
@@ -235,8 +235,8 @@ def test_calls_beside_those_that_pytorch_computes_faster_are_served():
         ("flash", of_72),
         ("efficient", of_72),
     ):
-        assert why_not(call_of(backend, Inputs(**inputs | changes), **arguments)) is None
-    cudnn_72 = call_of("cudnn", Inputs(**inputs | of_72), **arguments)
+        assert why_not(request_of(backend, Inputs(**inputs | changes), **arguments)) is None
+    cudnn_72 = request_of("cudnn", Inputs(**inputs | of_72), **arguments)
     assert why_not(cudnn_72._replace(target="sm80")) is None
     assert why_not(cudnn_72._replace(learns=True)) is None
 
@@ -244,7 +244,7 @@ def test_calls_beside_those_that_pytorch_computes_faster_are_served():
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_whose_masks_are_drawn_here(backend):
     inputs, arguments = good(dropout_p=0.5)
-    call = call_of(backend, Inputs(**inputs), **arguments)
+    call = request_of(backend, Inputs(**inputs), **arguments)
     assert why_not(call) is None
     assert why_not_drawn(call, "ours", capturing=True) is None
     assert "rng='torch' cannot advance" in why_not_drawn(call, "torch", capturing=True) or backend == "cudnn"

@@ -17,10 +17,10 @@ from cute_attn import reference
 from cute_attn.host import backward, counters, fused_qkv, launcher, memory
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
+from cute_attn.host.call import NUM_TENSORS, Call, pack_epilogues
 from cute_attn.host.launch import ScoreArgs
 from cute_attn.host.launcher import Launcher
 from cute_attn.host.memory import contiguous_strides
-from cute_attn.host.params import NUM_TENSORS, AttentionParams, pack_epilogues
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -129,7 +129,7 @@ class Machine:
             lse[..., : found[1].shape[-1]].copy_(found[1])
             self.written.append(out.data_ptr())
 
-        shapes = params.output_shapes()[:2]
+        shapes = params.output_shapes()
         places = ((0, 0, 8),) if params.bias is not None else ()
         return made_of(
             Launcher,
@@ -325,8 +325,8 @@ def test_what_kernels_cannot_read_or_write_is_copied(machine):
 
 def test_tensors_are_in_the_order_of_the_parameters():
     names = list(inspect.signature(plans._tensors).parameters)
-    found = dict(zip(AttentionParams._fields, plans._tensors(*names), strict=False))
-    assert {name: name if name in names else None for name in AttentionParams._fields[:NUM_TENSORS]} == found
+    found = dict(zip(Call._fields, plans._tensors(*names), strict=False))
+    assert {name: name if name in names else None for name in Call._fields[:NUM_TENSORS]} == found
 
 
 def test_strides_of_dimensions_of_size_1_cost_no_copy(machine):
@@ -469,7 +469,7 @@ def test_alignment_and_determinism_are_part_of_a_plan(machine):
 def a_call(q, k, v, epilogues=()):
     names, tensors, numbers = pack_epilogues(epilogues)
     rest = (8, 8, 0.25, "", 2**30, 2**30, 0.0, "", 0.0, names, numbers, False, "", "")
-    return AttentionParams(q, k, v, *[None] * 8, tensors, *rest)
+    return Call(q, k, v, *[None] * 8, tensors, *rest)
 
 
 def repeated_backward(machine, call, **changed):

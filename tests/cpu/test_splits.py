@@ -16,7 +16,7 @@ from cute_attn.host.backward_splits import (
     makespan,
     steps_of_keys,
 )
-from cute_attn.host.params import AttentionParams
+from cute_attn.host.call import Call
 from cute_attn.tiles import BackwardSm90Tile
 
 TILE = BackwardSm90Tile(64, 128)
@@ -30,28 +30,9 @@ def call(
     q = torch.empty(*rows_q, nheads, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(*rows_k, nheads_kv, 128, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
-    lengths = (ends, ends, None, None)
-    return AttentionParams(
-        q,
-        k,
-        k,
-        *lengths,
-        *(None,) * 4,
-        (),
-        seqlen_q,
-        seqlen_k,
-        1.0,
-        mask,
-        *window,
-        0.0,
-        "",
-        0.0,
-        (),
-        (),
-        False,
-        "",
-        "",
-    )
+    longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
+    left, right = window
+    return Call(q, k, k, ends, ends, **longest, mask=mask, window_left=left, window_right=right)
 
 
 def test_key_splits():
@@ -78,7 +59,7 @@ def test_key_splits():
         ),  # one sequence is as long as all others
         (call(3584, 4352, 14, 1, mask="window", window=(1023, 64)), 2, 14),
     ],
-    ids=lambda x: f"{x.longest}" if isinstance(x, AttentionParams) else str(x),
+    ids=lambda x: f"{x.longest}" if isinstance(x, Call) else str(x),
 )
 def test_query_heads_are_divided_where_work_tiles_are_few(params, fewest, most):
     splits = head_splits(params, TILE, 132)

@@ -13,7 +13,7 @@ import layouts
 from cute_attn import compiler
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.host import choose, launcher
-from cute_attn.host.params import AttentionParams
+from cute_attn.host.call import Call
 from cute_attn.kernels.backward_sm90.heuristics import tma_bias_tiles
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -39,21 +39,11 @@ def best_tile(traits: Traits) -> BackwardSm90Tile:
     return tma_bias_tiles(traits, max(padded(traits.head_dim), padded(traits.head_dim_v)))[0]
 
 
-def call(bias: torch.Tensor, tile: str = "", **options) -> AttentionParams:
+def call(bias: torch.Tensor, tile: str = "", **options) -> Call:
     """A call with two heads and a batch of two, with as many queries as keys."""
     length = bias.shape[3]
     q = torch.empty(2, length, 2, 64, dtype=torch.bfloat16)
-    options |= {"q": q, "k": q, "v": q, "bias": bias, "max_seqlen_q": length, "max_seqlen_k": length}
-    plain = {
-        "mask": "",
-        "softcap": 0.0,
-        "dropout": "",
-        "epilogues": (),
-        "return_softmax": False,
-        "kernel": "",
-        "precision": "",
-    }
-    return AttentionParams(**dict.fromkeys(AttentionParams._fields) | plain | options | {"tile": tile})
+    return Call(q, q, q, bias=bias, max_seqlen_q=length, max_seqlen_k=length, tile=tile, **options)
 
 
 READABLE = {

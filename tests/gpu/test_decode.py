@@ -91,7 +91,7 @@ def test_sinks_join_once(dtype):
 
 def launched(problem: Problem, arch: str, q: torch.Tensor | None) -> torch.Tensor | None:
     """Append by the kernel of ``arch``, and the rotated copy of q."""
-    params = problem.append_params()
+    params = problem.append()
     rotated = None if q is None else torch.full_like(q, math.nan)
     arguments, rows = append.kernel_arguments(params, q, rotated, problem.cu_q, bool(problem.case.mask))
     assert rows

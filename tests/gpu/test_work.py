@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_attn.host.checks import MAX_SEQLEN
 from cute_attn.host.counters import replayed_tiles
-from cute_attn.host.params import MAX_SEQLEN
 from tests.cases import BY_NAME, FEATURES, VARLEN
 from tests.checks import check_backward, check_forward
 from tests.gpu.archs import runnable_archs

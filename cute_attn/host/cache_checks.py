@@ -1,0 +1,299 @@
+"""The checks of calls with a cache of keys and values: one sentence per error.
+
+As in :mod:`cute_attn.host.checks`, checks read metadata only; lengths are read on the CPU, or where a caller asks for
+that.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from cute_attn.host.call import SINGLE_TENSORS, Call
+from cute_attn.host.checks import (
+    FLOAT_DTYPES,
+    MAX_SEQLEN,
+    _check_cumulative,
+    _check_int32,
+    _check_strides,
+    check_apart,
+    check_count,
+    check_dense,
+    check_sinks,
+    check_starts,
+)
+from cute_attn.host.memory import is_aligned, overlap
+
+APPEND_DTYPES = (torch.float16, torch.bfloat16)
+
+
+# ---- checks on any device ----
+
+
+def check_tensors(call: Call, required: tuple[str, ...]) -> None:
+    """Raise for an argument that is no dense tensor, or missing, or on another device than the first."""
+    for name in SINGLE_TENSORS:
+        value = getattr(call, name)
+        if value is not None or name in required:
+            check_dense(name, value)
+    check_devices(call)
+
+
+def check_devices(call: Call) -> None:
+    """Raise ValueError for a tensor that is on another device than the first."""
+    first = "k_cache" if call.q is None else "q"
+    device = getattr(call, first).device
+    for name, x in call.tensors():
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}; accepted: {device}, where {first} is")
+
+
+def check_append(call: Call, batch: int, leftpad: Tensor | None = None) -> None:
+    """Raise TypeError or ValueError for the first wrong argument of a call with ``batch`` sequences.
+
+    leftpad: the call's ``cache_leftpad``, checked.
+    """
+    check_devices(call)
+    _check_cache(call, batch)
+    _check_new(call, batch)
+    _check_rotary(call, batch)
+    if call.k_cache.device.type == "cpu":
+        check_tables(call, leftpad)
+
+
+def _check_cache(call: Call, batch: int) -> None:
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if k_cache.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"k_cache has dtype {k_cache.dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache has dtype {v_cache.dtype}; accepted: {k_cache.dtype}, k_cache's")
+    if k_cache.dim() != 4 or 0 in k_cache.shape[1:]:
+        rows = "(entries, capacity" if call.page_table is None else "(pages, page_size"
+        shape = tuple(k_cache.shape)
+        raise ValueError(f"k_cache has shape {shape}; accepted: {rows}, nheads_kv, head_dim), none of them 0")
+    if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
+        raise ValueError(
+            f"v_cache has shape {tuple(v_cache.shape)}; accepted: {tuple(k_cache.shape[:-1])} and a head_dim_v, "
+            "as k_cache"
+        )
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.shape[-1] % 8 or x.shape[-1] > 256:
+            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
+        _check_strides(name, x)
+    table = call.page_table
+    if table is not None:
+        if table.dtype != torch.int32:
+            raise TypeError(f"page_table has dtype {table.dtype}; accepted: torch.int32")
+        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+            raise ValueError(
+                f"page_table has shape {tuple(table.shape)} and strides {tuple(table.stride())}; accepted: (entries, "
+                "pages of an entry) with a last stride of 1"
+            )
+    if call.cache.capacity > MAX_SEQLEN:
+        raise ValueError(f"k_cache has capacity {call.cache.capacity}; accepted: up to {MAX_SEQLEN}")
+    if call.cache_batch_idx is not None:
+        _check_int32("cache_batch_idx", call.cache_batch_idx, batch)
+    elif call.entries != batch:
+        name = "k_cache" if table is None else "page_table"
+        raise ValueError(
+            f"{name} has {call.entries} entries; accepted: {batch}, the batch, or cache_batch_idx beside it"
+        )
+    if call.cache_seqlens is not None:
+        _check_int32("cache_seqlens", call.cache_seqlens, batch)
+
+
+def _check_new(call: Call, batch: int) -> None:
+    k, v, cu_seqlens = call.k, call.v, call.cu_seqlens_k_new
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None; accepted: both k and v, or neither")
+    if k is None or v is None:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens_k_new is given without k and v; accepted: with them")
+        return
+    if call.cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; accepted with k and v: rows in use before them, int32")
+    for name, x, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
+        heads = tuple(cache.shape[2:])
+        if x.dtype != cache.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {cache.dtype}, {name}_cache's")
+        expected = f"({batch}, rows, {heads[0]}, {heads[1]})"
+        fits = x.dim() == 4 and x.shape[0] == batch
+        if cu_seqlens is not None:
+            expected, fits = f"(total, {heads[0]}, {heads[1]})", x.dim() == 3
+        if not fits or tuple(x.shape[-2:]) != heads:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; accepted: {expected}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"v has shape {tuple(v.shape)}; accepted: k's rows, {tuple(k.shape[:-1])}")
+    if cu_seqlens is not None:
+        _check_int32("cu_seqlens_k_new", cu_seqlens, batch + 1)
+        if cu_seqlens.device.type == "cpu":
+            _check_cumulative("cu_seqlens_k_new", cu_seqlens, k.shape[0], k.shape[0])
+    check_apart("k_cache", call.k_cache, ())
+    check_apart("v_cache", call.v_cache, [("k_cache", call.k_cache)])
+
+
+def _check_rotary(call: Call, batch: int) -> None:
+    cos, sin, seqlens = call.rotary_cos, call.rotary_sin, call.rotary_seqlens
+    if (cos is None) != (sin is None):
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        raise ValueError(f"{missing} is None; accepted: both rotary_cos and rotary_sin, or neither")
+    if cos is None or sin is None:
+        if seqlens is not None:
+            raise ValueError("rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them")
+        return
+    head_dim = call.k_cache.shape[3]
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x.dtype != call.k_cache.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted: {call.k_cache.dtype}, k_cache's")
+        if x.dim() != 2 or 0 in x.shape or 2 * x.shape[1] > head_dim or (x.shape[1] > 1 and x.stride(1) != 1):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}; accepted: (positions, pairs) "
+                f"with up to {head_dim // 2} pairs and a last stride of 1"
+            )
+    if sin.shape != cos.shape:
+        raise ValueError(
+            f"rotary_sin has shape {tuple(sin.shape)}; accepted: {tuple(cos.shape)}, rotary_cos's"
+        )
+    if seqlens is not None:
+        _check_int32("rotary_seqlens", seqlens, batch)
+        return
+    if call.cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; accepted with rotary_cos: it or rotary_seqlens, int32")
+    if cos.shape[0] < call.cache.capacity:
+        raise ValueError(
+            f"rotary_cos has {cos.shape[0]} positions; accepted: {call.cache.capacity} or more, the cache's "
+            "capacity, or rotary_seqlens beside it"
+        )
+
+
+def check_attention(call: Call) -> None:
+    """Raise TypeError or ValueError for the first wrong argument of ``attention_with_kvcache``, on any device."""
+    q, k_cache, cu_seqlens = call.q, call.k_cache, call.cu_seqlens_q
+    check_devices(call)
+    if q.dim() != (4 if cu_seqlens is None else 3):
+        dims = "(batch, seqlen_q, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
+        raise ValueError(f"q has shape {tuple(q.shape)}; accepted: {dims}")
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens_q", cu_seqlens)
+        _check_int32("cu_seqlens_q", cu_seqlens, call.batch + 1)
+        if cu_seqlens.device.type == "cpu":
+            _check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], call.max_seqlen_q)
+    if call.cache_leftpad is not None:
+        _check_int32("cache_leftpad", call.cache_leftpad, call.batch)
+    check_append(call, call.batch, call.cache_leftpad)
+    if q.dtype != k_cache.dtype:
+        raise TypeError(f"q has dtype {q.dtype}; accepted: {k_cache.dtype}, k_cache's")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(f"q has head_dim {q.shape[-1]}; accepted: {k_cache.shape[-1]}, k_cache's")
+    nheads = q.shape[-2]
+    if nheads % k_cache.shape[2]:
+        raise ValueError(f"q has {nheads} heads; accepted: a multiple of k_cache's {k_cache.shape[2]}")
+    if call.longest[0] > MAX_SEQLEN:
+        raise ValueError(f"q has seqlen {call.longest[0]}; accepted: up to {MAX_SEQLEN}")
+    if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
+        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
+    if not (math.isfinite(call.softcap) and call.softcap >= 0):
+        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
+    slopes = call.alibi_slopes
+    if slopes is not None:
+        _check_slopes(slopes, call.batch, nheads, q.dtype)
+    if call.sinks is not None:
+        check_sinks(call.sinks, nheads, q.dtype)
+    if call.tree_mask is not None:
+        _check_tree(call, call.tree_mask)
+
+
+def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:
+    if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
+        )
+    if slopes.dtype != torch.float32 and (slopes.dtype, dtype) != (torch.float64, torch.float64):
+        raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
+    if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:
+        raise ValueError(f"alibi_slopes has strides {tuple(slopes.stride())}; accepted: a last stride of 1")
+
+
+def _check_tree(call: Call, tree: Tensor) -> None:
+    if tree.dtype != torch.int32:
+        raise TypeError(f"tree_mask has dtype {tree.dtype}; accepted: torch.int32")
+    rows, words = math.prod(call.q.shape[:-2]), -(-call.max_seqlen_q // 32)
+    if tree.dim() != 2 or tree.shape[0] != rows or tree.shape[1] < words or tree.stride(1) != 1:
+        raise ValueError(
+            f"tree_mask has shape {tuple(tree.shape)} and strides {tuple(tree.stride())}; accepted: ({rows}, {words}) "
+            f"or more words, with a last stride of 1, for {rows} queries of which a sequence has up to "
+            f"{call.max_seqlen_q}"
+        )
+    if call.mask.startswith("window") or call.alibi_slopes is not None:
+        name = "alibi_slopes" if call.alibi_slopes is not None else "a window"
+        raise ValueError(
+            f"tree_mask is given with {name}; accepted: without, as a query's position is not its row in a tree"
+        )
+
+
+def check_lengths(call: Call, leftpad: Tensor | None = None) -> None:
+    """Raise ValueError where a length or an entry is out of bounds. Waits for the device."""
+    capacity = call.cache.capacity
+    after = call.lengths_after()
+    if call.cache_seqlens is not None and after is not None:
+        for b, (before, end) in enumerate(zip(call.cache_seqlens.tolist(), after.tolist(), strict=True)):
+            if before < 0 or end > capacity:
+                raise ValueError(
+                    f"cache_seqlens[{b}] is {before} and {end - before} rows are appended; accepted: from 0 to the "
+                    f"capacity, {capacity}"
+                )
+    if leftpad is not None:
+        _check_range("cache_leftpad", leftpad, capacity + 1)
+    check_tables(call, leftpad)
+
+
+def check_tables(call: Call, leftpad: Tensor | None = None) -> None:
+    """Raise ValueError where a sequence's entry, or a page of its rows, is out of bounds. Waits for the device."""
+    if call.cache_batch_idx is not None:
+        _check_range("cache_batch_idx", call.cache_batch_idx, call.entries)
+    if call.page_table is None:
+        return
+    pages, size = call.k_cache.shape[:2]
+    after = call.lengths_after()
+    ends = itertools.repeat(call.cache.capacity) if after is None else after.tolist()
+    starts = itertools.repeat(0) if leftpad is None else leftpad.tolist()
+    entries = range(call.entries) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
+    table = call.page_table.tolist()
+    for entry, start, end in zip(entries, starts, ends, strict=False):
+        for i in range(max(start, 0) // size, min(-(-end // size), len(table[entry]))):
+            if not 0 <= table[entry][i] < pages:
+                raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
+
+
+def _check_range(name: str, values: Tensor, end: int) -> None:
+    for b, value in enumerate(values.tolist()):
+        if not 0 <= value < end:
+            raise ValueError(f"{name}[{b}] is {value}; accepted: 0 to {end - 1}")
+
+
+# ---- checks of what the kernels need ----
+
+
+def check_append_for_kernels(call: Call) -> None:
+    """Raise for what the append kernel does not support. Assumes :func:`check_append`."""
+    for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
+        if x.dtype not in APPEND_DTYPES:
+            accepted = ", ".join(map(str, APPEND_DTYPES))
+            raise TypeError(f"{name} has dtype {x.dtype}; accepted on CUDA: {accepted}")
+    check_cache_addresses(call.k_cache, call.v_cache, call.k is not None)
+    if call.k is not None:
+        check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])
+
+
+def check_cache_addresses(k_cache: Tensor, v_cache: Tensor, written: bool = True) -> None:
+    """Raise for what metadata does not show: where a cache starts, and that both share memory that is written."""
+    if written and overlap(k_cache, v_cache):
+        raise ValueError("v_cache shares memory with k_cache; accepted: memory of its own")
+    if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        return
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not is_aligned(x):
+            raise ValueError(
+                f"{name} starts {x.data_ptr() % 16} bytes past a multiple of 16; accepted: aligned"
+            )

@@ -1,0 +1,407 @@
+"""One call of attention, whichever door it came through: with packed sequences, a cache, an append, or all of them.
+
+A door fills in every default. What kernels a call needs, how its outputs are laid out and whether it is right follow
+from a :class:`Call` alone: :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.host.memory import materialized, rows_are_aligned
+from cute_attn.reference.kvcache import Cache, Rotary
+from cute_attn.traits import Traits
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+PYTORCHS = "pytorch"
+"""A precision in a call that a compiler has traced: that of PyTorch's products when it runs."""
+
+
+def pytorchs_precision() -> str:
+    """The traits' precision that PyTorch multiplies fp32 matrices with on CUDA."""
+    flags = torch.backends.cuda.matmul
+    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
+        return "tf32" if flags.fp32_precision == "tf32" else ""
+    return "tf32" if flags.allow_tf32 else ""
+
+
+_ABSENT: Any = None
+
+
+class Call(NamedTuple):
+    """The arguments of a call; those up to ``precision`` in the order of the operator ``cute_attn::forward``.
+
+    Attributes:
+        q: (batch, seqlen, heads, dim), or packed (total, heads, dim) with cu_seqlens_q; absent where a call only
+            appends.
+        k, v: as q, packed with cu_seqlens_k; with a cache the rows to append, packed with cu_seqlens_k_new, or absent.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32 lengths, or None.
+        alibi_slopes, bias, sinks: or None.
+        rng_state: int64 (2,), seed and offset, where there is dropout.
+        epilogue_tensors, epilogue_numbers: arguments of users' epilogues, laid out by ``epilogues``.
+        max_seqlen_q, max_seqlen_k: the longest sequences.
+        mask: of ``traits.MASKS``, or empty.
+        window_left, window_right: ``UNBOUNDED`` for no bound; they count with a window mask only.
+        softcap: 0 for none.
+        dropout: of ``traits.DROPOUTS``, or empty.
+        epilogues: users' epilogues, see :func:`pack_epilogues`.
+        kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel, empty for the newest that supports the call.
+        tile: text of the tile's fields to change, empty for the default tile.
+        deterministic: whether gradients repeat bit for bit.
+        backward_tile: as ``tile``, for the backward's main kernel.
+        precision: of ``traits.PRECISIONS``, or empty for that of q's dtype; or ``PYTORCHS``, see :meth:`resolved`.
+        k_cache, v_cache: (entries, capacity, nheads_kv, dim), or (pages, page_size, nheads_kv, dim) with page_table.
+        cache_seqlens: int32 (batch,), rows in use before the append, or None for full entries.
+        page_table: int32 (entries, pages of an entry), or None.
+        cache_batch_idx: int32 (batch,), or None.
+        cu_seqlens_k_new: int32 (batch + 1,), or None.
+        rotary_cos, rotary_sin: (positions, pairs), or None.
+        rotary_seqlens: int32 (batch,), or None for cache_seqlens.
+        rotary_interleaved: which elements make a pair.
+        cache_leftpad: int32 (batch,), the first valid row, or None.
+        tree_mask: int32 (rows of q, words), or None.
+        num_splits: parts of each query block's keys; 0 for shares of all key blocks.
+        split_keys: keys of a part, or 0.
+    """
+
+    q: Tensor = _ABSENT
+    k: Tensor = _ABSENT
+    v: Tensor = _ABSENT
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    rng_state: Tensor | None = None
+    epilogue_tensors: Sequence[Tensor] = ()
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    softmax_scale: float = 1.0
+    mask: str = ""
+    window_left: int = 0
+    window_right: int = 0
+    softcap: float = 0.0
+    dropout: str = ""
+    dropout_p: float = 0.0
+    epilogues: Sequence[str] = ()
+    epilogue_numbers: Sequence[float] = ()
+    return_softmax: bool = False
+    kernel: str = ""
+    tile: str = ""
+    deterministic: bool = False
+    backward_tile: str = ""
+    precision: str = ""
+    k_cache: Tensor = _ABSENT
+    v_cache: Tensor = _ABSENT
+    cache_seqlens: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cu_seqlens_k_new: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_seqlens: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    tree_mask: Tensor | None = None
+    rotary_interleaved: bool = True
+    num_splits: int = 0
+    split_keys: int = 0
+
+    @classmethod
+    def of(cls, names: Sequence[str], values: Sequence[Any]) -> Self:
+        """The call with these fields, and the defaults of the others."""
+        return cls(**dict(zip(names, values, strict=True)))
+
+    def values(self, names: Sequence[str]) -> tuple[Any, ...]:
+        """These fields, such as an operator's arguments; the inverse of :meth:`of`."""
+        return tuple(getattr(self, name) for name in names)
+
+    # ---- tensors ----
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its argument's name."""
+        for name in SINGLE_TENSORS:
+            x = getattr(self, name)
+            if x is not None:
+                yield name, x
+        for i, x in enumerate(self.epilogue_tensors):
+            yield f"epilogues' tensor {i}", x
+
+    def metadata(self) -> tuple[tuple, tuple]:
+        """Its single tensors or None, and all else but the epilogues' tensors."""
+        cache = self[_FIRST_CACHE:_LAST_CACHE]
+        return (*self[:NUM_TENSORS], *cache), (*self[NUM_TENSORS + 1 : _FIRST_CACHE], *self[_LAST_CACHE:])
+
+    def materialized(self) -> Self:
+        """The call with copies of lazy tensors, but for caches that are written, which are none."""
+        kept = ("k_cache", "v_cache") if self.k is not None else ()
+        names = [name for name in SINGLE_TENSORS if name not in kept]
+        found = materialized(getattr(self, name) for name in names)
+        return self._replace(**dict(zip(names, found, strict=True)))
+
+    # ---- sizes ----
+
+    @property
+    def varlen(self) -> bool:
+        """Whether sequences are packed one after the other rather than batched by a stride."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def nheads(self) -> int:
+        """Query heads."""
+        return self.q.shape[-2]
+
+    @property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Keys and values: the cache's, if there is one."""
+        return (self.k, self.v) if self.k_cache is None else (self.k_cache, self.v_cache)
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.nheads // self.keys[0].shape[-2]
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The longest sequences as kernels take them: no packed sequence has more than all rows.
+
+        As they are stated where results depend on that: the mem-efficient mask numbers scores by them, and users'
+        epilogues may read them. Of a cache the second one is its capacity.
+        """
+        stated = self.max_seqlen_q, self.max_seqlen_k
+        if self.k_cache is not None and self.cu_seqlens_k is None:
+            return min(stated[0], self.q.shape[0]) if self.varlen else self.q.shape[1], self.cache.capacity
+        if not self.varlen or self.dropout == "mem_efficient" or self.epilogues:
+            return stated
+        return min(stated[0], self.q.shape[0]), min(stated[1], self.keys[0].shape[0])
+
+    def stated(self, side: str) -> str:
+        """How an error about too many blocks of ``side``, "q" or "k", begins."""
+        if self.varlen:
+            return f"max_seqlen_{side} is {self.longest['qk'.index(side)]}, which makes "
+        return f"{side} has "
+
+    def output_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of out and lse."""
+        lse = (self.nheads, self.q.shape[0]) if self.varlen else (self.batch, self.nheads, self.q.shape[1])
+        return (*self.q.shape[:-1], self.keys[1].shape[-1]), lse
+
+    def softmax_shape(self) -> tuple[int, ...]:
+        """Of the softmax; (0,) where it was not asked for."""
+        full = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
+        return full if self.return_softmax else (0,)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows of q, k and v are contiguous and whole 16 bytes that start at multiples of 16 bytes."""
+        return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
+
+    # ---- caches ----
+
+    @property
+    def cache(self) -> Cache:
+        """The cache, as the definition has it."""
+        return Cache(self.k_cache, self.v_cache, self.page_table, self.cache_batch_idx)
+
+    @property
+    def entries(self) -> int:
+        """Entries of the cache."""
+        return self.k_cache.shape[0] if self.page_table is None else self.page_table.shape[0]
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding, as the definition has it."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return None
+        return Rotary(self.rotary_cos, self.rotary_sin, self.rotary_interleaved, self.rotary_seqlens)
+
+    def lengths_after(self) -> Tensor | None:
+        """int32 (batch,): rows in use with those appended, perhaps beyond the capacity; None for full entries."""
+        if self.cache_seqlens is None or self.k is None:
+            return self.cache_seqlens
+        if self.cu_seqlens_k_new is None:
+            return self.cache_seqlens + self.k.shape[1]
+        return self.cache_seqlens + self.cu_seqlens_k_new.diff()
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """int32 (batch,): rows in use, with packed rows that were appended; None for full entries."""
+        return self.cache_seqlens if self.cu_seqlens_k_new is None else self.lengths_after()
+
+    @property
+    def added(self) -> int:
+        """Rows appended to each sequence beside :attr:`lengths`."""
+        return 0 if self.k is None or self.cu_seqlens_k_new is not None else self.k.shape[1]
+
+    # ---- what kernels are asked for ----
+
+    @property
+    def epilogue_names(self) -> tuple[str, ...]:
+        """Names of the users' epilogues."""
+        return tuple(item.partition(":")[0] for item in self.epilogues)
+
+    def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
+        """The epilogues' inputs, tensors as the caller gave them; a backward writes ``grad_bias``."""
+        return ScoreInputs(
+            window_left=self.window_left,
+            window_right=self.window_right,
+            alibi_slopes=self.alibi_slopes,
+            bias=self.bias,
+            grad_bias=grad_bias,
+            sinks=self.sinks,
+            tree_mask=self.tree_mask,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p,
+            rng_state=self.rng_state,
+            extra=unpack_epilogues(self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
+            if self.epilogues
+            else {},
+        )
+
+    def resolved(self) -> Self:
+        """The call with the precision of PyTorch's products now, where it follows that."""
+        if self.precision != PYTORCHS:
+            return self
+        return self._replace(precision=pytorchs_precision())
+
+    @property
+    def scale_sign(self) -> int:
+        """softmax_scale's sign: -1, 0 or 1."""
+        return (self.softmax_scale > 0) - (self.softmax_scale < 0)
+
+    def with_positive_scale(self) -> Self:
+        """The call as kernels compute it: q times the scale's sign, which is a copy where that is not 1.
+
+        Online softmax takes maxima of q k^T, so the factor must be above 0.
+        """
+        sign = self.scale_sign
+        if sign == 1:
+            return self
+        scale = abs(self.softmax_scale) if sign else 1.0
+        return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
+
+    def traits(
+        self,
+        arch: str,
+        variant: str = "",
+        *,
+        op: str = "forward",
+        bias_grad: bool = False,
+        aligned: bool = True,
+    ) -> Traits:
+        """Traits of a forward or backward kernel of ``arch``; bias_grad: it computes the bias's gradient."""
+        return Traits(
+            op=op,
+            arch=arch,
+            dtype=DTYPE_NAMES[self.q.dtype],
+            head_dim=int(self.q.shape[-1]),
+            head_dim_v=int(self.v.shape[-1]),
+            precision=self.precision,
+            aligned=aligned,
+            mask=self.mask,
+            softcap=self.softcap > 0,
+            alibi=self.alibi_slopes is not None,
+            bias="" if self.bias is None else DTYPE_NAMES[self.bias.dtype],
+            epilogues=self.epilogue_names,
+            sinks=self.sinks_dtype if op == "forward" else "",
+            dropout=self.dropout,
+            varlen=self.varlen,
+            seqused_q=self.seqused_q is not None,
+            seqused_k=self.seqused_k is not None,
+            bias_grad=bias_grad,
+            variant=variant,
+        )
+
+    @property
+    def sinks_dtype(self) -> str:
+        """The traits' name of the sinks' dtype, or empty."""
+        return "" if self.sinks is None else DTYPE_NAMES[self.sinks.dtype]
+
+
+NUM_TENSORS = Call._fields.index("epilogue_tensors")
+"""How many of the first fields are single tensors, or None."""
+_FIRST_CACHE, _LAST_CACHE = map(Call._fields.index, ("k_cache", "rotary_interleaved"))
+SINGLE_TENSORS = (*Call._fields[:NUM_TENSORS], *Call._fields[_FIRST_CACHE:_LAST_CACHE])
+"""The fields that are tensors or None."""
+ATTENTION = Call._fields[:_FIRST_CACHE]
+"""The fields of calls without a cache."""
+
+
+# ---- schemas of torch operators ----
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[str]: "str[]",
+    Sequence[float]: "float[]",
+    int: "SymInt",
+    **{kind: kind.__name__ for kind in (float, str, bool)},
+}
+
+
+def schema(names: Sequence[str], **other: str) -> str:
+    """An operator's arguments: these fields. other: types of fields that differ, such as of one that it writes."""
+    kinds = Call.__annotations__
+    return ", ".join(f"{other.get(name) or _TYPES[kinds[name]]} {name}" for name in names)
+
+
+# ---- users' epilogues through a schema of plain lists ----
+
+
+def pack_epilogues(
+    epilogues: Sequence[str] | Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[float, ...]]:
+    """Epilogues and their arguments as lists that an operator's schema can carry.
+
+    Each name is followed by a letter for each of its arguments: ``"my_bias:tf"`` takes a tensor and a number.
+    """
+    if isinstance(epilogues, str):
+        raise TypeError(
+            f"epilogues is {epilogues!r}; accepted: a tuple of names, or a dict of names to arguments"
+        )
+    if not isinstance(epilogues, Iterable):
+        raise TypeError(f"epilogues is {epilogues!r}; accepted: names, or a dict of names to arguments")
+    given = epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    for name, arguments in given.items():
+        letters = ""
+        for value in arguments if isinstance(arguments, tuple | list) else (arguments,):
+            if isinstance(value, Tensor):
+                letters += "t"
+                tensors.append(value)
+            elif isinstance(value, int) and abs(value) > 2**53:
+                raise ValueError(f"epilogues[{name!r}] has {value}; accepted: ints up to 2**53")
+            elif isinstance(value, int | float):
+                letters += "f" if isinstance(value, float) else "i"
+                numbers.append(float(value))
+            else:
+                raise TypeError(f"epilogues[{name!r}] has {value!r}; accepted: tensors, floats and ints")
+        names.append(f"{name}:{letters}" if letters else name)
+    return tuple(names), tuple(tensors), tuple(numbers)
+
+
+def unpack_epilogues(
+    epilogues: Sequence[str], tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> dict[str, tuple]:
+    """The inverse of :func:`pack_epilogues`: for each name a tuple of its arguments."""
+    next_tensor, next_number = iter(tensors), iter(numbers)
+    take = {
+        "t": lambda: next(next_tensor),
+        "f": lambda: next(next_number),
+        "i": lambda: int(next(next_number)),
+    }
+    pairs = (item.partition(":")[::2] for item in epilogues)
+    return {name: tuple(take[letter]() for letter in letters) for name, letters in pairs}

@@ -1,0 +1,399 @@
+"""The checks of a call: one sentence per error.
+
+``check`` holds for every device, ``check_for_kernels`` adds what the CUDA kernels need. Both read metadata only, so one
+result holds for every call of the same metadata; lengths are read, and checked, only on the CPU.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
+from cute_attn.host.memory import (
+    ALIGNMENT_BYTES,
+    is_aligned,
+    is_broadcast,
+    overlap,
+    overlaps_itself,
+    rows_are_regular,
+)
+from cute_attn.traits import (
+    DROPOUTS,
+    MASKS,
+    MAX_HEAD_DIM,
+    PRECISIONS,
+    head_dim_multiple,
+    head_dims_text,
+)
+
+KERNEL_DTYPES = tuple(DTYPE_NAMES)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAX_INT32 = 2**31 - 1
+# Kernels index with 32 bits. What they add to an index is less than a tile (none has 2**12 queries or keys) and under a
+# window its bound, of up to UNBOUNDED.
+_TILE = 2**12
+MAX_SEQLEN = 2**31 - UNBOUNDED - 2 * _TILE
+"""The longest sequence that the kernels compute."""
+MAX_ROWS = 2**31 - 2 * _TILE
+"""The most rows of packed sequences that the kernels compute, each sequence padded to whole blocks."""
+MAX_STEPS = 2**29
+"""The most steps of one CTA, a query block with a key block each; it counts them and may replay some."""
+
+
+# ---- checks on any device ----
+
+
+def check(call: Call) -> None:
+    """Raise TypeError or ValueError for the first wrong parameter, on any device."""
+    _check_tensors(call)
+    _check_shapes(call)
+    _check_numbers(call)
+    _check_lengths(call)
+    _check_score_tensors(call)
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no tensor, or a sparse or a nested one."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; accepted: a torch.Tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise TypeError(f"{name} is {kind}; accepted: a dense torch.Tensor, of layout torch.strided")
+
+
+def check_flags(**values: Any) -> None:
+    """Raise TypeError for an argument that is neither True nor False."""
+    for name, value in values.items():
+        if not is_one_of(value, (False, True)):
+            raise TypeError(f"{name} is {value!r}; accepted: False or True")
+
+
+def is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is interchangeable with one of those: a tensor equals them, but may change."""
+    return isinstance(value, Hashable) and value in frozenset(accepted)
+
+
+def _check_tensors(call: Call) -> None:
+    for name, tensor in call.tensors():
+        check_dense(name, tensor)
+        if tensor.device != call.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+    if call.q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q has dtype {call.q.dtype}; accepted: {_list(FLOAT_DTYPES)}")
+    for name, tensor in (("k", call.k), ("v", call.v)):
+        if tensor.dtype != call.q.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {call.q.dtype}, q's")
+
+
+def _check_shapes(call: Call) -> None:
+    q, k, v = call.q, call.k, call.v
+    dims = "(total, heads, head_dim)" if call.varlen else "(batch, seqlen, heads, head_dim)"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != (3 if call.varlen else 4):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {dims}")
+    if not call.varlen and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch {k.shape[0]}; accepted: {q.shape[0]}, q's")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}; accepted: {tuple(k.shape[:-1])} and a head_dim_v, as k"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]}; accepted: {q.shape[-1]}, q's")
+    if q.shape[-1] == 0 or v.shape[-1] == 0:
+        raise ValueError(f"q, k and v have head dims {q.shape[-1]} and {v.shape[-1]}; accepted: 1 or more")
+    nheads, nheads_kv = call.nheads, k.shape[-2]
+    if nheads % nheads_kv if nheads_kv else nheads:
+        raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")
+
+
+# From here on float32 rounds to 1.
+_ONE_IN_FLOAT32 = 1 - 2**-25
+
+
+def _check_numbers(call: Call) -> None:
+    if not math.isfinite(call.softmax_scale):
+        raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number")
+    if not (math.isfinite(call.softcap) and call.softcap >= 0):
+        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
+    if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
+        raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
+    if call.dropout_p and not call.dropout:
+        raise ValueError(f"dropout_p is {call.dropout_p} and dropout empty; accepted: a name of a mask, or 0")
+    for name, value, accepted in (
+        ("mask", call.mask, MASKS),
+        ("dropout", call.dropout, DROPOUTS),
+        ("precision", call.precision, (*PRECISIONS, PYTORCHS) if call.q.dtype == torch.float32 else ()),
+    ):
+        if value and value not in accepted:
+            names = "".join(f"{item!r}, " for item in accepted)
+            raise ValueError(f"{name} is {value!r}; accepted: {names}or empty")
+    for name in ("window_left", "window_right"):
+        value = getattr(call, name)
+        if not 0 <= value <= UNBOUNDED:
+            raise ValueError(f"{name} is {value}; accepted: 0 to {UNBOUNDED}, which stands for no bound")
+
+
+def _check_lengths(call: Call) -> None:
+    for name, x in (("max_seqlen_q", call.q), ("max_seqlen_k", call.k)):
+        value = getattr(call, name)
+        if call.varlen and not 0 <= value <= _MAX_INT32:
+            raise ValueError(f"{name} is {value}; accepted: 0 to {_MAX_INT32}")
+        if not call.varlen and value != x.shape[1]:
+            raise ValueError(f"{name} is {value}; accepted: {x.shape[1]}, {name[-1]}'s seqlen")
+    if (call.cu_seqlens_q is None) != (call.cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q or cu_seqlens_k is missing; accepted: both, or neither")
+    rows = {"q": call.q.shape[0], "k": call.k.shape[0]}
+    for side in ("q", "k"):
+        cu_seqlens, seqused = getattr(call, f"cu_seqlens_{side}"), getattr(call, f"seqused_{side}")
+        if cu_seqlens is not None:
+            name = f"cu_seqlens_{side}"
+            check_starts(name, cu_seqlens)
+            _check_int32(name, cu_seqlens, call.batch + 1)
+            if cu_seqlens.device.type == "cpu":
+                _check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
+        if seqused is not None:
+            _check_int32(f"seqused_{side}", seqused, call.batch)
+
+
+def check_starts(name: str, cu_seqlens: Any) -> None:
+    """Raise TypeError or ValueError for cumulative lengths that do not say how many sequences there are."""
+    check_dense(name, cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(cu_seqlens.shape)}; accepted: (batch + 1,), cumulative lengths, the first 0"
+        )
+
+
+def _check_int32(name: str, tensor: Tensor, length: int) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.int32")
+    if tuple(tensor.shape) != (length,):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: ({length},)")
+    if length > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"{name} has stride {tensor.stride(0)}; accepted: 1, contiguous")
+
+
+def _check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
+    bounds = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if bounds[0] < 0 or bounds[-1] > rows or any(length < 0 for length in lengths):
+        raise ValueError(f"{name} is {bounds}; accepted: rising numbers from 0 up to {rows}, the packed rows")
+    if lengths and max(lengths) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{name[-1]} is {max_seqlen}; accepted: {max(lengths)} or more, {name}'s longest"
+        )
+
+
+def _check_score_tensors(call: Call) -> None:
+    batch, nheads = call.batch, call.nheads
+    slopes, bias, rng_state = call.alibi_slopes, call.bias, call.rng_state
+    if call.sinks is not None:
+        check_sinks(call.sinks, nheads, call.q.dtype)
+    if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
+        )
+    if bias is not None:
+        full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
+        if (
+            bias.dim() != 4
+            or bias.shape[3] != full[3]
+            or any(size not in (1, whole) for size, whole in zip(bias.shape, full, strict=True))
+        ):
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; accepted: {full}, where each may be 1 and the first be missing"
+            )
+        if bias.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"bias has dtype {bias.dtype}; accepted: {_list((*FLOAT_DTYPES, torch.bool))}")
+    if call.dropout:
+        if rng_state is None:
+            raise ValueError(
+                "rng_state is None; accepted: int64 (2,), seed and offset, where there is dropout"
+            )
+        if rng_state.dtype != torch.int64:
+            raise TypeError(f"rng_state has dtype {rng_state.dtype}; accepted: torch.int64")
+        if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
+            shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
+            raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
+
+
+def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
+    """Raise TypeError or ValueError for attention sinks but one number a head, of ``dtype`` or up to 32 bits."""
+    accepted = tuple(dict.fromkeys((*DTYPE_NAMES, dtype)))
+    if sinks.dtype not in accepted:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; accepted: {_list(accepted)}")
+    if tuple(sinks.shape) != (nheads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; accepted: ({nheads},), a number a head")
+
+
+def _list(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items))
+
+
+# ---- checks of what the kernels need ----
+
+
+def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
+    """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`.
+
+    unaligned: some kernel takes rows of any head dim and strides.
+    """
+    if call.q.dtype not in KERNEL_DTYPES:
+        raise TypeError(
+            f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
+            f"(on the CPU: {_list(FLOAT_DTYPES)})"
+        )
+    multiple = 1 if unaligned else head_dim_multiple(DTYPE_NAMES[call.q.dtype])
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        dim = tensor.shape[-1]
+        if dim % multiple or dim > MAX_HEAD_DIM:
+            which = "head_dim_v" if name == "v" else "head_dim"
+            accepted = head_dims_text(multiple, MAX_HEAD_DIM)
+            raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
+        if not unaligned:
+            _check_strides(name, tensor)
+    _check_sizes(call)
+    if call.alibi_slopes is not None:
+        if call.alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes has dtype {call.alibi_slopes.dtype}; accepted: torch.float32")
+        _check_last_stride("alibi_slopes", call.alibi_slopes)
+    if call.bias is not None:
+        if call.bias.dtype not in DTYPE_NAMES:
+            raise TypeError(f"bias has dtype {call.bias.dtype}; accepted: {_list(tuple(DTYPE_NAMES))}")
+        _check_last_stride("bias", call.bias)
+
+
+def _check_sizes(call: Call) -> None:
+    for side, tensor, longest in zip("qk", (call.q, call.k), call.longest, strict=True):
+        if call.varlen and tensor.shape[0] > MAX_ROWS:
+            raise ValueError(f"{side} has {tensor.shape[0]} packed rows; accepted on CUDA: up to {MAX_ROWS}")
+        if longest > MAX_SEQLEN:
+            which = f"max_seqlen_{side} is" if call.varlen else f"{side} has seqlen"
+            raise ValueError(f"{which} {longest}; accepted on CUDA: up to {MAX_SEQLEN}")
+    check_count(f"q has {call.batch} sequences of {call.nheads} heads", call.batch * call.nheads)
+
+
+def check_count(what: str, count: int, most: int = _MAX_INT32) -> None:
+    """Raise where ``count``, which ``what`` describes, is beyond the kernels' integers."""
+    if count > most:
+        raise ValueError(f"{what}, {count} in all; accepted on CUDA: up to {most}")
+
+
+def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
+    """Raise where a CTA of a persistent kernel would count its steps beyond 32 bits.
+
+    Args:
+        query_blocks: of all heads and sequences.
+        tile: the kernel's.
+    """
+    seen = call.longest[1]
+    if call.mask.startswith("window"):
+        seen = min(seen, call.window_left + call.window_right + tile.tile_m)
+    key_blocks = -(-seen // tile.tile_n) + 1
+    what = f"{call.stated('k')}up to {key_blocks} key blocks for each of {query_blocks} blocks of queries"
+    steps = query_blocks * key_blocks // multiprocessors
+    check_count(f"{what}: steps of each of {multiprocessors} multiprocessors", steps, MAX_STEPS)
+
+
+def _check_last_stride(name: str, tensor: Tensor) -> None:
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
+
+
+def _check_strides(name: str, tensor: Tensor) -> None:
+    _check_last_stride(name, tensor)
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1 and multiples of "
+                f"{ALIGNMENT_BYTES // tensor.element_size()} elements ({ALIGNMENT_BYTES} bytes) before it"
+            )
+
+
+def check_gradients(
+    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Raise where a backward's inputs do not fit the call. Assumes :func:`check`."""
+    out_shape, lse_shape = call.output_shapes()
+    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    for name, tensor, shape, dtype in (
+        ("grad_out", grad_out, out_shape, call.q.dtype),
+        ("grad_lse", grad_lse, lse_shape, lse_dtype),
+        ("out", out, out_shape, call.q.dtype),
+        ("lse", lse, lse_shape, lse_dtype),
+    ):
+        if tensor is None and name.startswith("grad"):
+            continue
+        check_dense(name, tensor)
+        assert tensor is not None
+        if tensor.device != call.q.device:
+            raise ValueError(f"{name} is on {tensor.device}; accepted: {call.q.device}, where q is")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; accepted: {shape}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: {dtype}")
+
+
+def check_out(call: Call, out: Tensor) -> None:
+    """Raise where ``out`` cannot be written in place of a new output. Assumes :func:`check`."""
+    check_dense("out", out)
+    wanted = {"device": call.q.device, "dtype": call.q.dtype, "shape": call.output_shapes()[0]}
+    for what, value in wanted.items():
+        own = getattr(out, what)
+        if (tuple(own) if what == "shape" else own) != value:
+            raise ValueError(f"out has {what} {own}; accepted: {value}")
+    broadcast = is_broadcast(out)
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for _, x in call.tensors())
+    if out.requires_grad or differentiable:
+        raise ValueError("out is given where autograd records; accepted: without gradients")
+    regular = not out.is_cuda or not call.aligned or (rows_are_regular(out) and is_aligned(out))
+    if broadcast or not regular:
+        start = f"starts {out.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}"
+        raise ValueError(
+            f"out has strides {tuple(out.stride())} and {start}; accepted: rows of contiguous elements that start at "
+            f"multiples of {ALIGNMENT_BYTES} bytes"
+        )
+
+
+def check_has_memory(name: str, written: Tensor) -> None:
+    """Raise ValueError for one of ``torch._efficientzerotensor``, which cannot be written."""
+    if not torch.compiler.is_compiling() and written._is_zerotensor():
+        raise ValueError(f"{name} is a tensor of zeros without memory; accepted: a tensor to write")
+
+
+def check_writable(name: str, written: Tensor) -> None:
+    """Raise ValueError for a tensor that an operator cannot write, as its memory does not have its values."""
+    check_has_memory(name, written)
+    if not torch.compiler.is_compiling() and written.is_neg():
+        raise ValueError(f"{name} is a view that torch negates where it is read; accepted: a tensor to write")
+
+
+def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError where elements of a tensor that a kernel writes share memory, or are also another argument's.
+
+    Of tensors with memory alone, unlike those of compilers and function transforms.
+    """
+    check_has_memory(name, written)
+    if overlaps_itself(written):
+        raise ValueError(
+            f"{name} has shape {tuple(written.shape)} and strides {tuple(written.stride())}, so that elements share "
+            "memory; accepted: elements of which each has its own"
+        )
+    for other, x in others:
+        if overlap(written, x):
+            raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
+
+
+def check_alignment(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise where q, k or v does not start at a multiple of 16 bytes, which metadata does not show."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not is_aligned(tensor):
+            raise ValueError(
+                f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; "
+                f"accepted: data aligned to {ALIGNMENT_BYTES} bytes"
+            )
