@@ -173,6 +173,8 @@ check_lengths
     NotImplementedError
         A tensor requires a gradient.
     """
+    if not isinstance(cache_seqlens, Tensor | None) and isinstance(q, Tensor) and not q.is_nested:
+        cache_seqlens = _one_length(cache_seqlens, q, cu_seqlens_q)
     tensors = (
         *(q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
         *(
@@ -208,8 +210,7 @@ check_lengths
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
-    own = (*tensors[:5], _seqlens(cache_seqlens, q, cu_seqlens_q), *tensors[6:])
-    call = Call.of(_TENSORS, own)._replace(
+    call = Call.of(_TENSORS, tensors)._replace(
         rotary_interleaved=rotary_interleaved,
         max_seqlen_q=_length("max_seqlen_q", max_seqlen_q)
         if packed and max_seqlen_q is not None
@@ -240,7 +241,7 @@ check_lengths
     if plan is None:
         found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
-        if isinstance(cache_seqlens, Tensor | None) and out is None and not (check_lengths or users):
+        if out is None and not (check_lengths or users):
             options = call.values(_OPTIONS)
             plans.keep(key, tensors, Repeated(functools.partial(_repeated, options, plan)))
         direct = out if out is not None and _is_written_directly(out) else None
@@ -302,10 +303,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _seqlens(cache_seqlens: Tensor | int | None, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
+def _one_length(cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """One length for all sequences as a tensor."""
-    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
     if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
     if not 0 <= cache_seqlens <= MAX_SEQLEN:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
+from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, schema
 from cute_attn.host.checks import check, check_apart, check_gradients, check_out
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
@@ -312,10 +312,12 @@ def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool
     return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))
 
 
-def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launched: bool = False) -> None:
-    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments."""
+def _save(
+    ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, launcher: Launcher | None = None
+) -> None:
+    """tensors: q to rng_state, and the epilogues' own; rest: the call's other arguments; launcher: of a direct call."""
     out, lse, softmax = outputs
-    ctx.launched = launched
+    ctx.launcher = launcher
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
@@ -329,11 +331,18 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return None, None, None, None, None
     *tensors, out, lse = ctx.saved_tensors
+    launched = ctx.launcher is not None
+    if launched and grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
+        options = ctx.launcher.options
+        if options is not None and no_dispatch_mode():
+            found = repeated_gradients(options, tuple(tensors), grad_out, (out, lse), wanted)
+            if found is not None:
+                return found
     call = Call._make((*tensors[:NUM_TENSORS], tuple(tensors[NUM_TENSORS:]), *ctx.rest))
     if not torch.is_grad_enabled():
-        return backward(call, grad_out, grad_lse, out, lse, wanted, ctx.launched)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, launched)
     with torch.no_grad():
-        grads = backward(call, grad_out, grad_lse, out, lse, wanted, ctx.launched)
+        grads = backward(call, grad_out, grad_lse, out, lse, wanted, launched)
     return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)  # type: ignore[return-value]
 
 
@@ -360,15 +369,18 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, launcher: Launcher, *tensors: Any) -> Outputs:
         """tensors: q to rng_state, and the epilogues' own."""
         outputs = launcher.launch(tensors[:NUM_TENSORS], tensors[NUM_TENSORS:])
-        _save(ctx, tensors, launcher.rest, outputs, launched=True)
+        _save(ctx, tensors, launcher.rest, outputs, launcher)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
         """A gradient, or None, for each argument of forward."""
-        wanted = tuple(ctx.needs_input_grad[1 + index] for index in _INDICES)
-        grads = dict(zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True))
-        return (None, *(grads.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
+        needed = ctx.needs_input_grad[1:]
+        found: list[Tensor | None] = [None] * (1 + len(needed))
+        wanted = tuple([needed[index] for index in _INDICES])
+        for index, gradient in zip(_INDICES, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True):
+            found[1 + index] = gradient
+        return tuple(found)
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -18,7 +18,7 @@ they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Determ
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,14 @@ from cute_attn.host.choose import choose_kernel
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
 from cute_attn.host.launcher import are_aligned, user_classes, views
-from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, overwritten, rows_are_regular
+from cute_attn.host.memory import (
+    Tensors,
+    as_strided,
+    contiguous_strides,
+    is_aligned,
+    overwritten,
+    rows_are_regular,
+)
 from cute_attn.host.slots import prepared
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
@@ -216,7 +223,7 @@ class BackwardLauncher:
         """
         if self.repeats is not None and grads[1] is None and not any(x is not None for x in into or ()):
             tensors = (*call[:NUM_TENSORS], grads[0], *outputs, *call.epilogue_tensors)
-            return self.repeats[self._packs(call, into)].run(  # type: ignore[return-value]
+            return self.repeats[self._packs(call[:3], into)].run(  # type: ignore[return-value]
                 tensors, lambda steps: self.run(call, grads, outputs, into, steps)
             )
         return self.run(call, grads, outputs, into)
@@ -274,7 +281,7 @@ class BackwardLauncher:
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
-        dq, dk, dv = self._allocate(call, given, self._packs(call, into), steps)
+        dq, dk, dv = self._allocate(call, given, self._packs(call[:3], into), steps)
         space = self.workspace
         workspace = steps.empty(q, (space.size,), (1,), torch.float32)
         lse_log2 = as_strided(workspace, *space.lse_log2)
@@ -351,13 +358,13 @@ class BackwardLauncher:
         self.main(*parts, *shared, scales)
         self.exact(*operands, *shared, scales)
 
-    def _packs(self, call: Call, into: Gradients | None) -> bool:
+    def _packs(self, inputs: Sequence[Tensor], into: Gradients | None) -> bool:
         """Whether gradients become parts of one tensor, which the inputs' addresses decide as well."""
         return (
             self.parts > 0
             and into is not None
             and not any(x is not None for x in into[:3])
-            and fused_qkv.are_adjacent((call.q, call.k, call.v)[3 - self.parts :])
+            and fused_qkv.are_adjacent(inputs[3 - self.parts :])
         )
 
     def _allocate(self, call: Call, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:
@@ -521,24 +528,49 @@ def launcher_for(
     needed: tuple[bool, ...],
 ) -> BackwardLauncher:
     """The launcher of such a call, which is checked; kept under its metadata. Arguments as of :func:`gradients`."""
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    starts = are_aligned(call), call.bias is None or is_aligned(call.bias)
-    key = (
-        "backward",
-        call[NUM_TENSORS + 1 :],
-        needed,
-        deterministic,
-        starts,
-        user_classes(call, "backward"),
-    )
-    tensors = (*call[:NUM_TENSORS], grad_out, grad_lse, out, lse, *call.epilogue_tensors)
+    options, inputs = plans.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS]
+    key = (*_key(options, inputs, needed), *user_classes(call, "backward"))
+    tensors = (*inputs, grad_out, grad_lse, out, lse, *call.epilogue_tensors)
     known = plans.find(key, tensors)
     if known is not None:
         return known.plan
     check(call)
     check_for_kernels(call, unaligned=True)
     check_gradients(call, grad_out, grad_lse, out, lse)
+    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     return plans.keep(key, tensors, _make_launcher(call, grad_out, grad_lse, out, needed, deterministic))
+
+
+def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> tuple[Hashable, ...]:
+    """What a backward's plan depends on beside its tensors' metadata. inputs: q to rng_state."""
+    bias = inputs[_BIAS]
+    starts = are_aligned(inputs), bias is None or is_aligned(bias)
+    return "backward", options, needed, torch.are_deterministic_algorithms_enabled(), starts
+
+
+_BIAS = Call._fields.index("bias")
+
+
+def repeated_gradients(
+    options: plans.Options,
+    inputs: Tensors,
+    grad_out: Tensor,
+    outputs: tuple[Tensor, Tensor],
+    needed: tuple[bool, ...],
+) -> Gradients | None:
+    """:func:`gradients` of a call that has been made before, from its record; None for another.
+
+    Args:
+        options: the call's but its tensors, which name no class of a user's.
+        inputs: q to rng_state.
+        outputs: out and lse.
+    """
+    known = plans.find(_key(options, inputs, needed), (*inputs, grad_out, None, *outputs))
+    if known is None:
+        return None
+    plan: BackwardLauncher = known.plan
+    replay = None if plan.repeats is None else plan.repeats[plan._packs(inputs, NOTHING)].replay
+    return None if replay is None else replay.run((*inputs, grad_out, *outputs))  # type: ignore[return-value]
 
 
 def _make_launcher(

@@ -55,6 +55,7 @@ class Launcher(Repeatable):
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
         sign, softmax_scale: the call's scale as kernels have it: see :meth:`Call.with_positive_scale`.
         rest: the call's arguments that are not tensors.
+        options: ``rest`` for the key of a backward; None where the call names a class of a user's.
         aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
             show; another one takes the others.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
@@ -75,6 +76,7 @@ class Launcher(Repeatable):
     prefill: bool
     softmax_scale: float
     rest: tuple
+    options: plans.Options | None = None
     aligned: bool = False
     divided: Any = None
     sign: int = 1
@@ -296,6 +298,7 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
         softmax_scale=call.softmax_scale,
         sign=sign,
         rest=rest,
+        options=None if user_classes(call) else plans.Options(rest),
     )
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return launcher

@@ -40,6 +40,22 @@ class Known:
     same: tuple[tuple[int, int], ...] = ()
 
 
+class Options:
+    """Part of a key that is made once and looked up often; its hash is kept."""
+
+    __slots__ = ("_hash", "values")
+
+    def __init__(self, values: tuple[Hashable, ...]) -> None:
+        """values: what it stands for."""
+        self.values, self._hash = values, hash(values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Options) and self.values == other.values)
+
+
 _plans: dict[tuple[Any, ...], Any] = {}
 _guarded: dict[tuple[Any, ...], list[Known]] = {}
 

@@ -669,7 +669,7 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     calls = []
 
     class Launcher:
-        rest = None
+        rest = options = None
 
         def launch(self, tensors, epilogue_tensors=()):
             call = the_case._replace(q=tensors[0], k=tensors[1], v=tensors[2])

@@ -507,6 +507,28 @@ def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
     assert seen == [1.0, 2.0, 4.0]
 
 
+def test_a_repeated_backward_is_found_by_its_options_and_tensors(monkeypatch):
+    """From the second call on, which leaves a record."""
+    launcher_for, machine = backward.launcher_for, Machine(monkeypatch, prepared=True)
+    call = a_call(*(randn(1, 8, 2, 16, seed=i).half() for i in range(3)))
+    needed, grad_out, lse = (True,) * 3 + (False, False), torch.ones_like(call.q), torch.ones(1, 2, 8)
+    options, inputs, outputs = known.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS], (call.q, lse)
+    key = backward._key(options, inputs, needed)
+    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(machine, call))
+    monkeypatch.setattr(backward, "launcher_for", launcher_for)
+
+    def found(options=options, inputs=inputs, grad_out=grad_out):
+        return backward.repeated_gradients(options, inputs, grad_out, outputs, needed)
+
+    assert found() is None
+    first = backward.gradients(call, grad_out, None, *outputs, needed, NOTHING)
+    assert [x.shape for x in found()[:3]] == [x.shape for x in first[:3]] and found()[3:] == (None, None)
+    assert found(options=known.Options((*options.values[:-1], 7))) is None
+    assert found(grad_out=grad_out.expand(1, 8, 2, 16)[..., :1].expand(1, 8, 2, 16)) is None
+    elsewhere = torch.zeros(8 * 2 * 16 + 1).half()[1:].view(1, 8, 2, 16)
+    assert found(inputs=(elsewhere, *inputs[1:])) is None
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
 def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch):
     """By functions, not by the operator, whose outputs share no memory; addresses may change from call to call."""
