@@ -310,8 +310,8 @@ class Traits:
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def fp16_parts(self) -> int:
-        """fp16 parts of an fp32 number in kernels that multiply parts: hi and lo, or with precision tf32 hi alone."""
+    def fp32_terms(self) -> int:
+        """Terms of an fp32 number in tf32 or fp16: hi and lo, or with precision tf32 hi alone."""
         return 1 if self.precision == "tf32" else 2
 
     @property

@@ -102,7 +102,7 @@ def _forward_sm90(kernel: Any) -> dict[str, SmemLayout]:
 
 
 def _backward_sm80(kernel: Any) -> dict[str, SmemLayout]:
-    tile, parts, dtype = kernel.tile, kernel.num_parts, kernel.operand_dtype
+    tile, parts, dtype = kernel.tile, kernel.stored_terms, kernel.operand_dtype
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
 
     def operand(rows: int, cols: int, stages: int = 1) -> SmemLayout:

@@ -590,10 +590,10 @@ def _make_launcher(
         kernel = choose_kernel(
             call, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
-        if getattr(kernel.tile, "in_parts", False):
+        if getattr(kernel.tile, "in_terms", False):
             kernel = _in_parts_or_whole(kernel, call, grad_out, target)
         traits, tile = kernel.traits, kernel.tile
-        in_parts = getattr(tile, "in_parts", False)
+        in_terms = getattr(tile, "in_terms", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
         processors = multiprocessors(call.q.get_device())
@@ -608,8 +608,8 @@ def _make_launcher(
             compiler.compile(*one, target).function if used else None
             for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
         )
-        split = SplitLauncher.of(traits, "backward_split", target) if in_parts else None
-        exact = compiler.compile(*wanted[-1], target).function if in_parts else None
+        split = SplitLauncher.of(traits, "backward_split", target) if in_terms else None
+        exact = compiler.compile(*wanted[-1], target).function if in_terms else None
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
@@ -697,7 +697,7 @@ def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]
     from cute_attn.compiler import registry
 
     beside, tile = [], main.tile
-    if getattr(tile, "in_parts", False):
+    if getattr(tile, "in_terms", False):
         tile = tile.exact(main.traits)  # the convert's as well
         beside = [(main.traits.split_fp32("backward_split"), None), (main.traits, tile)]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]

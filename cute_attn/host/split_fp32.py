@@ -61,7 +61,7 @@ class SplitLauncher:
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)
-        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp16_parts)
+        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp32_terms)
 
     def launch(self, tensors: Sequence[Tensor]) -> Parts:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""

@@ -7,7 +7,7 @@ With precision tf32 there is no lo.
 Two launches. The first reads each tensor for its largest element, and for the row whose largest element is smallest;
 each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
 than a launch between, and writes the parts, and the scale's inverse 2^-e for the kernels that follow: 0 where the
-tensor does not keep its precision in parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written then. No
+tensor does not keep its precision in parts (:func:`cute_attn.device.terms.fits`), whose parts are not written then. No
 number is read by the host. Of the forward's Q only the scale is written: its main kernel splits rows of Q as it reads
 them.
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.hi_lo import NO_ROW, fits, magnitude, power_of_two, scale_exponent
-from cute_attn.device.hi_lo_rows import LANES, VECTOR, load_row, parts_of_vector
+from cute_attn.device.split_rows import LANES, VECTOR, load_row
+from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, scale_exponent, split
 from cute_attn.kernels.arguments import split_fp32_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
@@ -147,7 +147,7 @@ class SplitFp32:
                 largest, smallest = self.reduce(
                     mPartials[i, 0, partial], mPartials[i, 1, partial], numbers, thread
                 )
-                exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp16_parts)
+                exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp32_terms)
                 if thread == 0 and block == 0:
                     mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
                 if cutlass.const_expr(i >= measured):
@@ -215,19 +215,17 @@ class SplitFp32:
         From the last rows on: the L2 has those that were measured last, and then the first rows' parts.
         """
         lane, rows, cols = thread % LANES, self.tile.rows, padded(dim)
-        count: Constexpr = self.traits.fp16_parts
+        count: Constexpr = self.traits.fp32_terms
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
             row = places.count - 1 - (first + thread // LANES)
             if row >= 0:
                 values = self.load(x, places, row, dim, lane)
                 start = parts.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
                 for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
-                    halves = parts_of_vector(values[None, j], factor)
-                    for part in cutlass.range_constexpr(count):
-                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (part * cols + j * LANES * VECTOR)
-                        cute.autovec_copy(
-                            halves[None, part], cute.make_tensor(start + col, cute.make_layout(VECTOR))
-                        )
+                    terms = split(values[None, j], Float16, count, factor)
+                    for t in cutlass.range_constexpr(count):
+                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (t * cols + j * LANES * VECTOR)
+                        cute.autovec_copy(terms[t], cute.make_tensor(start + col, cute.make_layout(VECTOR)))
 
     def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
         """A thread's elements of a row."""

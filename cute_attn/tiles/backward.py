@@ -69,7 +69,7 @@ class BackwardSm80Tile(WarpTile):
     operands: str = choice("whole", "whole", "parts")
 
     @property
-    def in_parts(self) -> bool:
+    def in_terms(self) -> bool:
         """Whether operands are parts."""
         return self.operands == "parts"
 
@@ -85,7 +85,7 @@ class BackwardSm80Tile(WarpTile):
 
     def for_convert(self) -> "BackwardSm80Tile":
         """The convert's tile: this one, or the exact kernel's, which has the same order of dQ in memory."""
-        return dataclasses.replace(self, operands="exact") if self.in_parts else self
+        return dataclasses.replace(self, operands="exact") if self.in_terms else self
 
     def exact(self, traits: Traits) -> "BackwardSm80Tile":
         """Of a tile with ``parts``: one for whole fp32 operands with the same query blocks and the same order of dQ.
@@ -95,7 +95,7 @@ class BackwardSm80Tile(WarpTile):
         streamed.
         """
         tile = dataclasses.replace(self, operands="exact")
-        if traits.fp16_parts == 2 or self.columns:
+        if traits.fp32_terms == 2 or self.columns:
             return tile
         tile = dataclasses.replace(tile, stages_q=1, stages_do=1, sdp_unroll=2, dkv_unroll=1, dq_unroll=1)
         if self.dq_passes == 1:
@@ -105,11 +105,11 @@ class BackwardSm80Tile(WarpTile):
 
     def operand_bytes(self, traits: Traits) -> int:
         """Bytes of an element of the operands: of one part with ``parts``."""
-        return 2 if self.in_parts else traits.element_bytes
+        return 2 if self.in_terms else traits.element_bytes
 
-    def in_one_part(self, traits: Traits) -> bool:
+    def one_term(self, traits: Traits) -> bool:
         """Whether operands are one fp16 part."""
-        return self.in_parts and traits.fp16_parts == 1
+        return self.in_terms and traits.fp32_terms == 1
 
     @property
     def dq_transposed(self) -> bool:
@@ -151,7 +151,7 @@ class BackwardSm80Tile(WarpTile):
         (row, row_v), size = row_bytes(traits), traits.element_bytes
         m, n = self.tile_m, self.tile_n
         dk, dv = n * row, n * row_v
-        if self.in_one_part(traits):
+        if self.one_term(traits):
             row, row_v, size = row // 2, row_v // 2, 2
         k, v, scores = n * row, n * row_v, size * m * n
         areas, end = {}, 0
@@ -191,10 +191,10 @@ class BackwardSm80Tile(WarpTile):
 
     def _scale_areas(self, traits: Traits) -> dict[str, int]:
         """Name -> bytes of what operands in parts add to shared memory."""
-        if not self.in_parts:
+        if not self.in_terms:
             return {}
         warps = 4 * self.num_warps
-        if not self.in_one_part(traits):
+        if not self.one_term(traits):
             return {"factors": 32, "largest": warps}
         return {"factors": 32, "largest": warps * self.pieces, "applied": warps}
 
@@ -222,7 +222,7 @@ class BackwardSm80Tile(WarpTile):
         if self.dq_vector != 1 and target != "sm90":
             return f"dq_vector is {self.dq_vector}; accepted: 1 on {target}, which reduces single floats"
         reason = super().reject(traits, target)
-        if reason is None and self.in_one_part(traits):
+        if reason is None and self.one_term(traits):
             reason = self.exact(traits).reject(traits, target)
         return reason
 
@@ -278,16 +278,16 @@ class BackwardSm80Tile(WarpTile):
         if self.operands not in (("whole",) if whole else ("whole", "parts", "exact")):
             accepted = "whole" if whole else "whole or parts"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
-        if self.in_parts and self.pieces > 1:
+        if self.in_terms and self.pieces > 1:
             step = 16 * self.dq_warps_m
-            if traits.fp16_parts == 2 or self.queries % step:
-                accepted = "all of tile_m" if traits.fp16_parts == 2 else f"multiples of {step}"
+            if traits.fp32_terms == 2 or self.queries % step:
+                accepted = "all of tile_m" if traits.fp32_terms == 2 else f"multiples of {step}"
                 return f"operands is parts with queries_at_once {self.queries_at_once}; accepted: {accepted}"
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:
             return f"v_in_regs is True; accepted: False for {traits}"
-        if self.num_warps & (self.num_warps - 1) and not self.in_parts:
+        if self.num_warps & (self.num_warps - 1) and not self.in_terms:
             return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 

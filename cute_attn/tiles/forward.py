@@ -280,13 +280,13 @@ class ForwardPartsTile(ForwardSm80Tile):
     @staticmethod
     def operand_bytes(traits: Traits) -> int:
         """Bytes of all parts of an element."""
-        return 2 * traits.fp16_parts
+        return 2 * traits.fp32_terms
 
     def registers(self, traits: Traits) -> int:
         rows = self.tile_m // self.warps_m
         acc_o = rows * padded(traits.head_dim_v) // 32 // self.warps_n
         acc_s = rows * self.tile_n // 32 // self.warps_n
-        if traits.fp16_parts == 1:
+        if traits.fp32_terms == 1:
             return self._registers_16_bit(traits, acc_o, acc_s)
         return acc_o + acc_s + rows // 2 + rows // 2 * self.qk_unroll + 40
 
@@ -296,7 +296,7 @@ class ForwardPartsTile(ForwardSm80Tile):
         )
         if self != plain:
             return f"tile is {self}; accepted for fp32 in parts: {plain}"
-        if traits.fp16_parts == 2 and self.qk_unroll not in (1, 2):
+        if traits.fp32_terms == 2 and self.qk_unroll not in (1, 2):
             return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two parts"
         return super().shape_reason(traits)
 

@@ -112,7 +112,7 @@ class Torch:
             scales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
             if scales[i]:
                 hi = (4 * x).half()
-                assert own.shape[-2] == traits.fp16_parts
+                assert own.shape[-2] == traits.fp32_terms
                 for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
                     part[..., : x.shape[-1]] = value
 
@@ -121,9 +121,9 @@ class Torch:
         if traits.arch == "sm80":
             *args, scales = args
             assert (scales is None) == (tile.operands == "whole")
-            if scales is not None and bool((scales != 0).all()) != tile.in_parts:
+            if scales is not None and bool((scales != 0).all()) != tile.in_terms:
                 return
-            if tile.in_parts:
+            if tile.in_terms:
                 dims = (traits.head_dim, traits.head_dim, traits.head_dim_v, traits.head_dim_v)
                 whole = [x.float().sum(-2) * scale for x, scale in zip(args[:4], scales, strict=True)]
                 args[:4] = [x[..., :dim] for x, dim in zip(whole, dims, strict=True)]

@@ -40,7 +40,7 @@ OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    dtype, precision = "fp32" if tile.in_parts else "fp16", "tf32" if "one-part" in name else ""
+    dtype, precision = "fp32" if tile.in_terms else "fp16", "tf32" if "one-part" in name else ""
     return BackwardSm80(Traits("backward", "sm80", dtype, d, dv, precision=precision), tile)
 
 
@@ -53,14 +53,14 @@ def storage_at_zero(kernel):
         return cute.make_tensor(pointer, layout)
 
     ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-    parts = kernel.num_parts
+    terms = kernel.stored_terms
     return BackwardSm80Storage(
-        k=at_zero(kernel.smem_layout(tile.tile_n, d, parts)),
-        v=at_zero(kernel.smem_layout(tile.tile_n, dv, parts)),
-        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * parts)),
-        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * parts)),
-        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, parts)),
-        ds=at_zero(kernel.smem_layout(*ds, parts)),
+        k=at_zero(kernel.smem_layout(tile.tile_n, d, terms)),
+        v=at_zero(kernel.smem_layout(tile.tile_n, dv, terms)),
+        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * terms)),
+        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * terms)),
+        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, terms)),
+        ds=at_zero(kernel.smem_layout(*ds, terms)),
         lse=None,
         minus_d=None,
         dk=at_zero(kernel.gradient_layout(d), kernel.dtype),
@@ -71,26 +71,24 @@ def storage_at_zero(kernel):
 
 @cute.jit
 def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece, part] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
+    """out[thread, k, piece, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
-        one = operand.hi if kernel.products.in_two_parts else operand
-        first_passes = 1 if name != "k_t" else kernel.tile.dq_passes
-        reference = one.tiled_copy.get_slice(thread).partition_S(
-            cute.make_identity_tensor(one.tile.layout.shape)
-        )
+        terms = getattr(operand, "each", (operand,))
+        tile, passes = terms[0].tile, 1 if name != "k_t" else kernel.tile.dq_passes
+        whole = cute.size(tile, mode=[0]) * cute.size(tile, mode=[1]) * passes
+        identity = cute.make_identity_tensor(tile.layout.shape)
+        reference = terms[0].tiled_copy.get_slice(thread).partition_S(identity)
         start = operand.start(Int32(0))
         for k in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(k))
             for piece in cutlass.range_constexpr(operand.pieces):
                 row, col, _ = reference[0, piece, k, 0]
-                for part in cutlass.range_constexpr(kernel.num_parts):
-                    which = (part,) if kernel.products.in_two_parts else ()
-                    whole = cute.size(one.tile, mode=[0]) * cute.size(one.tile, mode=[1]) * first_passes
-                    wanted = 2 * (cute.crd2idx((row, col, 0), one.tile.layout) + part * whole)
-                    out[thread, k, piece, part, 0] = operand.address(start, piece, k, *which).toint()
-                    out[thread, k, piece, part, 1] = operand.address(here, piece, 0, *which).toint()
-                    out[thread, k, piece, part, 2] = wanted
+                for t, term in enumerate(terms):
+                    unrolled, looped = (x[t] if len(terms) > 1 else x for x in (start, here))
+                    out[thread, k, piece, t, 0] = term.address(unrolled, piece, k).toint()
+                    out[thread, k, piece, t, 1] = term.address(looped, piece, 0).toint()
+                    out[thread, k, piece, t, 2] = 2 * (cute.crd2idx((row, col, 0), tile.layout) + t * whole)
 
 
 def sizes_of(kernel, name):
@@ -122,7 +120,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
         rows, extent = sizes_of(kernel, operand)
         found = run_on_host(
             lambda out, operand=operand: write_reads(kernel, operand, out),
-            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.num_parts, 3),
+            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.stored_terms, 3),
         )
         unrolled, looped, wanted = np.moveaxis(found, -1, 0)
         np.testing.assert_array_equal(unrolled, wanted, err_msg=operand)
@@ -141,7 +139,6 @@ def write_stores(
             result = kernel.products.result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
-            result = result.result if kernel.products.in_two_parts else result
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
         row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
         start = result.start()
@@ -357,7 +354,7 @@ def test_one_part_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_wh
         traits = Traits("backward", "sm80", "fp32", *dims, precision="tf32")
         tile = registry.lookup(traits, None, target).tile
         assert tile.operands == operands
-        for own in (tile, tile.exact(traits)) if tile.in_parts else (tile,):
+        for own in (tile, tile.exact(traits)) if tile.in_terms else (tile,):
             assert own.reject(traits, target) is None
     fp32 = BackwardSm80(Traits("backward", "sm80", "fp32", 64), kernel.tile)
     assert fp32.step_content().mma == 3 * kernel.step_content().mma

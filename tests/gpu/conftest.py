@@ -80,7 +80,7 @@ def backward_requests(
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
-    if getattr(main.tile, "in_parts", False) and not tile:
+    if getattr(main.tile, "in_terms", False) and not tile:
         main = main.of_whole_operands(target)  # as small calls have
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:

@@ -221,7 +221,7 @@ def _tiles_in_parts(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     One of those of one part has an exact kernel whose operands are streamed, for targets with little shared memory, and
     for head dims that four warps cannot divide.
     """
-    if traits.fp16_parts == 2:
+    if traits.fp32_terms == 2:
         return _rows(_TWO_PARTS if target == "sm90" else _TWO_PARTS_SMALL, traits, 0)
     streamed = _parts(64, 64, 8, (4, 4, 4), FEW)
     streamed = replace(streamed, dq_passes=padded(traits.head_dim) // streamed.chunk(traits))
@@ -233,14 +233,14 @@ def _tiles_in_parts(traits: Traits, target: str) -> list[BackwardSm80Tile]:
 
 def _large_tiles(traits: Traits) -> list[BackwardSm80Tile]:
     """For head dims above 256. One part may stay in shared memory, as 16 bits do; two are streamed."""
-    in_parts = []
+    in_terms = []
     if traits.element_bytes == 4:
-        in_parts = [_streamed_parts(traits)]
-        if traits.fp16_parts == 1:
-            passes = in_parts[0].dq_passes
-            in_parts.insert(0, _parts(64, 32, 8, (4, 2, 2), (4, 1, 1), dq_passes=passes))
+        in_terms = [_streamed_parts(traits)]
+        if traits.fp32_terms == 1:
+            passes = in_terms[0].dq_passes
+            in_terms.insert(0, _parts(64, 32, 8, (4, 2, 2), (4, 1, 1), dq_passes=passes))
     resident = [replace(tile, dq_passes=n) for tile in _LARGE[traits.element_bytes] for n in _LARGE_PASSES]
-    return [*in_parts, *resident, _streamed(traits)]
+    return [*in_terms, *resident, _streamed(traits)]
 
 
 def _streamed(traits: Traits) -> BackwardSm80Tile:

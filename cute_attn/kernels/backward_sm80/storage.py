@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
 
-from cute_attn.device.gemm_hi_lo import P_EXPONENT
 from cute_attn.device.math import optimization_barrier
+from cute_attn.device.terms import P_EXPONENT
 
 BAND = ("left", "right", "seqlen_k")
 BLOCKS = ("full_begin", "full_end", "end")

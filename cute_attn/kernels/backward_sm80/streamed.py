@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.band import Band
 from cute_attn.device.element_copy import load_elements, store_elements
-from cute_attn.device.gemm import below_1024
+from cute_attn.device.gemm import SmemResult, below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.score_tile import ScoreTile
@@ -28,7 +28,7 @@ from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, worksp
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.params import BackwardParams
-from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
+from cute_attn.kernels.backward_sm80.products import Operand, Products
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
@@ -68,8 +68,8 @@ class StreamedOperands:
     queries_t: Operand
     ds: Operand
     keys_t: Operand
-    p_out: Result
-    ds_out: Result
+    p_out: SmemResult
+    ds_out: SmemResult
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Streamed:
         def area(name: str, layout: Any, dtype: Any = kernel.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        parts = kernel.num_parts
+        parts = kernel.stored_terms
         return StreamedStorage(
             queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * parts)),
             keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * parts)),
@@ -171,7 +171,7 @@ class Streamed:
         sdp, dkv, of_dq = kernel.mma_sdp(), kernel.mma_dkv(), kernel.mma_dq()
         plane = kernel.smem_layout(tile.tile_m, tile.tile_n, None)
 
-        def result(s: cute.Tensor) -> Result:
+        def result(s: cute.Tensor) -> SmemResult:
             return products.scores_result(sdp, cute.make_tensor(s.iterator, plane), thread)
 
         def make(
@@ -204,7 +204,7 @@ class Streamed:
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()
         operands = self.operands(smem, thread)
-        if cutlass.const_expr(tile.in_parts):
+        if cutlass.const_expr(tile.in_terms):
             smem.scales.store(params.scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
         batch, info = key_tile.batch, key_tile.info
@@ -312,8 +312,8 @@ class Streamed:
             column = ctx.part * self.chunks + own // 2
         of_do = (t >= of_qk) & ((own < 0) | (own % 2 == 0))
         col0, row0 = column * self.chunk, block * self.tile.tile_m
-        for part in cutlass.range_constexpr(self.kernel.num_parts):
-            index = t % 2 * self.kernel.num_parts + part
+        for part in cutlass.range_constexpr(self.kernel.stored_terms):
+            index = t % 2 * self.kernel.stored_terms + part
             queries, keys = (s[None, None, index] for s in (ctx.smem.queries, ctx.smem.keys))
             if of_do:
                 self.load(ctx.do, part, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
@@ -336,7 +336,7 @@ class Streamed:
         thread: Int32,
     ) -> None:
         """Start loading a chunk of a part; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
-        if cutlass.const_expr(self.tile.in_parts):  # what follows from it takes no register in the products
+        if cutlass.const_expr(self.tile.in_terms):  # what follows from it takes no register in the products
             thread = below_1024(rematerialize(thread))
         if cutlass.const_expr(not self.kernel.products.loads_vectors):
             shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))

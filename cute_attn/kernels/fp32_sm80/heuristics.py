@@ -29,7 +29,7 @@ _FIT_ALWAYS = [ForwardPartsTile(64, 32, 4, 1), ForwardPartsTile(64, 16, 4, 1), F
 
 def tiles_of_parts(traits: Traits) -> list[ForwardPartsTile]:
     """Tiles for fp32 in fp16 parts, best first."""
-    if traits.fp16_parts == 1:  # its main loop is that of 16-bit tensors
+    if traits.fp32_terms == 1:  # its main loop is that of 16-bit tensors
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
         half = dataclasses.replace(
             traits, dtype="fp16", precision="", aligned=True, head_dim=d, head_dim_v=dv
@@ -59,5 +59,5 @@ def parts_pay(traits: Traits, rows: int, seqlen_q: int, seqlen_k: int, group: in
     """
     flop = 2 * rows * seqlen_k * (traits.head_dim + traits.head_dim_v)
     uses = min(seqlen_k, seqlen_q * group)
-    parts = traits.fp16_parts
+    parts = traits.fp32_terms
     return uses >= PARTS_LEAST_USES[parts] and flop >= PARTS_LEAST_FLOP[parts]

@@ -28,19 +28,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
-from cute_attn.device.forward_parts import P_SCALE, store_pairs
-from cute_attn.device.hi_lo import inverse_of_power_of_two
-from cute_attn.device.hi_lo_rows import split_tile
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.split_rows import split_tile
+from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import rows_fake, scales_fake
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.products import Products
+from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
 from cute_attn.kernels.fp32_sm80.heuristics import tiles_of_parts
-from cute_attn.kernels.fp32_sm80.products import OnePartProducts, TwoPartProducts
+from cute_attn.outputs.fp32_rows import store_pairs
 from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
@@ -198,8 +197,8 @@ class ForwardParts(FollowsSplit):
     def products(self) -> Products:
         """Of one part or two."""
         if self.in_two_parts:
-            return TwoPartProducts(self.traits, self.tile)
-        return OnePartProducts(self.traits, self.tile, self.folds_factor)
+            return StoredTermsProducts(self.traits, self.tile)
+        return OneTermProducts(self.traits, self.tile, self.folds_factor)
 
     @property
     def single(self) -> bool:
@@ -209,12 +208,12 @@ class ForwardParts(FollowsSplit):
     @property
     def in_two_parts(self) -> bool:
         """Whether each product is three of hi and lo parts."""
-        return self.traits.fp16_parts == 2
+        return self.traits.fp32_terms == 2
 
     @property
     def p_exponent(self) -> int:
         """One part's; two are multiplied when they are split."""
-        return 0 if self.in_two_parts else P_SCALE
+        return 0 if self.in_two_parts else P_EXPONENT
 
     @property
     def folds_factor(self) -> bool:
@@ -230,7 +229,7 @@ class ForwardParts(FollowsSplit):
     def row_widths(self) -> tuple[int, int]:
         """Elements of a row of all parts of Q and K, and of V."""
         traits = self.traits
-        return traits.fp16_parts * padded(traits.head_dim), traits.fp16_parts * padded(traits.head_dim_v)
+        return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @property
     def loads_aligned(self) -> bool:
@@ -244,7 +243,7 @@ class ForwardParts(FollowsSplit):
         traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
         target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
         rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
-        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp16_parts, traits.aligned)
+        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms, traits.aligned)
 
     def start_loads(self, ctx: MainloopContext) -> None:
         """They are before Q's."""
@@ -261,7 +260,7 @@ class ForwardParts(FollowsSplit):
         """Of V's scale as well, and of two parts of P."""
         scale = ctx.operands.scales[2]
         if self.in_two_parts:
-            scale = scale * Float32(2.0**-P_SCALE)
+            scale = scale * Float32(2.0**-P_EXPONENT)
         return self.epilogues.rescale(ctx.state) * scale
 
     @cute.jit

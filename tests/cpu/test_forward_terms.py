@@ -1,206 +1,23 @@
-"""The forward of fp32 in fp16 parts: operands, numerics, kernels, and which calls take it."""
+"""The forward of fp32 in fp16 terms: kernels, and which calls take it."""
 
 import functools
 import re
 from dataclasses import replace
 
-import cutlass
-import numpy as np
 import pytest
 import torch
-from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-import layouts
 from cute_attn.compiler import compile
 from cute_attn.compiler.registry import Unsupported, lookup
-from cute_attn.device.forward_parts import P_SCALE, parts_of_probabilities, store_pairs
-from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.math import LOG2_E
-from cute_attn.device.score_tile import ScoreMap
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
 from cute_attn.kernels.fp32_sm80.kernel import parts_serve
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
-from layouts.host import run_on_host
 from tests.cpu.test_divided import call
-
-# The loops over one thread's pieces are unrolled on purpose: fragments take static indices.
-
-# ---- operands and results of a thread ----
-
-
-@cute.jit
-def write_addresses(which: cutlass.Constexpr, dim: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece, part] = addresses of step k: as ``gemm_qk_parts`` finds them, and the layout's."""
-    warps, rows, steps = 2, 64, dim // 16
-    tiled_mma = layouts.tiled_mma_sm80(Float16, warps)
-    pointer = cute.make_ptr(Float16, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
-    tile = cute.make_tensor(pointer, layouts.smem_layout(rows, 2 * dim, Float16, stages=1))
-    for thread in cutlass.range(cute.size(out.shape[0])):
-        if cutlass.const_expr(which == "q"):
-            copy = layouts.ldmatrix_copy_a(tiled_mma, Float16)
-            operand = SmemOperand.a(tiled_mma, copy, tile, thread)
-        else:
-            copy = layouts.ldmatrix_copy_b(tiled_mma, Float16)
-            operand = SmemOperand.b(tiled_mma, copy, tile, thread)
-        identity = cute.make_identity_tensor(tile.layout.shape)
-        reference = operand.tiled_copy.get_slice(thread).partition_S(identity)
-        start = operand.start(Int32(0))
-        for k in cutlass.range_constexpr(steps):
-            for part in cutlass.range_constexpr(2):
-                here = operand.at_step(start, Int32(k - k % 2) + part * steps)
-                for piece in cutlass.range_constexpr(operand.pieces):
-                    row, col, _ = reference[0, piece, k + part * steps, 0]
-                    out[thread, k, piece, part, 0] = operand.address(here, piece, k % 2).toint()
-                    out[thread, k, piece, part, 1] = 2 * cute.crd2idx((row, col, 0), tile.layout)
-
-
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 160])
-@pytest.mark.parametrize("which", ["q", "k"])
-def test_addresses_of_both_parts(which, dim):
-    pieces = 2 if which == "q" else 4
-    found = run_on_host(lambda out: write_addresses(which, dim, out), 64, dim // 16, pieces, 2, 2)
-    np.testing.assert_array_equal(found[..., 0], found[..., 1])
-
-
-@cute.jit
-def write_parts(out: cute.Tensor):
-    """out[i] = bits of P, of hi and of lo."""
-    size = cute.size(out.shape[0])
-    p = cute.make_rmem_tensor(cute.make_layout(((2, 2), 1, 16)), Float32)
-    for i in cutlass.range_constexpr(size):
-        p[i] = Float32(1.0) / Float32(i * i * i + 1)
-        out[i, 0] = p[i].bitcast(Int32)
-    hi, lo = parts_of_probabilities(p)
-    for i in cutlass.range_constexpr(size):
-        out[i, 1], out[i, 2] = Float32(hi[i]).bitcast(Int32), Float32(lo[i]).bitcast(Int32)
-
-
-def test_parts_of_probabilities():
-    p, hi, lo = (x.copy().view(np.float32) for x in run_on_host(write_parts, 64, 3).T)
-    scaled = p * np.float32(2.0**P_SCALE)
-    np.testing.assert_array_equal(hi, scaled.astype(np.float16).astype(np.float32))
-    np.testing.assert_array_equal(lo, (scaled - hi).astype(np.float16).astype(np.float32))
-    assert (np.abs(hi + lo - scaled) <= np.maximum(scaled * 2.0**-23, 2.0**-25)).all()
-
-
-@cute.jit
-def write_output(head_dim: cutlass.Constexpr, aligned: cutlass.Constexpr, out: cute.Tensor):
-    """Store an accumulator whose elements are 1000 times their row plus their column."""
-    rows, cols, warps = 64, 64, 2
-    tiled_mma = layouts.tiled_mma_sm80(Float16, warps)
-    pointer = cute.recast_ptr(out.iterator, dtype=Float32)
-    o = cute.make_tensor(pointer, cute.make_layout((rows, head_dim), stride=(Int64(head_dim), 1)))
-    for thread in cutlass.range(32 * warps):
-        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor((rows, cols)))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((rows, cols)), Float32)
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = Float32(1000 * coords[i][0] + coords[i][1])
-        score_map = ScoreMap.make(tiled_mma, rows, cols, thread)
-        store_pairs(o, score_map.view(acc), score_map, Int32(0), Int32(rows - 3), head_dim, aligned)
-
-
-@pytest.mark.parametrize("head_dim, aligned", [(64, True), (36, True), (59, False)])
-def test_the_output_is_stored_in_place(head_dim, aligned):
-    found = run_on_host(lambda out: write_output(head_dim, aligned, out), 64, head_dim)
-    wanted = 1000 * np.arange(64)[:, None] + np.arange(head_dim)
-    np.testing.assert_array_equal(found.view(np.float32)[:-3], wanted[:-3])
-    assert (found[-3:] == -1).all()  # rows beyond the sequence
-
-
-# ---- numerics ----
-
-
-def toward_zero(x):
-    """fp64 numbers rounded toward zero to the 24 bits of fp32, as a tensor core rounds its sums."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.trunc(mantissa * 2.0**24), exponent - 24)
-
-
-def in_parts(x, exponent):
-    scaled = np.float32(x) * np.float32(2.0**exponent)
-    hi = scaled.astype(np.float16)
-    return [part.astype(np.float64) for part in (hi, (scaled - hi.astype(np.float32)).astype(np.float16))]
-
-
-def product(a, b, chunk):
-    """(rows, k) by (k, cols) from parts as the kernel has it: chunks along K summed from zero, then added in fp32."""
-    (a_hi, a_lo), (b_hi, b_lo) = in_parts(a, 12), in_parts(b, 12)
-    result = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for first in range(0, a.shape[1], chunk):
-        total = np.zeros(result.shape)
-        for x, y in ((a_lo, b_hi), (a_hi, b_lo), (a_hi, b_hi)):
-            for k in range(first, first + chunk, 16):
-                total = toward_zero(total + x[:, k : k + 16] @ y[k : k + 16])
-        result += (total * 2.0**-24).astype(np.float32)
-    return result
-
-
-@pytest.mark.parametrize("k, chunk", [(64, 32), (128, 32), (256, 32), (4096, 64), (4096, 32)])
-def test_products_are_as_exact_as_plain_fp32(k, chunk):
-    rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((16, k)), rng.standard_normal((k, 64))
-    if k == 4096:
-        a = np.exp(a) / 60  # P and V
-    a, b = a.astype(np.float32), b.astype(np.float32)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    plain = np.abs((torch.from_numpy(a) @ torch.from_numpy(b)).numpy() - exact)
-    error = np.abs(product(a, b, chunk) - exact)
-    assert np.sqrt((error**2).mean()) <= 2 * np.sqrt((plain**2).mean()) + 2.0**-24 * np.abs(exact).mean()
-    whole = np.abs(product(a, b, k) - exact)
-    assert k < 4096 or whole.mean() > 4 * error.mean(), "long sums would show"
-
-
-def rounded_to_tf32(x):
-    """11 significant bits, half-way cases away from 0."""
-    bits = (np.float32(x).view(np.int32) + 0x1000) & np.int32(~0x1FFF)
-    return bits.view(np.float32).astype(np.float64)
-
-
-def in_one_part(x):
-    """Of a tensor, times its power of two, in fp16; back in its own units."""
-    exponent = 14 - int(np.floor(np.log2(np.abs(x).max())))
-    return np.float64((x * 2.0**exponent).astype(np.float16)) * 2.0**-exponent
-
-
-def p_in_one_part(p):
-    return np.float64((p * 2.0**P_SCALE).astype(np.float16)) * 2.0**-P_SCALE
-
-
-def attend(q, k, v, rounded=np.float64, p_rounded=np.float64):
-    """Softmax of scores from rounded q and k, rounded again, times rounded v; sums are exact."""
-    q, k, v = (rounded(x) for x in (q, k, v))
-    scores = q @ k.T * q.shape[1] ** -0.5
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    return p_rounded(p) @ v / p.sum(1, keepdims=True)
-
-
-@pytest.mark.parametrize("what", ["normal", "small rows", "small elements", "sink", "heavy tails"])
-def test_one_part_is_as_exact_as_tf32(what):
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((256, 64)) for _ in range(3))
-    if what == "small rows":  # as small as fits
-        factors = 2.0 ** -rng.uniform(0, 23, (256, 1))
-        k, v = k * factors, v * factors[::-1]
-    elif what == "small elements":
-        v = v * 2.0 ** -rng.uniform(0, 20, v.shape)
-    elif what == "sink":  # nearly all of P for a key whose value is 0: the rest of P is small
-        q[:, 0], k[:, 0], k[0, 0], v[0] = 8.0, 0.0, 14.0, 0.0
-    elif what == "heavy tails":
-        q, k, v = (x**3 for x in (q, k, v))
-    q, k, v = (x.astype(np.float32) for x in (q, k, v))
-    exact = attend(q, k, v)
-
-    def rms(*rounded):
-        return np.sqrt(((attend(q, k, v, *rounded) - exact) ** 2).mean())
-
-    tf32 = rms(rounded_to_tf32, rounded_to_tf32)
-    assert rms(in_one_part, p_in_one_part) <= 1.1 * tf32
-    unscaled = rms(in_one_part, lambda p: p.astype(np.float16))
-    assert what != "sink" or unscaled > 1.5 * tf32, "the scale of P would not be needed"
-
 
 # ---- kernels ----
 
