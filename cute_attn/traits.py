@@ -12,10 +12,10 @@ How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_a
 """
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 OPS = (
-    *("forward", "softmax", "backward", "backward_preprocess", "backward_convert"),
+    *("forward", "backward", "backward_preprocess", "backward_convert"),
     *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
@@ -76,7 +76,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
 _BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
-    "sinks": ("forward", "softmax", "kvcache", "combine", "combine_shares"),
+    "sinks": ("forward", "kvcache", "combine", "combine_shares"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
@@ -299,10 +299,6 @@ class Traits:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, SPLIT_TENSORS))}")
         names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen", "aligned")
         return Traits(op, "sm80", **{name: getattr(self, name) for name in names})
-
-    def softmax(self) -> "Traits":
-        """Traits of the softmax kernel of such a forward."""
-        return replace(self, op="softmax", arch="sm80", head_dim_v=self.head_dim, variant="")
 
     @property
     def element_bytes(self) -> int:

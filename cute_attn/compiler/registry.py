@@ -30,7 +30,6 @@ from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
 from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
 from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
-from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
 from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
@@ -38,7 +37,6 @@ from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
-    ("softmax", "sm80", ""): SoftmaxSm80,
     ("backward", "sm80", ""): BackwardSm80,
     ("backward", "sm90", ""): BackwardSm90,
     ("backward_convert", "sm80", ""): BackwardConvert,
@@ -170,8 +168,8 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that represent the default tiles; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; on the targets with the least shared memory what needs the most. A few of the softmax kernel, which has one
-    tile, and of the backward's preprocess and convert.
+    dims; on the targets with the least shared memory what needs the most. A few of the backward's preprocess and
+    convert.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
@@ -198,10 +196,6 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         if op in SPLIT_TENSORS:
             pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
-            continue
-        if op == "softmax":
-            pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]
-            pairs += [(Traits(op, arch, "fp16", 64, **extra), targets[-1]) for extra in _features(op)]
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

@@ -53,7 +53,7 @@ class SmemOperand:
         shape: tuple[int, int] | None = None,
         **place: int,
     ) -> "SmemOperand":
-        """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: a term's (rows, cols), or None for the tile's."""
+        """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: a term's, or None for the tile's."""
         mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
         fragment = mma.make_fragment_A(mma.partition_A(plane))
         view = tiled_copy.get_slice(thread).retile(fragment)

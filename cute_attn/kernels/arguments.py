@@ -133,24 +133,6 @@ def scales_fake() -> cute.Tensor:
     return plain_fake(Float32, 1)
 
 
-def softmax_fake_args(traits: Traits, score_args: tuple) -> tuple:
-    """``__call__``'s arguments of the softmax kernel, without the stream.
-
-    mQ, mK, mLSE, mSoftmax, seqlens, softmax_scale, score_args.
-    """
-    dtype = CUTE_DTYPES[traits.dtype]
-    ndim = 3 if traits.varlen else 4
-    return (
-        rows_fake(dtype, ndim),
-        rows_fake(dtype, ndim),
-        plain_fake(Float32, ndim - 1),
-        plain_fake(dtype, 4),
-        seqlens_fake(traits),
-        Float32(0.0),
-        score_args,
-    )
-
-
 def preprocess_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the preprocess, without the stream.
 

@@ -8,7 +8,6 @@ from cute_attn.tiles.forward import (
     ForwardSm80Tile,
     ForwardSm90Tile,
     KvcacheSm90Tile,
-    SoftmaxTile,
     best_packing,
     may_pack_heads,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "ForwardSm80Tile",
     "ForwardSm90Tile",
     "KvcacheSm90Tile",
-    "SoftmaxTile",
     "Tile",
     "best_packing",
     "first_that_fits",

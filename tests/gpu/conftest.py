@@ -52,17 +52,12 @@ def built(request: pytest.FixtureRequest) -> None:
 def forward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward, with the default tiles for its lengths and for a bias that TMA cannot read.
-
-    With the kernel that writes probabilities, if the case returns them.
-    """
+    """The forward, with the default tiles for its lengths and for a bias that TMA cannot read."""
     traits = case.traits(arch)
     try:
         kernel = registry.lookup(traits, tile, target)
     except registry.Unsupported:  # another generation's kernel serves it, or the test will find out
         return
-    if case.return_softmax:
-        yield traits.softmax(), None, target
     if tile:
         yield traits, tile, target
         return
