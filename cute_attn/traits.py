@@ -26,7 +26,7 @@ SPLIT_TENSORS = {
     "forward_split": ("head_dim", "head_dim", "head_dim_v"),
     "backward_split": ("head_dim", "head_dim", "head_dim_v", "head_dim_v"),
 }
-"""The ops that split fp32 tensors into fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
+"""The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
 """How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
 
@@ -138,7 +138,7 @@ class Traits:
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's own. Forwards of fp32 on sm80 have two more
-            of the package's, ``parts`` and ``exact``, which are launched together (:mod:`cute_attn.host.split_fp32`).
+            of the package's, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 
     Raises:
         ValueError: a field outside what is listed; the message names the field, its value and what is accepted.

@@ -7,7 +7,7 @@ The default tile follows from traits and target. A call that names no tile may g
 which the logger ``cute_attn`` reports at level DEBUG:
 
 * in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
-* in a backward in fp32 of few operations, or of too many rows to split them into parts: the default tile of whole
+* in a backward in fp32 of few operations, or of too many rows to split them into terms: the default tile of whole
   operands;
 * where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
   address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
@@ -25,7 +25,7 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.fp32_sm80 import ForwardExact, ForwardParts
+from cute_attn.kernels.fp32_sm80 import ForwardFallback, ForwardTerms
 from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
 from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
 from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
@@ -53,15 +53,15 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("combine_shares", "sm90", ""): CombineShares,
     ("forward_split", "sm80", ""): SplitFp32,
     ("backward_split", "sm80", ""): SplitFp32,
-    ("forward", "sm80", "parts"): ForwardParts,
-    ("forward", "sm80", "exact"): ForwardExact,
+    ("forward", "sm80", "terms"): ForwardTerms,
+    ("forward", "sm80", "fallback"): ForwardFallback,
 }
 """(op, arch, variant) -> kernel class."""
 
 LARGE_HEAD_DIMS: dict[tuple[str, str], Any] = {("forward", "sm90"): ForwardLargeSm90}
 """(op, arch) -> kernel class in place of the one above for head dims beyond ``LARGE_HEAD_DIM``."""
 
-SPECULATIVE_PAIR = ("parts", "exact")
+SPECULATIVE_PAIR = ("terms", "fallback")
 """Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}

@@ -102,11 +102,11 @@ def _forward_sm90(kernel: Any) -> dict[str, SmemLayout]:
 
 
 def _backward_sm80(kernel: Any) -> dict[str, SmemLayout]:
-    tile, parts, dtype = kernel.tile, kernel.stored_terms, kernel.operand_dtype
+    tile, terms, dtype = kernel.tile, kernel.stored_terms, kernel.operand_dtype
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
 
     def operand(rows: int, cols: int, stages: int = 1) -> SmemLayout:
-        return SmemLayout(lambda: kernel.smem_layout(rows, cols, stages * parts), dtype)
+        return SmemLayout(lambda: kernel.smem_layout(rows, cols, stages * terms), dtype)
 
     scores = operand(tile.tile_m, tile.tile_n)
     if tile.columns:

@@ -4,9 +4,9 @@ from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, B
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
 from cute_attn.tiles.forward import (
     ForwardLargeTile,
-    ForwardPartsTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
+    ForwardTermsTile,
     KvcacheSm90Tile,
     best_packing,
     may_pack_heads,
@@ -19,9 +19,9 @@ __all__ = [
     "BackwardSm80Tile",
     "BackwardSm90Tile",
     "ForwardLargeTile",
-    "ForwardPartsTile",
     "ForwardSm80Tile",
     "ForwardSm90Tile",
+    "ForwardTermsTile",
     "KvcacheSm90Tile",
     "Tile",
     "best_packing",

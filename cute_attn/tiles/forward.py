@@ -267,8 +267,8 @@ class ForwardSm80Tile(WarpTile):
 
 
 @dataclass(frozen=True)
-class ForwardPartsTile(ForwardSm80Tile):
-    """Tile of the Ampere forward of fp32 in fp16 parts; of two, ``qk_unroll`` steps of 16 are summed from zero."""
+class ForwardTermsTile(ForwardSm80Tile):
+    """Tile of the Ampere forward of fp32 in fp16 terms; of two, ``qk_unroll`` steps of 16 are summed from zero."""
 
     qk_unroll: int = choice(2, 1, 2)
 
@@ -279,7 +279,7 @@ class ForwardPartsTile(ForwardSm80Tile):
 
     @staticmethod
     def operand_bytes(traits: Traits) -> int:
-        """Bytes of all parts of an element."""
+        """Bytes of all terms of an element."""
         return 2 * traits.fp32_terms
 
     def registers(self, traits: Traits) -> int:
@@ -295,13 +295,13 @@ class ForwardPartsTile(ForwardSm80Tile):
             self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1
         )
         if self != plain:
-            return f"tile is {self}; accepted for fp32 in parts: {plain}"
+            return f"tile is {self}; accepted for fp32 in terms: {plain}"
         if traits.fp32_terms == 2 and self.qk_unroll not in (1, 2):
-            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two parts"
+            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two terms"
         return super().shape_reason(traits)
 
     def _unaligned_reason(self, traits: Traits) -> str | None:
-        """None: rows of parts are aligned, wherever those of q, k and v start."""
+        """None: rows of terms are aligned, wherever those of q, k and v start."""
         return None
 
 

@@ -30,17 +30,17 @@ KERNELS = {
     "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
     "d64-in-regs": (64, 64, IN_REGS),
     "d32x64-in-regs": (32, 64, IN_REGS),
-    "d64-parts": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
-    "d96x160-parts": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="parts")),
-    "d64-one-part": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
-    "d64-one-part-in-regs": (64, 64, replace(IN_REGS, tile_m=64, queries_at_once=32, operands="parts")),
+    "d64-terms": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="terms")),
+    "d96x160-terms": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="terms")),
+    "d64-one-term": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="terms")),
+    "d64-one-term-in-regs": (64, 64, replace(IN_REGS, tile_m=64, queries_at_once=32, operands="terms")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    dtype, precision = "fp32" if tile.in_terms else "fp16", "tf32" if "one-part" in name else ""
+    dtype, precision = "fp32" if tile.in_terms else "fp16", "tf32" if "one-term" in name else ""
     return BackwardSm80(Traits("backward", "sm80", dtype, d, dv, precision=precision), tile)
 
 
@@ -333,7 +333,7 @@ def summed_from_zero(ptx):
     return lengths, others
 
 
-@pytest.mark.parametrize("operands, head_dim", [("parts", 256), ("exact", 64)])
+@pytest.mark.parametrize("operands, head_dim", [("terms", 256), ("fallback", 64)])
 def test_products_of_fp32_are_summed_from_zero(operands, head_dim):
     """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
     compiled = compile(f"backward-sm80-fp32-d{head_dim}-causal", f"operands={operands}", "sm80")
@@ -341,20 +341,20 @@ def test_products_of_fp32_are_summed_from_zero(operands, head_dim):
     assert lengths and set(lengths) == {3} and others == 0
 
 
-def test_one_part_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
-    kernel = kernel_of("d64-one-part")
+def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
+    kernel = kernel_of("d64-one-term")
     for dims, target, operands in (
-        ((64, 64), "sm86", "parts"),
-        ((128, 128), "sm80", "parts"),
-        ((256, 256), "sm80", "parts"),
+        ((64, 64), "sm86", "terms"),
+        ((128, 128), "sm80", "terms"),
+        ((256, 256), "sm80", "terms"),
         ((256, 256), "sm86", "whole"),
-        ((512, 512), "sm90", "parts"),
-        ((320, 96), "sm86", "parts"),
+        ((512, 512), "sm90", "terms"),
+        ((320, 96), "sm86", "terms"),
     ):
         traits = Traits("backward", "sm80", "fp32", *dims, precision="tf32")
         tile = registry.lookup(traits, None, target).tile
         assert tile.operands == operands
-        for own in (tile, tile.exact(traits)) if tile.in_terms else (tile,):
+        for own in (tile, tile.fallback(traits)) if tile.in_terms else (tile,):
             assert own.reject(traits, target) is None
     fp32 = BackwardSm80(Traits("backward", "sm80", "fp32", 64), kernel.tile)
     assert fp32.step_content().mma == 3 * kernel.step_content().mma
@@ -374,9 +374,9 @@ def write_rows(kernel: cutlass.Constexpr, out: cute.Tensor):
                 out[thread, i, m] = coords[i, m, 0][0]
 
 
-def test_pieces_of_one_part_are_whole_modes_of_dq():
+def test_pieces_of_one_term_are_whole_modes_of_dq():
     """So that each has its own factor."""
-    kernel = kernel_of("d64-one-part-in-regs")
+    kernel = kernel_of("d64-one-term-in-regs")
     tile = kernel.tile
     found = run_on_host(lambda out: write_rows(kernel, out), tile.num_threads, 4, tile.tile_m // 32)
     pieces = np.arange(tile.tile_m // 32) * tile.pieces // (tile.tile_m // 32)
@@ -386,9 +386,9 @@ def test_pieces_of_one_part_are_whole_modes_of_dq():
         assert reason is None if text is None else text in reason
 
 
-def test_products_in_parts_are_of_lo_hi_and_hi_lo_and_hi_hi():
+def test_products_in_terms_are_of_lo_hi_and_hi_lo_and_hi_hi():
     """The three MMAs of a sum, in this order: both parts of A with B's hi, A's hi with both parts of B."""
-    ptx = compile("backward-sm80-fp32-d256-causal", "operands=parts", "sm80").ptx
+    ptx = compile("backward-sm80-fp32-d256-causal", "operands=terms", "sm80").ptx
     chains, of_result = [], {}
     for result, a, b, start in re.findall(
         r"mma\.sync\S+\s+{(.*?)},\s+{(.*?)},\s+{(.*?)},\s+{(.*?)};", ptx, re.DOTALL

@@ -14,7 +14,7 @@ from cute_attn.compiler.registry import Unsupported, lookup
 from cute_attn.device.math import LOG2_E
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels, SplitLauncher
-from cute_attn.kernels.fp32_sm80.kernel import parts_serve
+from cute_attn.kernels.fp32_sm80.kernel import terms_serve
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 from tests.cpu.test_divided import call
@@ -22,23 +22,23 @@ from tests.cpu.test_divided import call
 # ---- kernels ----
 
 PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\S*\s*" + r",\s*".join([r"\{([^}]*)\}"] * 4))
-ONE = [("parts-fp32-d128-causal", "sm90"), ("parts-fp32-d128-tf32-causal", "sm90")]
-TF32 = "parts-fp32-d{}-tf32"
+ONE = [("terms-fp32-d128-causal", "sm90"), ("terms-fp32-d128-tf32-causal", "sm90")]
+TF32 = "terms-fp32-d{}-tf32"
 FEATURES = "-causal-softcap-alibi-bias_fp32-dropout"
 EVERY = [
-    *((f"parts-fp32-d{dim}{rest}", "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
-    *((f"parts-fp32-d{dim}-window-bias_fp32-dropout_mem_efficient", "sm90") for dim in (64, 96, 128, 256)),
+    *((f"terms-fp32-d{dim}{rest}", "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
+    *((f"terms-fp32-d{dim}-window-bias_fp32-dropout_mem_efficient", "sm90") for dim in (64, 96, 128, 256)),
     *(
-        (f"parts-fp32-{dims}", "sm90")
+        (f"terms-fp32-{dims}", "sm90")
         for dims in ("d320", "d512", "d576x512-causal", "d59-unaligned-varlen-seqused_q")
     ),
-    *((f"parts-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
+    *((f"terms-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
     *((f"exact-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
     *((TF32.format(dim) + rest, "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
     *((TF32.format(dim) + "-bias_fp32", "sm90") for dim in (64, 128, 320)),
     *((TF32.format(dim), "sm90") for dim in ("320", "512", "576x512")),
     *((TF32.format(dim), target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
-    ("parts-fp32-d59-tf32-unaligned-varlen-seqused_q", "sm90"),
+    ("terms-fp32-d59-tf32-unaligned-varlen-seqused_q", "sm90"),
     ("exact-fp32-d64-tf32-causal", "sm90"),
 ]
 
@@ -55,8 +55,8 @@ def test_kernels_do_not_spill(name_on_target):
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
     products = PRODUCT.findall(compiled.ptx)
-    assert bool(products) == name.startswith("parts") and ("m16n8k8" in compiled.ptx) == name.startswith(
-        "exact"
+    assert bool(products) == name.startswith("terms") and ("m16n8k8" in compiled.ptx) == name.startswith(
+        "fallback"
     )
     for _, a, b, _ in products:
         assert len({x.strip() for x in a.split(",")}) == 4 and len({x.strip() for x in b.split(",")}) == 2, a
@@ -90,9 +90,9 @@ LARGE = {
     "tf32": single(1024, 2048, (16, 16), precision="tf32"),
     "tf32, unaligned": single(1024, 2048, (16, 16), 123, precision="tf32"),
     "tf32, d512": single(1024, 1024, (16, 16), 512, precision="tf32"),
-    "small, by name": single(64, 64, kernel="sm80:parts"),
-    "exact, by name": single(64, 64, kernel="sm80:exact"),
-    "tile": single(64, 64, kernel="sm80:parts", tile="tile_n=32"),
+    "small, by name": single(64, 64, kernel="sm80:terms"),
+    "fallback, by name": single(64, 64, kernel="sm80:fallback"),
+    "tile": single(64, 64, kernel="sm80:terms", tile="tile_n=32"),
 }
 
 
@@ -100,7 +100,7 @@ LARGE = {
 def test_large_calls_take_both_kernels(name):
     params = LARGE[name]
     speculative, exact = wanted(params)
-    assert (speculative.traits.variant, exact.traits.variant) == ("parts", "exact")
+    assert (speculative.traits.variant, exact.traits.variant) == ("terms", "fallback")
     assert speculative.traits.precision == exact.traits.precision == params.precision
     assert speculative.tile.tile_n == (32 if params.tile else speculative.tile.tile_n)
     for kernel in (speculative, exact):
@@ -141,19 +141,19 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
     traits = replace(traits, precision="tf32" if count == 1 else "")
     launched = []
     functions = [
-        lambda *args, name=name: launched.append((name, args)) for name in ("split", "parts", "exact")
+        lambda *args, name=name: launched.append((name, args)) for name in ("split", "terms", "fallback")
     ]
     split = SplitLauncher(functions[0], (64, 64), 256, count)
     lse = torch.empty(*((4, 10) if packed else (2, 4, 5)))
     rest = (torch.empty_like(q), lse, None, 1.0, None, ())
     SpeculativeForward(split, *functions[1:])(q, k, v, *rest)
     (_, of_split), (_, of_parts), (_, of_exact) = launched
-    assert [name for name, _ in launched] == ["split", "parts", "exact"]
+    assert [name for name, _ in launched] == ["split", "terms", "fallback"]
     assert of_exact[:3] == of_split[0] == (q, k, v) and of_parts[3:] == of_exact[3:]
     assert of_parts[0] is q
     assert of_split[3] is of_parts[-1] is of_exact[-1]
     assert_declared(lookup(traits.split_fp32("forward_split"), None, "sm90").fake_args(), of_split)
-    for variant, given in (("parts", of_parts), ("exact", of_exact)):
+    for variant, given in (("terms", of_parts), ("fallback", of_exact)):
         declared = lookup(replace(traits, variant=variant), None, "sm90").fake_args()
         assert_declared((*declared[:5], declared[-1]), (*given[:5], given[-1]))
     assert len(of_split[1]) == 2
@@ -164,14 +164,14 @@ def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
 
 def test_what_the_kernels_decline():
     with pytest.raises(Unsupported, match="it computes fp32, not bf16"):
-        lookup(Traits.parse("forward-sm80:exact-bf16-d64"), None, "sm90")
-    parts = Traits.parse("forward-sm80:parts-fp32-d64")
+        lookup(Traits.parse("forward-sm80:fallback-bf16-d64"), None, "sm90")
+    terms = Traits.parse("forward-sm80:terms-fp32-d64")
     for tile, reason in {
-        "key_groups=2": "accepted for fp32 in parts",
+        "key_groups=2": "accepted for fp32 in terms",
         "qk_unroll=4": "accepted: 1 or 2 steps",
     }.items():
         with pytest.raises(Unsupported, match=reason):
-            lookup(parts, tile, "sm90")
+            lookup(terms, tile, "sm90")
 
 
 # ---- which kernel computes ----
@@ -179,7 +179,7 @@ def test_what_the_kernels_decline():
 
 @cute.jit
 def write_choice(scales: cute.Tensor, serve: cute.Tensor, scale_log2: Float32):
-    serve[0] = Int32(1) if parts_serve(scales, scale_log2, 128) else Int32(0)
+    serve[0] = Int32(1) if terms_serve(scales, scale_log2, 128) else Int32(0)
 
 
 @pytest.mark.parametrize(

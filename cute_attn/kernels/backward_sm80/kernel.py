@@ -52,8 +52,8 @@ from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
-from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, PARTS_LEAST_FLOP, preferred_tiles
-from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
+from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, TERMS_LEAST_FLOP, preferred_tiles
+from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
 from cute_attn.kernels.backward_sm80.params import (
     BackwardParams,
     Gradients,
@@ -108,10 +108,10 @@ class BackwardSm80:
             [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
         )
 
-    def parts_pay(self, rows: int, seqlen_k: int) -> bool:
-        """Whether a call is large enough for operands in parts; rows: queries of all heads and sequences."""
+    def terms_pay(self, rows: int, seqlen_k: int) -> bool:
+        """Whether a call is large enough for operands in terms; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
-        return 2 * rows * seqlen_k * dims >= PARTS_LEAST_FLOP[self.traits.fp32_terms]
+        return 2 * rows * seqlen_k * dims >= TERMS_LEAST_FLOP[self.traits.fp32_terms]
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
         """The kernel of the same traits with the default tile of whole fp32 operands."""
@@ -143,7 +143,7 @@ class BackwardSm80:
 
     @property
     def dtype(self) -> Any:
-        """Element type of the gradients, and of Q, K, V and dO unless they are parts."""
+        """Element type of the gradients, and of Q, K, V and dO unless they are terms."""
         return CUTE_DTYPES[self.traits.dtype]
 
     @property
@@ -221,11 +221,11 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``.
 
-        With operands ``parts``, mQ, mK, mV and mDO are their parts, (..., parts, padded head dim) in fp16. scales: (4,)
-        fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit its parts; or None.
+        With operands ``terms``, mQ, mK, mV and mDO are their terms, (..., terms, padded head dim) in fp16. scales: (4,)
+        fp32, what the sums of the terms of each are times, or 0 for a tensor that does not fit its terms; or None.
         """
         if cutlass.const_expr(self.tile.in_terms):
-            mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
+            mQ, mK, mV, mDO = (first_term(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]
         heads = nheads // cutlass.max(mDK.shape[-2], 1)
         head_splits = cutlass.max(mDK.shape[-2] // cutlass.max(mK.shape[-2], 1), 1)
@@ -417,18 +417,18 @@ class BackwardSm80:
         def area(name: str, layout: Any, dtype: Any = self.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        plane, parts = self.products.scores_plane, self.stored_terms
+        plane, terms = self.products.scores_plane, self.stored_terms
 
         def stages(number: int) -> int:
-            return tile.pieces * number * parts
+            return tile.pieces * number * terms
 
         return BackwardSm80Storage(
-            k=area("k", self.smem_layout(tile.tile_n, d, parts)),
-            v=area("v", self.smem_layout(tile.tile_n, dv, parts)),
+            k=area("k", self.smem_layout(tile.tile_n, d, terms)),
+            v=area("v", self.smem_layout(tile.tile_n, dv, terms)),
             q=area("q", self.smem_layout(tile.queries, d, stages(tile.stages_q))),
             do=area("do", self.smem_layout(tile.queries, dv, stages(tile.stages_do))),
-            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n, parts)),
-            ds=area("ds", self.smem_layout(*plane, parts)),
+            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n, terms)),
+            ds=area("ds", self.smem_layout(*plane, terms)),
             lse=area("lse", cute.make_layout((tile.tile_m, tile.stages_q)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
             dk=area("dk", self.gradient_layout(d), self.dtype),
@@ -438,7 +438,7 @@ class BackwardSm80:
         )
 
     def scale_storage(self, area: Any) -> ScaleStorage | None:
-        """What operands in parts need in shared memory; area: see ``ScaleStorage.make``."""
+        """What operands in terms need in shared memory; area: see ``ScaleStorage.make``."""
         tile = self.tile
         pieces = tile.pieces if self.products.one_term else 0
         return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_terms else None
@@ -464,9 +464,9 @@ class BackwardSm80:
             row_copy = RowCopy(
                 self.gmem_copy(head_dim, True), thread, cols, self.products.loaded_columns(head_dim)
             )
-            for part in cutlass.range_constexpr(self.stored_terms):
-                tile = block_of_rows(part_of(g, part, cols), key0 // tile_n, tile_n, cols)
-                row_copy.copy(tile, s[None, None, part], key_tile.info.seqlen_k - key0, False)
+            for term in cutlass.range_constexpr(self.stored_terms):
+                tile = block_of_rows(term_of(g, term, cols), key0 // tile_n, tile_n, cols)
+                row_copy.copy(tile, s[None, None, term], key_tile.info.seqlen_k - key0, False)
 
     @cute.jit
     def first_cols(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> tuple[Int32, Int32]:
@@ -579,7 +579,7 @@ class BackwardSm80:
 
     @cute.jit
     def multiply_dkv(self, ctx: MainloopContext, block: Int32, factor_ds: Float32) -> None:
-        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in parts is times."""
+        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in terms is times."""
         tile, op, products, gradients = self.tile, ctx.operands, self.products, ctx.gradients
         unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
         stage, factor = self.stage(block, tile.stages_do), ctx.factor("dv")
@@ -609,7 +609,7 @@ class BackwardSm80:
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
 
-        Returns what dS is times, if it is stored in parts.
+        Returns what dS is times, if it is stored in terms.
         """
         tile, op, chain = self.tile, ctx.operands, self.epilogues
         acc_s, ahead = self.multiply_qk(ctx, block, piece)
@@ -678,7 +678,7 @@ class BackwardSm80:
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """dP = dO V^T and -D of the thread's rows; or dP - D, which the product starts from, and None."""
         op = ctx.operands
-        # Dropout zeroes elements of dP, not of D; and one part's dP is in other units.
+        # Dropout zeroes elements of dP, not of D; and one term's dP is in other units.
         apart = bool(self.traits.dropout) or self.products.one_term
         minus_d = None if apart else self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
         acc = self.scores_accumulator(op)
@@ -723,7 +723,7 @@ class BackwardSm80:
     def gradient_scale(
         self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, piece: Constexpr = 0
     ) -> tuple[Float32, Float32]:
-        """The power of two that dS is split with, and its inverse; with one part dK is in units of it as well."""
+        """The power of two that dS is split with, and its inverse; with one term dK is in units of it as well."""
         if cutlass.const_expr(self.products.one_term):
             scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, piece)
             for acc in dk:
@@ -769,7 +769,7 @@ class BackwardSm80:
 
     @cute.jit
     def add_dq(self, ctx: MainloopContext, block: Int32, factors: tuple[Float32, ...]) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in parts, by pieces."""
+        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in terms, by pieces."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
