@@ -12,10 +12,10 @@ How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_a
 """
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 OPS = (
-    *("forward", "softmax", "backward", "backward_preprocess", "backward_convert"),
+    *("forward", "backward", "backward_preprocess", "backward_convert"),
     *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
@@ -26,7 +26,7 @@ SPLIT_TENSORS = {
     "forward_split": ("head_dim", "head_dim", "head_dim_v"),
     "backward_split": ("head_dim", "head_dim", "head_dim_v", "head_dim_v"),
 }
-"""The ops that split fp32 tensors into fp16 parts, and the trait with the head dim of each: q, k, v, and dO."""
+"""The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
 """How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
 
@@ -76,7 +76,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
 _BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
-    "sinks": ("forward", "softmax", "kvcache", "combine", "combine_shares"),
+    "sinks": ("forward", "kvcache", "combine", "combine_shares"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
@@ -138,7 +138,7 @@ class Traits:
         split: ``""``, or how the keys of a query block are divided among CTAs: into ``parts`` of the same number or
             size, or into equal ``shares`` of all key blocks (:mod:`cute_attn.work.key_shares`). Kvcache.
         variant: name of a registered kernel class, ``""`` for the package's own. Forwards of fp32 on sm80 have two more
-            of the package's, ``parts`` and ``exact``, which are launched together (:mod:`cute_attn.host.split_fp32`).
+            of the package's, ``terms`` and ``fallback``, launched together (:mod:`cute_attn.host.split_fp32`).
 
     Raises:
         ValueError: a field outside what is listed; the message names the field, its value and what is accepted.
@@ -300,18 +300,14 @@ class Traits:
         names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen", "aligned")
         return Traits(op, "sm80", **{name: getattr(self, name) for name in names})
 
-    def softmax(self) -> "Traits":
-        """Traits of the softmax kernel of such a forward."""
-        return replace(self, op="softmax", arch="sm80", head_dim_v=self.head_dim, variant="")
-
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of q, k, v and o."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
-    def fp16_parts(self) -> int:
-        """fp16 parts of an fp32 number in kernels that multiply parts: hi and lo, or with precision tf32 hi alone."""
+    def fp32_terms(self) -> int:
+        """Terms of an fp32 number in tf32 or fp16: hi and lo, or with precision tf32 hi alone."""
         return 1 if self.precision == "tf32" else 2
 
     @property

@@ -122,18 +122,8 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
-    epilogues: tuple[reference.Epilogue, ...] = ()
-    if call.epilogues:
-        from cute_attn.epilogues.base import user_epilogue
-
-        epilogues = tuple(user_epilogue(name).reference for name in call.epilogue_names)
     out, lse, softmax = reference.attention(
-        *call[:3],
-        call.softmax_scale,
-        reference.Features(call.mask, call.dropout, epilogues),
-        call.score_inputs(),
-        reference.Lengths(*call[3:7], call.max_seqlen_q, call.max_seqlen_k),
-        return_softmax=call.return_softmax,
+        *call[:3], call.softmax_scale, *call.by_definition(), return_softmax=call.return_softmax
     )
     if into is not None:
         return write_owned(into, out, call.cu_seqlens_q), lse, softmax

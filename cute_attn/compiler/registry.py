@@ -7,7 +7,7 @@ The default tile follows from traits and target. A call that names no tile may g
 which the logger ``cute_attn`` reports at level DEBUG:
 
 * in the forward, for the sequences' lengths and the heads of a group: the kernel's ``for_lengths``;
-* in a backward in fp32 of few operations, or of too many rows to split them into parts: the default tile of whole
+* in a backward in fp32 of few operations, or of too many rows to split them into terms: the default tile of whole
   operands;
 * where the default tile loads a bias by TMA (or stores its gradient) and the bias has a single row, or strides or an
   address that TMA cannot use, the tile without: :func:`other_tiles`, which ``cute-attn list`` shows. A call that
@@ -25,12 +25,11 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.combine import Combine, CombineShares
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
-from cute_attn.kernels.fp32_sm80 import ForwardExact, ForwardParts
+from cute_attn.kernels.fp32_sm80 import ForwardFallback, ForwardTerms
 from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
 from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
 from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
-from cute_attn.kernels.softmax_sm80 import SoftmaxSm80
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
 from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
@@ -38,7 +37,6 @@ from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
     ("forward", "sm90", ""): ForwardSm90,
-    ("softmax", "sm80", ""): SoftmaxSm80,
     ("backward", "sm80", ""): BackwardSm80,
     ("backward", "sm90", ""): BackwardSm90,
     ("backward_convert", "sm80", ""): BackwardConvert,
@@ -55,15 +53,15 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("combine_shares", "sm90", ""): CombineShares,
     ("forward_split", "sm80", ""): SplitFp32,
     ("backward_split", "sm80", ""): SplitFp32,
-    ("forward", "sm80", "parts"): ForwardParts,
-    ("forward", "sm80", "exact"): ForwardExact,
+    ("forward", "sm80", "terms"): ForwardTerms,
+    ("forward", "sm80", "fallback"): ForwardFallback,
 }
 """(op, arch, variant) -> kernel class."""
 
 LARGE_HEAD_DIMS: dict[tuple[str, str], Any] = {("forward", "sm90"): ForwardLargeSm90}
 """(op, arch) -> kernel class in place of the one above for head dims beyond ``LARGE_HEAD_DIM``."""
 
-SPECULATIVE_PAIR = ("parts", "exact")
+SPECULATIVE_PAIR = ("terms", "fallback")
 """Variants of the package's own, launched together for large calls in fp32: :mod:`cute_attn.host.split_fp32`."""
 
 RUNS_ON = {"sm80": TARGETS, "sm90": ("sm90",)}
@@ -170,8 +168,8 @@ def defaults() -> list[tuple[Traits, str]]:
     """(traits, target) pairs that represent the default tiles; tests build a cover of them.
 
     Every head dim, plain and causal, for the oldest and the newest target; every feature at the two commonest head
-    dims; on the targets with the least shared memory what needs the most. A few of the softmax kernel, which has one
-    tile, and of the backward's preprocess and convert.
+    dims; on the targets with the least shared memory what needs the most. A few of the backward's preprocess and
+    convert.
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in KERNELS:
@@ -198,10 +196,6 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         if op in SPLIT_TENSORS:
             pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
-            continue
-        if op == "softmax":
-            pairs += [(Traits(op, arch, "bf16", dim), targets[0]) for dim in (32, 64, 96, 128, 192, 256)]
-            pairs += [(Traits(op, arch, "fp16", 64, **extra), targets[-1]) for extra in _features(op)]
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

@@ -102,11 +102,11 @@ def _forward_sm90(kernel: Any) -> dict[str, SmemLayout]:
 
 
 def _backward_sm80(kernel: Any) -> dict[str, SmemLayout]:
-    tile, parts, dtype = kernel.tile, kernel.num_parts, kernel.operand_dtype
+    tile, terms, dtype = kernel.tile, kernel.stored_terms, kernel.operand_dtype
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
 
     def operand(rows: int, cols: int, stages: int = 1) -> SmemLayout:
-        return SmemLayout(lambda: kernel.smem_layout(rows, cols, stages * parts), dtype)
+        return SmemLayout(lambda: kernel.smem_layout(rows, cols, stages * terms), dtype)
 
     scores = operand(tile.tile_m, tile.tile_n)
     if tile.columns:
@@ -131,20 +131,11 @@ def _backward_sm90(kernel: Any) -> dict[str, SmemLayout]:
     return {name: SmemLayout(getattr(kernel, f"layout_{which}"), kernel.dtype) for name, which in of.items()}
 
 
-def _softmax(kernel: Any) -> dict[str, SmemLayout]:
-    tile = kernel.tile
-    return {
-        "q": SmemLayout(lambda: kernel.smem_layout(tile.tile_m), kernel.dtype),
-        "k": SmemLayout(lambda: kernel.smem_layout(tile.tile_n), kernel.dtype),
-    }
-
-
 _LAYOUTS: dict[tuple[str, str], Callable[[Any], dict[str, SmemLayout]]] = {
     ("forward", "sm80"): _forward_sm80,
     ("kvcache", "sm80"): _forward_sm80,
     ("forward", "sm90"): _forward_sm90,
     ("kvcache", "sm90"): _forward_sm90,
-    ("softmax", "sm80"): _softmax,
     ("backward", "sm80"): _backward_sm80,
     ("backward", "sm90"): _backward_sm90,
 }

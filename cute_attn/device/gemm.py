@@ -1,4 +1,9 @@
-"""The two matrix products of an mma.sync kernel.
+"""Matrix products of an mma.sync kernel: operands in shared memory, and the one loop over K that all products take.
+
+An operand has terms, whose sum it is: one of 16 bits, or for fp32 the terms of :mod:`cute_attn.device.gemm_terms`. With
+several of them some steps along K are summed from zero, and then added to the accumulator in fp32: a tensor core rounds
+its sums toward zero, which does not average out in long ones (Ootomo and Yokota 2022,
+https://arxiv.org/abs/2203.03341).
 
 ptxas hoists ldmatrix as far as registers last, and then spills values with longer lifetimes. It moves no load across
 iterations: a loop over K steps, instead of unrolled code, bounds the registers of Q K^T. P V needs no such loop, since
@@ -6,20 +11,23 @@ the scores' registers are free by then.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Int32, cute
+from cutlass import Constexpr, Float32, Int32, cute
 
 from cute_attn.device.math import rematerialize
+from cute_attn.device.terms import Terms, multiply
 from layouts.mma import row_col_modes, row_col_view, thread_row_col
 
 
 @dataclass(frozen=True)
 class SmemOperand:
-    """A thread's part of an MMA operand in shared memory, and its register fragment.
+    """A thread's part of an MMA operand in shared memory, or of one of its terms, and its register fragment.
 
     tile: (rows, cols, stage); fragment: (mma, rows, k); view: the fragment retiled for the copy, (copy, piece, k), one
-    ldmatrix a piece.
+    ldmatrix a piece. first_step, first_piece, offset: where in the tile the term starts, ``offset`` in elements, whole
+    periods of the swizzle.
     """
 
     tiled_copy: cute.TiledCopy
@@ -27,24 +35,44 @@ class SmemOperand:
     fragment: cute.Tensor
     view: cute.Tensor
     thread: Int32
+    first_step: Constexpr = 0
+    first_piece: Constexpr = 0
+    offset: Constexpr = 0
+
+    loads_ahead = True
+    """Whether steps that are summed from zero are all loaded before they are multiplied."""
+    width = 2
+    """MMAs along N of a piece of B."""
 
     @staticmethod
     def a(
-        tiled_mma: cute.TiledMma, tiled_copy: cute.TiledCopy, tile: cute.Tensor, thread: Int32
+        tiled_mma: cute.TiledMma,
+        tiled_copy: cute.TiledCopy,
+        tile: cute.Tensor,
+        thread: Int32,
+        shape: tuple[int, int] | None = None,
+        **place: int,
     ) -> "SmemOperand":
-        """The A operand (M, K) in ``tile`` (rows, cols, stage)."""
-        mma = tiled_mma.get_slice(thread)
-        fragment = mma.make_fragment_A(mma.partition_A(tile[None, None, 0]))
-        return SmemOperand(tiled_copy, tile, fragment, tiled_copy.get_slice(thread).retile(fragment), thread)
+        """The A operand (M, K) in ``tile`` (rows, cols, stage); shape: a term's, or None for the tile's."""
+        mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
+        fragment = mma.make_fragment_A(mma.partition_A(plane))
+        view = tiled_copy.get_slice(thread).retile(fragment)
+        return SmemOperand(tiled_copy, tile, fragment, view, thread, **place)
 
     @staticmethod
     def b(
-        tiled_mma: cute.TiledMma, tiled_copy: cute.TiledCopy, tile: cute.Tensor, thread: Int32
+        tiled_mma: cute.TiledMma,
+        tiled_copy: cute.TiledCopy,
+        tile: cute.Tensor,
+        thread: Int32,
+        shape: tuple[int, int] | None = None,
+        **place: int,
     ) -> "SmemOperand":
-        """The B operand (N, K) in ``tile`` (rows, cols, stage)."""
-        mma = tiled_mma.get_slice(thread)
-        fragment = mma.make_fragment_B(mma.partition_B(tile[None, None, 0]))
-        return SmemOperand(tiled_copy, tile, fragment, tiled_copy.get_slice(thread).retile(fragment), thread)
+        """The B operand (N, K) likewise."""
+        mma, plane = tiled_mma.get_slice(thread), _plane(tile, shape)
+        fragment = mma.make_fragment_B(mma.partition_B(plane))
+        view = tiled_copy.get_slice(thread).retile(fragment)
+        return SmemOperand(tiled_copy, tile, fragment, view, thread, **place)
 
     @property
     def pieces(self) -> int:
@@ -55,6 +83,11 @@ class SmemOperand:
     def steps(self) -> int:
         """MMA steps along K."""
         return cute.size(self.fragment, mode=[2])
+
+    @property
+    def terms(self) -> Terms:
+        """The fragment, of an operand that stays in registers."""
+        return (self.fragment,)
 
     def start(self, stage: Int32) -> Int32:
         """The address of the thread's first vector in ``stage``, rematerialized so that it occupies no register."""
@@ -67,11 +100,14 @@ class SmemOperand:
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
         """``start`` moved to step k, a dynamic value."""
-        step = self._distance(0, 1) if self.steps > 1 else 0
+        size = self.tile.element_type.width // 8
+        steps = cute.size(self.tile, mode=[1]) * size // 32  # of all terms
+        k = k + self.first_step if self.first_step else k
+        step = self._distance(0, 1) if steps > 1 else 0
         # Steps within a row of the layout's atom are equally far apart, and so are atoms.
-        row = next((k for k in range(1, self.steps) if self._distance(0, k) != k * step), self.steps)
-        atom = self._distance(0, row) if row < self.steps else 0
-        in_row, size = k % row * step, self.tile.element_type.width // 8
+        row = next((k for k in range(1, steps) if self._distance(0, k) != k * step), steps)
+        atom = self._distance(0, row) if row < steps else 0
+        in_row = k % row * step
         swizzled = in_row & swizzled_bits(self.tile.layout)
         return (start ^ (swizzled * size)) + (in_row - swizzled + k // row * atom) * size
 
@@ -81,17 +117,18 @@ class SmemOperand:
         Without the swizzle, vectors are at static offsets from the first one. The swizzle is linear under xor, so one
         xor of the first address accounts for the swizzled bits, and one register serves all addresses.
         """
-        distance = self._distance(piece, k)
+        distance = self._distance(piece + self.first_piece, k)
         swizzled = distance & swizzled_bits(self.tile.layout)
         element = self.tile.element_type
         moved = start ^ (swizzled * (element.width // 8)) if swizzled else start
-        return cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16) + (distance - swizzled)
+        pointer = cute.make_ptr(element, moved, cute.AddressSpace.smem, assumed_align=16)
+        return pointer + (distance - swizzled + self.offset)
 
-    def load(self, start: Int32, piece: int, k: int) -> None:
-        """Load a piece into the fragment, k steps after ``start``."""
+    def load(self, start: Int32, piece: int, k: int, slot: int | None = None) -> None:
+        """Load a piece into step ``slot`` of the fragment, or k, from k steps after ``start``."""
         elements = 128 // self.tile.element_type.width
         source = cute.make_tensor(self.address(start, piece, k), cute.make_layout(elements))
-        cute.copy(self.tiled_copy, source, self.view[None, piece, k])
+        cute.copy(self.tiled_copy, source, self.view[None, piece, k if slot is None else slot])
 
     def _distance(self, piece: int, k: int) -> int:
         """Elements from a thread's first vector to another one, without the swizzle."""
@@ -100,43 +137,83 @@ class SmemOperand:
         vectors = self.tiled_copy.get_slice(0).partition_S(cute.make_tensor(self.tile.iterator, unswizzled))
         return cute.crd2idx((0, piece, k, 0), vectors.layout)
 
-    def load_step(self, start: Int32, k: int) -> None:
-        """Load all pieces, k steps after ``start``."""
+    def load_a(self, start: Int32, k: int) -> Terms:
+        """Load all pieces of A, k steps after ``start``."""
         for piece in range(self.pieces):
             self.load(start, piece, k)
+        return (self.fragment[None, None, k],)
+
+    def load_b(self, start: Int32, piece: int, k: int) -> Terms:
+        """Load a piece of B, k steps after ``start``."""
+        self.load(start, piece, k)
+        return (cute.logical_divide(self.fragment, (None, self.width, None))[None, (None, piece), k],)
 
     def load_all(self) -> None:
         """Load all steps of the first stage, for an operand that stays in registers."""
         start = self.start(Int32(0))
         for k in range(self.steps):
-            self.load_step(start, k)
+            for piece in range(self.pieces):
+                self.load(start, piece, k + self.first_step, k)
+
+
+def _plane(tile: cute.Tensor, shape: tuple[int, int] | None) -> cute.Tensor:
+    """The first stage of a tile; or of another shape, to make a fragment of."""
+    if shape is None:
+        return tile[None, None, 0]
+    return cute.make_tensor(tile.iterator, cute.make_layout(shape))
 
 
 @cute.jit
 def gemm(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
-    a: SmemOperand,
-    b: SmemOperand,
+    a: Any,
+    b: Any,
     stage: Int32,
     unroll: Constexpr,
     a_stage: Int32 | int = 0,
+    together: Constexpr = 1,
+    factor: Float32 | None = None,
 ) -> None:
-    """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``."""
+    """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``.
+
+    Args:
+        a, b: as many terms each.
+        together: steps along K for which A is loaded before B, and that are summed from zero with several terms.
+        factor: of the product; with several terms only.
+    """
     a_start, b_start = a.start(Int32(a_stage)), b.start(stage)
     for first in cutlass.range(0, b.steps, unroll, unroll=1):
         a_here, b_here = a.at_step(a_start, first), b.at_step(b_start, first)
-        for k in cutlass.range_constexpr(unroll):
-            a.load_step(a_here, k)
-            _step(tiled_mma, acc, a.fragment, b, b_here, k)
+        for k in cutlass.range_constexpr(0, unroll, together):
+            own = [a.load_a(a_here, k + i) for i in range(together)]
+            _times_b(tiled_mma, acc, own, b, b_here, k, factor)
 
 
 @cute.jit
-def gemm_rs(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, stage: Int32) -> None:
-    """acc += A B^T with A in registers."""
+def gemm_rs(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: Terms,
+    b: Any,
+    stage: Int32,
+    together: Constexpr = 1,
+    factor: Float32 | None = None,
+    row_factors: cute.Tensor | None = None,
+    ahead: Constexpr = 0,
+) -> None:
+    """acc += A B^T with A in registers.
+
+    Args:
+        a: terms (mma, M, k).
+        b, together, factor: as of :func:`gemm`.
+        row_factors: (2 M), what acc is times before: of the rows of each M, two by two. With all of K ``together``.
+        ahead: pieces of B whose products may be under way at a time, or 0 for any number.
+    """
     b_start = b.start(stage)
-    for k in cutlass.range_constexpr(b.steps):
-        _step(tiled_mma, acc, a, b, b_start, k)
+    for k in cutlass.range_constexpr(0, b.steps, together):
+        own = [tuple(term[None, None, k + i] for term in a) for i in range(together)]
+        _times_b(tiled_mma, acc, own, b, b_start, k, factor, row_factors, ahead)
 
 
 @cute.jit
@@ -144,34 +221,71 @@ def gemm_sr(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: SmemOperand, b: cute.
     """acc += A B^T with B in registers."""
     a_start = a.start(stage)
     for k in cutlass.range_constexpr(a.steps):
-        a.load_step(a_start, k)
-        cute.gemm(tiled_mma, acc, a.fragment[None, None, k], b[None, None, k], acc)
+        multiply(tiled_mma, acc, [a.load_a(a_start, k)], [(b[None, None, k],)])
 
 
 @cute.jit
-def _step(
-    tiled_mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: SmemOperand, b_start: Int32, k: Constexpr
+def _times_b(
+    tiled_mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: list[Terms],
+    b: Any,
+    start: Any,
+    first: Constexpr,
+    factor: Float32 | None,
+    row_factors: cute.Tensor | None = None,
+    ahead: Constexpr = 0,
 ) -> None:
-    """One step along K: for each piece of B its ldmatrix, then the MMAs that read it."""
-    acc_pieces = cute.logical_divide(acc, (None, None, 2))
-    b_pieces = cute.logical_divide(b.fragment, (None, 2, None))
+    """The steps ``a`` along K, from ``first`` on: for each piece of B its loads, then the MMAs that read it."""
+    pieces = cute.logical_divide(acc, (None, None, b.width))
+    at_once: Constexpr = len(a) if b.loads_ahead else 1
+    zero = rematerialize(b.thread) >> 31 if ahead else None  # which the compiler does not know
     for piece in cutlass.range_constexpr(b.pieces):
-        b.load(b_start, piece, k)
-        target = acc_pieces[None, None, (None, piece)]
-        cute.gemm(tiled_mma, target, a[None, None, k], b_pieces[None, (None, piece), k], target)
+        target, here = pieces[None, None, (None, piece)], start
+        if cutlass.const_expr(ahead and piece >= ahead):
+            here = b.after(start, pieces[None, None, (None, piece - ahead)], zero)
+        total = target
+        if cutlass.const_expr(len(a[0]) > 1):
+            total = cute.make_rmem_tensor(cute.make_layout(target.shape), Float32)
+            total.fill(0.0)
+        elif cutlass.const_expr(row_factors is not None):
+            _scale_and_add(target, row_factors, None, None)
+        for k in cutlass.range_constexpr(0, len(a), at_once):
+            own = [b.load_b(here, piece, first + k + i) for i in range(at_once)]
+            multiply(tiled_mma, total, a[k : k + at_once], own)
+        if cutlass.const_expr(len(a[0]) > 1):
+            if cutlass.const_expr(row_factors is None and factor is None):
+                target.store(target.load() + total.load())
+            else:
+                _scale_and_add(target, row_factors, total, factor)
+
+
+@cute.jit
+def _scale_and_add(target: cute.Tensor, row_factors: Any, total: Any, factor: Float32 | None) -> None:
+    """target = row_factors * target + factor * total, where there are any; ((2, 2), M, N), and row_factors (2 M)."""
+    for n in cutlass.range_constexpr(cute.size(target, mode=[2])):
+        for m in cutlass.range_constexpr(cute.size(target, mode=[1])):
+            for i in cutlass.range_constexpr(4):
+                x = target[i, m, n]
+                if cutlass.const_expr(row_factors is not None):
+                    x = x * row_factors[i // 2 + 2 * m]
+                if cutlass.const_expr(total is not None):
+                    x = x + (total[i, m, n] if factor is None else total[i, m, n] * factor)
+                target[i, m, n] = x
 
 
 @dataclass(frozen=True)
 class SmemResult:
-    """Stores a thread's part of an accumulator, in 16 bits, to row-major shared memory.
+    """Stores a thread's part of an accumulator, of 16 bits, to row-major shared memory.
 
-    tile: (rows, cols) of the product, or with more columns.
+    tile: (rows, cols) of the product, or with more columns. apart: elements from a term's place to the next one's.
     """
 
     tiled_mma: cute.TiledMma
     shape: Constexpr  # (M, N) of the product
     tile: cute.Tensor
     thread: Int32
+    apart: Constexpr = 0
 
     def start(self) -> Int32:
         """The address of the thread's first element, rematerialized so that it occupies no register."""
@@ -189,17 +303,19 @@ class SmemResult:
         pair = cute.make_ptr(Int32, moved, cute.AddressSpace.smem, assumed_align=4)
         return pair + (distance - swizzled) // 2
 
-    def store(self, fragment: cute.Tensor, col0: int = 0) -> None:
-        """Store ``fragment``, with the accumulator's layout, at column ``col0``."""
+    def store(self, terms: Terms, col0: int = 0) -> None:
+        """Store ``terms``, with the accumulator's layout, at column ``col0``."""
         modes = row_col_modes(self.tiled_mma, *self.shape)
-        view, start = row_col_view(fragment, modes), self.start()
-        pairs = cute.recast_tensor(fragment, Int32)
-        pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(fragment) // 2))
-        for r, row in enumerate(modes.rows):
-            for c in range(0, len(modes.cols), 2):
-                target = self.address(start, row, modes.cols[c] + col0)
-                pair = pairs[cute.crd2idx((r, c), view.layout) // 2]
-                cute.make_tensor(target, cute.make_layout(1))[0] = pair
+        start = self.start()
+        for i, fragment in enumerate(terms):
+            view = row_col_view(fragment, modes)
+            pairs = cute.recast_tensor(fragment, Int32)
+            pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(fragment) // 2))
+            for r, row in enumerate(modes.rows):
+                for c in range(0, len(modes.cols), 2):
+                    target = self.address(start, row, modes.cols[c] + col0) + i * (self.apart // 2)
+                    pair = pairs[cute.crd2idx((r, c), view.layout) // 2]
+                    cute.make_tensor(target, cute.make_layout(1))[0] = pair
 
 
 def below_1024(thread: Int32) -> Int32:

@@ -4,9 +4,9 @@
     main         dK, dV, the bias's gradient; adds to the accumulators
     convert      accumulators  ->  dQ
 
-fp32 q, k, v and grad_out are split into two fp16 parts before the main kernel, or with precision tf32 into one
+fp32 q, k, v and grad_out are split into two fp16 terms before the main kernel, or with precision tf32 into one
 (:mod:`cute_attn.host.split_fp32`), and another main kernel follows it, for whole fp32 operands: each reads on the GPU
-whether the tensors fit their parts, and one of them returns at once. Small calls that name no tile do without parts.
+whether the tensors fit their terms, and one of them returns at once. Small calls that name no tile do without terms.
 
 As in :mod:`cute_attn.host.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
@@ -160,7 +160,7 @@ class BackwardLauncher:
     Attributes:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
-        split, exact: of a main kernel whose operands are parts: what splits them, and the other main kernel.
+        split, exact: of a main kernel whose operands are terms: what splits them, and the other main kernel.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
@@ -622,10 +622,10 @@ def _make_launcher(
         kernel = choose_kernel(
             call, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
         )
-        if getattr(kernel.tile, "in_parts", False):
-            kernel = _in_parts_or_whole(kernel, call, grad_out, target)
+        if getattr(kernel.tile, "in_terms", False):
+            kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         traits, tile = kernel.traits, kernel.tile
-        in_parts = getattr(tile, "in_parts", False)
+        in_terms = getattr(tile, "in_terms", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
         processors = multiprocessors(call.q.get_device())
@@ -640,8 +640,8 @@ def _make_launcher(
             compiler.compile(*one, target).function if used else None
             for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
         )
-        split = SplitLauncher.of(traits, "backward_split", target) if in_parts else None
-        exact = compiler.compile(*wanted[-1], target).function if in_parts else None
+        split = SplitLauncher.of(traits, "backward_split", target) if in_terms else None
+        exact = compiler.compile(*wanted[-1], target).function if in_terms else None
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
@@ -668,8 +668,8 @@ def _make_launcher(
     )
 
 
-def _in_parts_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -> Any:
-    """A kernel of operands in parts, or of whole ones where the call names no tile and is small, or cannot be split.
+def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -> Any:
+    """A kernel of operands in terms, or of whole ones where the call names no tile and is small, or cannot be split.
 
     Raises:
         ValueError: the call names a tile and cannot be split.
@@ -681,7 +681,7 @@ def _in_parts_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -
                 f"q, k, v or grad_out has more than {MAX_SPLIT_ROWS} rows of heads; accepted: fewer, or operands=whole"
             )
         return kernel
-    pays = kernel.parts_pay(math.prod(call.q.shape[:-1]), call.longest[1])
+    pays = kernel.terms_pay(math.prod(call.q.shape[:-1]), call.longest[1])
     return kernel if few_rows and pays else kernel.of_whole_operands(target)
 
 
@@ -725,12 +725,12 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, its preprocess and its convert; of parts also the split and the exact one."""
+    """(traits, tile) of the main kernel, its preprocess and its convert; of terms also the split and the exact one."""
     from cute_attn.compiler import registry
 
     beside, tile = [], main.tile
-    if getattr(tile, "in_parts", False):
-        tile = tile.exact(main.traits)  # the convert's as well
+    if getattr(tile, "in_terms", False):
+        tile = tile.fallback(main.traits)  # the convert's as well
         beside = [(main.traits.split_fp32("backward_split"), None), (main.traits, tile)]
     parts = [main.traits.part(op, lse_grad=lse_grad and op == "backward_preprocess") for op in PARTS]
     tiles = [registry.KERNELS[part.op, part.arch, ""].beside(part, tile) for part in parts]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from cute_attn import reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host.memory import materialized, rows_are_aligned
 from cute_attn.reference.kvcache import Cache, Rotary
@@ -249,6 +250,16 @@ class Call(NamedTuple):
     def epilogue_names(self) -> tuple[str, ...]:
         """Names of the users' epilogues."""
         return tuple(item.partition(":")[0] for item in self.epilogues)
+
+    def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
+        """What :mod:`cute_attn.reference` takes beside q, k, v and the scale."""
+        epilogues: tuple[reference.Epilogue, ...] = ()
+        if self.epilogues:
+            from cute_attn.epilogues.base import user_epilogue  # loads the DSL
+
+            epilogues = tuple(user_epilogue(name).reference for name in self.epilogue_names)
+        lengths = reference.Lengths(*self[3:7], self.max_seqlen_q, self.max_seqlen_k)
+        return reference.Features(self.mask, self.dropout, epilogues), self.score_inputs(), lengths
 
     def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
         """The epilogues' inputs, tensors as the caller gave them; a backward writes ``grad_bias``."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn import reference
 from cute_attn.host import memory, plans
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
@@ -31,7 +32,6 @@ from cute_attn.host.memory import (
     rows_are_whole,
 )
 from cute_attn.host.slots import prepared
-from cute_attn.traits import Traits
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -44,12 +44,11 @@ class Launcher(Repeatable):
 
     Attributes:
         function: launches the kernel; None where there is nothing to compute.
-        softmax_function: launches the softmax kernel, which computes P from LSE; None without return_softmax.
         kernel: the kernel object, which makes the epilogues' arguments.
         seqlens: the kernel's lengths, or where some are tensors, the function that makes them.
         longest: the longest sequences as the kernel takes them, of :attr:`Call.longest`.
         shapes, strides: of out and lse.
-        softmax_shape: or None without return_softmax.
+        softmax_shape: or None without return_softmax; the reference computes it from LSE.
         views: (index, shape, strides) of those tensors that the kernel reads through other strides.
         score_args: the epilogues' arguments, or None where each call makes its own.
         prefill: whether some rows are written by no thread, so that outputs are filled beforehand.
@@ -64,7 +63,6 @@ class Launcher(Repeatable):
     """
 
     function: Callable[..., None] | None
-    softmax_function: Callable[..., None] | None
     kernel: Any
     seqlens: Any
     longest: tuple[int, int]
@@ -123,12 +121,6 @@ class Launcher(Repeatable):
         if self.of_copies is not None:
             return self._launch_copies(tensors, epilogue_tensors, out, steps)
         lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
-        # The kernel does not visit blocks outside the mask's band.
-        softmax = None
-        if self.softmax_shape is not None:
-            steps.also()
-            strides = contiguous_strides(self.softmax_shape)
-            softmax = steps.empty(q, self.softmax_shape, strides, q.dtype).zero_()
         if self.prefill:
             steps.also()
             clear_owned(out, None if into is None else tensors[3])
@@ -139,7 +131,7 @@ class Launcher(Repeatable):
             steps.also()
             if tensors[_SINKS] is not None:
                 _fill_with_sinks(lse, tensors)
-            return out, lse, softmax
+            return out, lse, None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
         tensors = self._viewed(tensors)
         q, k, v = tensors[:3]
         if self.score_args is not None:
@@ -152,9 +144,11 @@ class Launcher(Repeatable):
             seqlens = seqlens(*tensors[3:7], *self.longest)
         tiles = steps.work_tiles(q.get_device())
         steps.launch(self.function, q, k, v, out, lse, seqlens, self.softmax_scale, tiles, score_args)
-        if self.softmax_function is not None:
-            steps.launch(self.softmax_function, q, k, lse, softmax, seqlens, self.softmax_scale, score_args)
-        return out, lse, softmax
+        if self.softmax_shape is None:
+            return out, lse, None
+        steps.also()
+        call = self._call(tensors, epilogue_tensors)
+        return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *call.by_definition())
 
     def _launch_copies(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor, steps: Steps
@@ -285,7 +279,6 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
     out_shape, lse_shape = call.output_shapes()
     launcher = Launcher(
         function=None,
-        softmax_function=None,
         kernel=None,
         seqlens=None,
         longest=call.longest,
@@ -331,12 +324,10 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
             kernel = registry.lookup(replace(kernel.traits, variant=""), None, target)
         else:
             function = compiler.build(kernel, target).function
-        softmax_function = _softmax_function(call, kernel.traits, target) if call.return_softmax else None
     lengths = call[3:7]
     return replace(
         launcher,
         function=function,
-        softmax_function=softmax_function,
         kernel=kernel,
         seqlens=Seqlens
         if any(x is not None for x in lengths)
@@ -348,18 +339,8 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
     )
 
 
-def _softmax_function(call: Call, forward: Traits, target: str) -> Callable[..., None]:
-    """Launches the softmax kernel of such a forward."""
-    from cute_attn import compiler
-    from cute_attn.compiler import registry
-
-    kernel = registry.lookup(forward.softmax(), None, target)
-    check_query_blocks(call, kernel)
-    return compiler.build(kernel, target).function
-
-
 def check_query_blocks(call: Call, kernel: Any) -> int:
-    """The number of query blocks of a forward or softmax kernel; raises where they exceed 32 bits."""
+    """The number of query blocks of a forward kernel; raises where they exceed 32 bits."""
     queries = getattr(kernel.tile, "queries", kernel.tile.tile_m)
     packs = call.k.shape[-2] * -(-call.group // getattr(kernel.tile, "pack_heads", 1))
     if call.varlen and kernel.traits.arch == "sm90":  # its work tiles are the blocks of all sequences

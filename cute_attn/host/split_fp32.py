@@ -1,4 +1,4 @@
-"""fp32 tensors as fp16 parts on CUDA: their workspace, the launch of the split, and the forward that follows it."""
+"""fp32 tensors as fp16 terms on CUDA: their workspace, the launch of the split, and the forward that follows it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ MAX_ROWS = 2**31 - 2**16
 
 
 class Parts(NamedTuple):
-    """Tensors in fp16 parts, which another kernel has still to write while the host has this.
+    """Tensors in fp16 terms, which another kernel has still to write while the host has this.
 
     Attributes:
         tensors: of each tensor of rows (..., dim), but for the forward's q, its parts (..., parts, padded dim),
             contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
             where the tensor's scale is 0.
         scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
-            tensor does not keep the precision in parts, so that another kernel has to read the tensor itself.
+            tensor does not keep the precision in terms, so that another kernel has to read the tensor itself.
     """
 
     tensors: tuple[Tensor, ...]
@@ -61,7 +61,7 @@ class SplitLauncher:
         compiled = compiler.compile(main.split_fp32(op), None, target)
         names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
         dims = tuple(padded(getattr(main, name)) for name in names)
-        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp16_parts)
+        return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp32_terms)
 
     def launch(self, tensors: Sequence[Tensor]) -> Parts:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
@@ -141,14 +141,14 @@ class SpeculativeKernels(NamedTuple):
         """The kernels that serve a call in place of ``kernel``, which was chosen for it; or None.
 
         A call that names one of them, or its tile, has both. A call that names no tile has both where it is large
-        enough to pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.parts_pay`).
+        enough to pay for the launches before (:func:`cute_attn.kernels.fp32_sm80.heuristics.terms_pay`).
 
         Raises:
             Unsupported: the call names one of them, and the other does not support it.
             ValueError: the call names one of them, and has too many rows.
         """
         from cute_attn.compiler import registry
-        from cute_attn.kernels.fp32_sm80.heuristics import parts_pay
+        from cute_attn.kernels.fp32_sm80.heuristics import terms_pay
 
         traits, few_rows = kernel.traits, can_split((call.q, call.k, call.v))
         if traits.variant in registry.SPECULATIVE_PAIR:
@@ -160,7 +160,7 @@ class SpeculativeKernels(NamedTuple):
         if traits.dtype != "fp32" or traits.arch != "sm80" or traits.variant or call.tile or not few_rows:
             return None
         rows = math.prod(call.q.shape[:-1])
-        if not parts_pay(traits, rows, *call.longest, call.group):
+        if not terms_pay(traits, rows, *call.longest, call.group):
             return None
         try:
             return SpeculativeKernels._pair(kernel, target)

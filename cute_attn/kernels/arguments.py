@@ -101,7 +101,7 @@ def seqlens_fake(traits: Traits) -> Seqlens:
 def split_fp32_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the split of fp32 tensors, without the stream.
 
-    mX (q, k, v) of the forward, or (q, k, v, dO); mParts: of each but the forward's q the parts in fp16, contiguous,
+    mX (q, k, v) of the forward, or (q, k, v, dO); mTerms: of each but the forward's q the terms in fp16, contiguous,
     (..., 2, padded dim) for rows (..., dim): hi, then lo, or with precision tf32 (..., 1, padded dim);
     mPartials (tensors, 2, blocks) int32; mScales (tensors,): 2^-e, or 0.
     """
@@ -129,26 +129,8 @@ def forward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 
 
 def scales_fake() -> cute.Tensor:
-    """Scales of tensors in parts, as of :func:`split_fp32_fake_args`."""
+    """Scales of tensors in terms, as of :func:`split_fp32_fake_args`."""
     return plain_fake(Float32, 1)
-
-
-def softmax_fake_args(traits: Traits, score_args: tuple) -> tuple:
-    """``__call__``'s arguments of the softmax kernel, without the stream.
-
-    mQ, mK, mLSE, mSoftmax, seqlens, softmax_scale, score_args.
-    """
-    dtype = CUTE_DTYPES[traits.dtype]
-    ndim = 3 if traits.varlen else 4
-    return (
-        rows_fake(dtype, ndim),
-        rows_fake(dtype, ndim),
-        plain_fake(Float32, ndim - 1),
-        plain_fake(dtype, 4),
-        seqlens_fake(traits),
-        Float32(0.0),
-        score_args,
-    )
 
 
 def preprocess_fake_args(traits: Traits) -> tuple:

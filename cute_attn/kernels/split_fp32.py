@@ -1,4 +1,4 @@
-"""fp32 tensors as fp16 parts, for kernels that multiply by parts. Runs on every target.
+"""fp32 tensors as fp16 terms, for kernels that multiply by terms. Runs on every target.
 
     x * 2^e = hi + lo,   2^e such that the tensor's largest element is between 2^14 and 2^15
 
@@ -6,8 +6,8 @@ With precision tf32 there is no lo.
 
 Two launches. The first reads each tensor for its largest element, and for the row whose largest element is smallest;
 each CTA leaves both numbers of its rows. The second has each CTA reduce these few numbers again, which takes less time
-than a launch between, and writes the parts, and the scale's inverse 2^-e for the kernels that follow: 0 where the
-tensor does not keep its precision in parts (:func:`cute_attn.device.hi_lo.fits`), whose parts are not written then. No
+than a launch between, and writes the terms, and the scale's inverse 2^-e for the kernels that follow: 0 where the
+tensor does not keep its precision in terms (:func:`cute_attn.device.terms.fits`), whose terms are not written then. No
 number is read by the host. Of the forward's Q only the scale is written: its main kernel splits rows of Q as it reads
 them.
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute, memory
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute, memory
 
-from cute_attn.device.hi_lo import NO_ROW, fits, magnitude, power_of_two, scale_exponent
-from cute_attn.device.hi_lo_rows import LANES, VECTOR, load_row, parts_of_vector
+from cute_attn.device.split_rows import LANES, VECTOR, load_row
+from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, scale_exponent, split
 from cute_attn.kernels.arguments import split_fp32_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
@@ -103,7 +103,7 @@ class SplitFp32:
     def __call__(
         self,
         mX: tuple,
-        mParts: tuple,
+        mTerms: tuple,
         mPartials: cute.Tensor,
         mScales: cute.Tensor,
         stream: cuda.CUstream,
@@ -116,7 +116,7 @@ class SplitFp32:
             "stream": stream,
         }
         self.measure(mX, places, mPartials).launch(**launch)
-        self.split(mX, places, mParts, mPartials, mScales).launch(**launch)
+        self.split(mX, places, mTerms, mPartials, mScales).launch(**launch)
 
     # ---- device ----
 
@@ -135,25 +135,25 @@ class SplitFp32:
 
     @cute.kernel
     def split(
-        self, mX: tuple, places: tuple, mParts: tuple, mPartials: cute.Tensor, mScales: cute.Tensor
+        self, mX: tuple, places: tuple, mTerms: tuple, mPartials: cute.Tensor, mScales: cute.Tensor
     ) -> None:
-        """The second kernel: the parts of each CTA's rows."""
+        """The second kernel: the terms of each CTA's rows."""
         thread, numbers = cute.arch.thread_idx()[0], self.shared_numbers()
         block, which, _ = cute.arch.block_idx()
-        measured = len(mX) - len(mParts)
+        measured = len(mX) - len(mTerms)
         partial = cutlass.min(thread, self.tile.blocks - 1)
         for i in cutlass.range_constexpr(len(mX)):
             if which == i:
                 largest, smallest = self.reduce(
                     mPartials[i, 0, partial], mPartials[i, 1, partial], numbers, thread
                 )
-                exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp16_parts)
+                exponent, serves = scale_exponent(largest), fits(largest, smallest, self.traits.fp32_terms)
                 if thread == 0 and block == 0:
                     mScales[i] = power_of_two(-exponent) if serves else Float32(0.0)
                 if cutlass.const_expr(i >= measured):
                     if serves:
-                        factor, parts = power_of_two(exponent), mParts[i - measured]
-                        self.split_rows(mX[i], places[i], parts, self.dims[i], factor, block, thread)
+                        factor, target = power_of_two(exponent), mTerms[i - measured]
+                        self.split_rows(mX[i], places[i], target, self.dims[i], factor, block, thread)
 
     def shared_numbers(self) -> cute.Tensor:
         """(2, warps): what the warps of a CTA exchange."""
@@ -204,30 +204,28 @@ class SplitFp32:
         self,
         x: cute.Tensor,
         places: RowPlaces,
-        parts: cute.Tensor,
+        target: cute.Tensor,
         dim: Constexpr,
         factor: Float32,
         block: Int32,
         thread: Int32,
     ) -> None:
-        """Write the parts of every blocks-th group of rows; columns beyond ``dim`` are 0.
+        """Write the terms of every blocks-th group of rows; columns beyond ``dim`` are 0.
 
-        From the last rows on: the L2 has those that were measured last, and then the first rows' parts.
+        From the last rows on: the L2 has those that were measured last, and then the first rows' terms.
         """
         lane, rows, cols = thread % LANES, self.tile.rows, padded(dim)
-        count: Constexpr = self.traits.fp16_parts
+        count: Constexpr = self.traits.fp32_terms
         for first in cutlass.range(block * rows, places.count, self.tile.blocks * rows, unroll=1):
             row = places.count - 1 - (first + thread // LANES)
             if row >= 0:
                 values = self.load(x, places, row, dim, lane)
-                start = parts.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
+                start = target.iterator + cute.assume(Int64(row) * (count * cols), divby=VECTOR)
                 for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
-                    halves = parts_of_vector(values[None, j], factor)
-                    for part in cutlass.range_constexpr(count):
-                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (part * cols + j * LANES * VECTOR)
-                        cute.autovec_copy(
-                            halves[None, part], cute.make_tensor(start + col, cute.make_layout(VECTOR))
-                        )
+                    terms = split(values[None, j], Float16, count, factor)
+                    for t in cutlass.range_constexpr(count):
+                        col = cute.assume(lane * VECTOR, divby=VECTOR) + (t * cols + j * LANES * VECTOR)
+                        cute.autovec_copy(terms[t], cute.make_tensor(start + col, cute.make_layout(VECTOR)))
 
     def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
         """A thread's elements of a row."""

@@ -120,13 +120,6 @@ def _forward_sm90(kernel: Any) -> Iterator[SmemCopy]:
     )
 
 
-def _softmax(kernel: Any) -> Iterator[SmemCopy]:
-    for rows, name, operand in ((kernel.tile.tile_m, "Q", "A"), (kernel.tile.tile_n, "K", "B")):
-        layout = partial(kernel.smem_layout, rows)
-        yield SmemCopy(f"{name} by cp.async", "LDGSTS", kernel.gmem_load, layout)
-        yield _ldmatrix(name, operand, kernel.tiled_mma, layout, kernel.dtype, False)
-
-
 def _backward_sm80(kernel: Any) -> Iterator[SmemCopy]:
     tile, dtype = kernel.tile, kernel.operand_dtype
     d, dv = padded(kernel.traits.head_dim), padded(kernel.traits.head_dim_v)
@@ -185,7 +178,6 @@ def _store(mma: Any, dtype: Any, arch: str) -> Any:
 _COPIES: dict[tuple[str, str], Callable[[Any], Iterator[SmemCopy]]] = {
     ("forward", "sm80"): _forward_sm80,
     ("forward", "sm90"): _forward_sm90,
-    ("softmax", "sm80"): _softmax,
     ("backward", "sm80"): _backward_sm80,
     ("backward", "sm90"): _backward_sm90,
     ("backward_convert", "sm80"): _convert,

@@ -57,13 +57,6 @@ def _forward_sm90(kernel: Any) -> Things:
     return _smem(kernel) | others
 
 
-def _softmax(kernel: Any) -> Things:
-    return _smem(kernel) | {
-        "copy-gmem-to-smem": kernel.gmem_load,
-        "mma": kernel.tiled_mma,
-    }
-
-
 def _backward_sm80(kernel: Any) -> Things:
     d = padded(kernel.traits.head_dim)
     return _smem(kernel) | {
@@ -95,7 +88,6 @@ def _convert(kernel: Any) -> Things:
 _THINGS: dict[tuple[str, str], Callable[[Any], Things]] = {
     ("forward", "sm80"): _forward_sm80,
     ("forward", "sm90"): _forward_sm90,
-    ("softmax", "sm80"): _softmax,
     ("backward", "sm80"): _backward_sm80,
     ("backward", "sm90"): _backward_sm90,
     ("backward_convert", "sm80"): _convert,

@@ -20,6 +20,7 @@ from cute_attn.reference.definition import (
     modify_scores,
     philox4x32,
     softcap_scores,
+    softmax,
     visible,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "modify_scores",
     "philox4x32",
     "softcap_scores",
+    "softmax",
     "visible",
 ]

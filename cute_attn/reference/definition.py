@@ -309,7 +309,7 @@ def attention(
     lse_dtype = torch.promote_types(dtype, torch.float32)
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, v4 = (x.unsqueeze(0) if varlen else x for x in (q, k, v))
-    nheads, nheads_kv = q4.shape[2], k4.shape[2]
+    nheads = q4.shape[2]
     max_seqlen_q = lengths.max_seqlen_q if varlen else q4.shape[1]
     max_seqlen_k = lengths.max_seqlen_k if varlen else k4.shape[1]
     batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
@@ -317,40 +317,132 @@ def attention(
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
     softmax = q4.new_zeros((batch, nheads, max_seqlen_q, max_seqlen_k)) if return_softmax else None
 
-    for group in _sequences(q4, k4, lengths):
-        # A varlen tensor's only batch holds every sequence.
-        where = slice(0, 1) if varlen else group.batch
+    for block in _blocks(q4, k4, lengths, features, (max_seqlen_q, max_seqlen_k)):
+        piece, piece_lse, p = _attend(
+            block.queries(q4).to(dtype),
+            block.keys(k4).to(dtype),
+            block.keys(v4).to(dtype),
+            softmax_scale,
+            features,
+            inputs,
+            block.coords,
+        )
+        out[block.where, block.rows_q, block.heads] = piece.to(out.dtype)
+        lse[block.where, block.heads, block.rows_q] = piece_lse.to(lse_dtype)
+        if softmax is not None:
+            block.write(softmax, p)
+    return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
+
+
+@torch.no_grad()
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    features: Features = PLAIN,
+    inputs: ScoreInputs = NO_INPUTS,
+    lengths: Lengths = FULL_LENGTHS,
+) -> Tensor:
+    """P of an attention from its LSE, some queries at a time.
+
+    Args:
+        lse: as :func:`attention` returns it; with sinks, of the sums with them.
+        q, k, softmax_scale, features, inputs, lengths: of :func:`attention`.
+
+    Returns:
+        As :func:`attention`'s softmax.
+    """
+    varlen = lengths.cu_seqlens_q is not None
+    q4, k4, lse4 = (x.unsqueeze(0) if varlen else x for x in (q, k, lse))
+    longest = (lengths.max_seqlen_q, lengths.max_seqlen_k) if varlen else (q4.shape[1], k4.shape[1])
+    batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
+    result = q4.new_zeros((batch, q4.shape[2], *longest))
+    for block in _blocks(q4, k4, lengths, features, longest):
+        own_q, own_k = (x.transpose(1, 2).to(lse.dtype) for x in (block.queries(q4), block.keys(k4)))
+        # Products of 16-bit numbers are exact in tf32 too, which scaled ones would not be.
+        products = own_q @ own_k.transpose(-1, -2)
+        scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
+        own_lse = lse4[block.where, block.heads, block.rows_q].unsqueeze(-1)
+        p = torch.exp(scores - own_lse).masked_fill(own_lse == -math.inf, 0.0)
+        if features.dropout:
+            keep = DROPOUT_KEEP[features.dropout](block.coords, inputs.dropout_p, inputs.rng_state)
+            p = _with_signs(p, keep, block.coords, features, inputs)
+        block.write(result, p)
+    return result
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Scores that are computed together: of equally long sequences, of some heads and queries.
+
+    Attributes:
+        where: batches of q, k and v; a varlen tensor's only one holds every sequence.
+        batch, heads: sequences and heads of the call.
+        rows_q, rows_k: rows of q and of k; first: the first query in its sequence.
+        heads_kv: the key head of each head.
+        coords: where the scores lie.
+    """
+
+    where: slice
+    batch: slice
+    heads: slice
+    rows_q: slice
+    rows_k: slice
+    first: int
+    heads_kv: Tensor
+    coords: ScoreCoords
+
+    def queries(self, q: Tensor) -> Tensor:
+        """(batch, seqlen_q, heads, dim) of q."""
+        return q[self.where, self.rows_q, self.heads]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(batch, seqlen_k, heads, dim) of k or v, for each query head."""
+        return x[self.where, self.rows_k].index_select(2, self.heads_kv)
+
+    def write(self, softmax: Tensor, p: Tensor) -> None:
+        """Write P to its place; longer sequences than the call states have none for their last rows."""
+        target = softmax[self.batch, self.heads, self.first : self.first + p.shape[2], : p.shape[3]]
+        target.copy_(p[:, :, : target.shape[2], : target.shape[3]])
+
+
+def _blocks(
+    q: Tensor, k: Tensor, lengths: Lengths, features: Features, longest: tuple[int, int]
+) -> Iterator[_Block]:
+    """All scores of (batch, seqlen, heads, dim), ``_CHUNK_SCORES`` at a time, or one query's."""
+    varlen, nheads = lengths.cu_seqlens_q is not None, q.shape[2]
+    for group in _sequences(q, k, lengths):
         seqlen_q, seqlen_k = group.rows_q.stop - group.rows_q.start, group.rows_k.stop - group.rows_k.start
         for heads in _chunks(nheads, max(1, _CHUNK_SCORES // max(1, seqlen_q * seqlen_k))):
             head = torch.arange(heads.start, heads.stop, device=q.device)
-            head_kv = head * nheads_kv // max(nheads, 1)
-            coords = ScoreCoords(
-                batch=torch.arange(group.batch.start, group.batch.stop, device=q.device).view(-1, 1, 1, 1),
-                head=head.view(1, -1, 1, 1),
-                query=torch.arange(seqlen_q, device=q.device).view(1, 1, -1, 1),
-                key=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
-                nheads=nheads,
-                seqlen_q=seqlen_q,
-                seqlen_k=seqlen_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                top_left=features.mask.endswith("top_left"),
-                varlen=varlen,
-            )
-            piece, piece_lse, p = _attend(
-                q4[where, group.rows_q, heads].to(dtype),
-                k4[where, group.rows_k].index_select(2, head_kv).to(dtype),
-                v4[where, group.rows_k].index_select(2, head_kv).to(dtype),
-                softmax_scale,
-                features,
-                inputs,
-                coords,
-            )
-            out[where, group.rows_q, heads] = piece.to(out.dtype)
-            lse[where, heads, group.rows_q] = piece_lse.to(lse_dtype)
-            if softmax is not None:
-                softmax[group.batch, heads, :seqlen_q, :seqlen_k] = p.to(softmax.dtype)
-    return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
+            for rows in list(_chunks(seqlen_q, max(1, _CHUNK_SCORES // max(1, seqlen_k)))) or [slice(0, 0)]:
+                coords = ScoreCoords(
+                    batch=torch.arange(group.batch.start, group.batch.stop, device=q.device).view(
+                        -1, 1, 1, 1
+                    ),
+                    head=head.view(1, -1, 1, 1),
+                    query=torch.arange(rows.start, rows.stop, device=q.device).view(1, 1, -1, 1),
+                    key=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
+                    nheads=nheads,
+                    seqlen_q=seqlen_q,
+                    seqlen_k=seqlen_k,
+                    max_seqlen_q=longest[0],
+                    max_seqlen_k=longest[1],
+                    top_left=features.mask.endswith("top_left"),
+                    varlen=varlen,
+                )
+                start = group.rows_q.start
+                yield _Block(
+                    slice(0, 1) if varlen else group.batch,
+                    group.batch,
+                    heads,
+                    slice(start + rows.start, start + rows.stop),
+                    group.rows_k,
+                    rows.start,
+                    head * k.shape[2] // max(nheads, 1),
+                    coords,
+                )
 
 
 def _attend(
@@ -385,9 +477,15 @@ def _attend(
         return (p @ v).transpose(1, 2), lse, p
     keep = DROPOUT_KEEP[features.dropout](coords, inputs.dropout_p, inputs.rng_state)
     out = (p * keep) @ v * (1.0 / (1.0 - inputs.dropout_p))
+    return out.transpose(1, 2), lse, _with_signs(p, keep, coords, features, inputs)
+
+
+def _with_signs(
+    p: Tensor, keep: Tensor, coords: ScoreCoords, features: Features, inputs: ScoreInputs
+) -> Tensor:
+    """P with the sign bit set where dropout drops what a query sees."""
     seen = visible(coords, features.mask, inputs.window_left, inputs.window_right)
-    marked = ~keep if seen is None else ~keep & seen
-    return out.transpose(1, 2), lse, torch.where(marked, -p, p)
+    return torch.where(~keep if seen is None else ~keep & seen, -p, p)
 
 
 def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:

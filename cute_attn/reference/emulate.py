@@ -6,7 +6,7 @@ thread, on products that torch computed, in tiles that may be transposed.
 The kernels' own code, as on the GPU: lengths (``SeqlenInfo``), which blocks are visited and which of them masked
 (``BlockRange``), which query and key an element of a thread's accumulator is (the tiled MMA's partition, ``ScoreMap``),
 all epilogues with their derivatives (mask, softcap, ALiBi, bias and its gradient, users' own, dropout with Philox), the
-online softmax's arithmetic, and in a backward P from the LSE and dS from P; of the softmax kernel also its stores.
+online softmax's arithmetic, and in a backward P from the LSE and dS from P.
 
 The emulator's own, so that errors in a kernel's are not seen: the loops over batches, heads, blocks and threads in
 place of schedulers, warp roles, pipelines, speculation and replay; loads, stores and their layouts in shared memory;
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor, make_ptr
 from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
@@ -33,9 +33,7 @@ from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference.emulated import (
     Buffers,
     GradientBuffers,
-    SoftmaxBuffers,
     every_key_block,
-    every_probability,
     every_sequence,
     packed_heads,
 )
@@ -240,54 +238,14 @@ def differentiate_on_host(
     return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
 
 
-def softmax_on_host(
-    kernel: Any,
-    products: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    inputs: ScoreInputs,
-    lengths: reference.Lengths = reference.FULL_LENGTHS,
-) -> Tensor:
-    """P as the softmax kernel computes it from q k^T and a forward's LSE: all but the product as on the GPU.
-
-    Args:
-        kernel: a softmax kernel, from ``registry.lookup``.
-        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        lse: float32 (batch, nheads, max_seqlen_q), or varlen (nheads, total_q), natural; -inf where a row sees no
-            key.
-        softmax_scale, inputs, lengths: as for :func:`attend_on_host`.
-
-    Returns:
-        float16, as ``products``: P with the sign bit set where dropped, NaN where no thread wrote.
-    """
-    batch, nheads, seqlen_q, seqlen_k = products.shape
-    m_blocks, n_blocks = -(-seqlen_q // kernel.tile.tile_m), -(-seqlen_k // kernel.tile.tile_n)
-    buffers = SoftmaxBuffers(
-        products=torch.zeros(batch, nheads, m_blocks * kernel.tile.tile_m, n_blocks * kernel.tile.tile_n),
-        lse=lse.unsqueeze(1) if lse.dim() == 2 else lse,  # varlen: the first stride is the heads'
-        softmax=torch.full(products.shape, torch.nan, dtype=torch.float16),
-    )
-    buffers.products[:, :, :seqlen_q, :seqlen_k] = products
-    seqlens = Seqlens(
-        lengths.cu_seqlens_q,
-        lengths.cu_seqlens_k,
-        lengths.seqused_q,
-        lengths.seqused_k,
-        seqlen_q,
-        seqlen_k,
-    )
-    _run(every_probability, kernel, buffers, seqlens, inputs, softmax_scale)
-    return buffers.softmax
-
-
-_DTYPES = {"visits": Int32, "softmax": Float16}
+_DTYPES = {"visits": Int32}
 _RANKS = {"lse": 3, "factors": 3, "maxima": 3, "sums": 3, "statistics": 1, "lse_log2": 3, "minus_d": 3}
 
 
 def _run(
     entry: Callable[..., None],
     kernel: Any,
-    buffers: Buffers | GradientBuffers | SoftmaxBuffers,
+    buffers: Buffers | GradientBuffers,
     seqlens: Seqlens,
     inputs: ScoreInputs,
     softmax_scale: float,

@@ -18,9 +18,7 @@ from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.softmax_sm80 import QueryBlock
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.query_tiles import QueryTile
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -28,14 +26,6 @@ UNVISITED, UNMASKED, MASKED = 0, 1, 2
 def packed_heads(kernel: Any) -> int:
     """Heads packed into one tile's rows."""
     return getattr(kernel.tile, "pack_heads", 1)
-
-
-class SoftmaxBuffers(NamedTuple):
-    """The tensors of an emulated softmax kernel, all batches and heads."""
-
-    products: Any
-    lse: Any
-    softmax: Any
 
 
 class GradientBuffers(NamedTuple):
@@ -292,45 +282,6 @@ def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
             sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
             factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
         ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
-
-
-# ---- the probabilities ----
-
-
-@cute.jit
-def every_probability(
-    buffers: SoftmaxBuffers, seqlens: Seqlens, args: Any, scale: Float32, kernel: Constexpr
-):
-    batches, nheads, _, _ = buffers.products.shape
-    for batch in cutlass.range(batches):
-        info = SeqlenInfo.read(seqlens, batch)
-        for head in cutlass.range(nheads):
-            plane = buffers.products[batch, head, None, None]
-            for row0 in cutlass.range(0, info.seqlen_q, kernel.tile.tile_m):
-                place = QueryTile(row0, head, head, batch, info)
-                for thread in cutlass.range(kernel.tile.num_threads):
-                    rows = kernel.query_block(buffers.lse, seqlens, scale, args, place, nheads, thread)
-                    end_row = cutlass.min(row0 + kernel.tile.tile_m, info.seqlen_q)
-                    blocks = BlockRange.of_queries(rows.state.band, row0, end_row, kernel.tile.tile_n)
-                    for block in cutlass.range(blocks.begin, blocks.end):
-                        _probabilities(buffers.softmax, plane, rows, thread, block, kernel)
-
-
-@cute.jit
-def _probabilities(
-    softmax: cute.Tensor,
-    plane: cute.Tensor,
-    rows: QueryBlock,
-    thread: Int32,
-    block: Int32,
-    kernel: Constexpr,
-):
-    """A thread's products of one score tile, in registers as after Q K^T, and the kernel's store."""
-    size, acc = kernel.tile, kernel.fragment(Float32)
-    tile = cute.local_tile(plane, (size.tile_m, size.tile_n), (rows.tile.row0 // size.tile_m, block))
-    _copy(kernel.tiled_mma().get_slice(thread).partition_C(tile), acc)
-    scores = rows.score_map.tile(acc, rows.tile.row0, block * size.tile_n)
-    kernel.store(softmax, acc, scores, kernel.epilogues.load(rows.state, scores), rows)
 
 
 # ---- the backward ----

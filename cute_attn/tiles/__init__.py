@@ -4,11 +4,10 @@ from cute_attn.tiles.backward import BackwardPreprocessTile, BackwardSm80Tile, B
 from cute_attn.tiles.base import SHARED_MEMORY_BYTES, TARGETS, Tile, first_that_fits, padded
 from cute_attn.tiles.forward import (
     ForwardLargeTile,
-    ForwardPartsTile,
     ForwardSm80Tile,
     ForwardSm90Tile,
+    ForwardTermsTile,
     KvcacheSm90Tile,
-    SoftmaxTile,
     best_packing,
     may_pack_heads,
 )
@@ -20,11 +19,10 @@ __all__ = [
     "BackwardSm80Tile",
     "BackwardSm90Tile",
     "ForwardLargeTile",
-    "ForwardPartsTile",
     "ForwardSm80Tile",
     "ForwardSm90Tile",
+    "ForwardTermsTile",
     "KvcacheSm90Tile",
-    "SoftmaxTile",
     "Tile",
     "best_packing",
     "first_that_fits",

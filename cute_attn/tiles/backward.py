@@ -43,10 +43,10 @@ class BackwardSm80Tile(WarpTile):
             there are too few registers for all of it.
         columns: of dK, dV and dQ that a CTA computes; others compute the others. Operands then pass through shared
             memory by chunks of columns, which ``dq_passes`` equals, rather than stay there. 0: all columns.
-        operands: ``whole``, or of fp32 ``parts``: Q, K, V and dO come as fp16 parts from another kernel, two with which
-            a product is three in fp16, or with precision tf32 one; P and dS become parts here. ``exact``: as ``whole``,
-            of a kernel that returns at once where tensors fit their parts, since the kernel of ``parts`` has computed
-            the gradients.
+        operands: ``whole``, or of fp32 ``terms``: Q, K, V and dO come as fp16 terms from another kernel, two with which
+            a product is three in fp16, or with precision tf32 one; P and dS become terms here. ``fallback``: as
+            ``whole``, of a kernel that returns at once where tensors fit their terms, since the kernel of ``terms`` has
+            computed the gradients.
     """
 
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
@@ -66,12 +66,12 @@ class BackwardSm80Tile(WarpTile):
     dq_vector: int = choice(1, 1, 2, 4)
     dq_passes: int = choice(1, 1, 2, 4)
     columns: int = choice(0, 0, 64, 128, 256)
-    operands: str = choice("whole", "whole", "parts")
+    operands: str = choice("whole", "whole", "terms")
 
     @property
-    def in_parts(self) -> bool:
-        """Whether operands are parts."""
-        return self.operands == "parts"
+    def in_terms(self) -> bool:
+        """Whether operands are terms."""
+        return self.operands == "terms"
 
     @property
     def speculative(self) -> bool:
@@ -84,18 +84,18 @@ class BackwardSm80Tile(WarpTile):
         return self.num_threads
 
     def for_convert(self) -> "BackwardSm80Tile":
-        """The convert's tile: this one, or the exact kernel's, which has the same order of dQ in memory."""
-        return dataclasses.replace(self, operands="exact") if self.in_parts else self
+        """The convert's tile: this one, or the fallback kernel's, which has the same order of dQ in memory."""
+        return dataclasses.replace(self, operands="fallback") if self.in_terms else self
 
-    def exact(self, traits: Traits) -> "BackwardSm80Tile":
-        """Of a tile with ``parts``: one for whole fp32 operands with the same query blocks and the same order of dQ.
+    def fallback(self, traits: Traits) -> "BackwardSm80Tile":
+        """Of a tile with ``terms``: one for whole fp32 operands with the same query blocks and the same order of dQ.
 
-        Whole operands take twice the shared memory of one part: single stages then, and half the keys where all of them
+        Whole operands take twice the shared memory of one term: single stages then, and half the keys where all of them
         do not fit every target (the kernel is launched twice then); or where dQ's passes are chunks, operands that are
         streamed.
         """
-        tile = dataclasses.replace(self, operands="exact")
-        if traits.fp16_parts == 2 or self.columns:
+        tile = dataclasses.replace(self, operands="fallback")
+        if traits.fp32_terms == 2 or self.columns:
             return tile
         tile = dataclasses.replace(tile, stages_q=1, stages_do=1, sdp_unroll=2, dkv_unroll=1, dq_unroll=1)
         if self.dq_passes == 1:
@@ -104,12 +104,12 @@ class BackwardSm80Tile(WarpTile):
         return dataclasses.replace(tile, tile_n=64, sdp_warps_m=4, dkv_warps_m=4, columns=256)
 
     def operand_bytes(self, traits: Traits) -> int:
-        """Bytes of an element of the operands: of one part with ``parts``."""
-        return 2 if self.in_parts else traits.element_bytes
+        """Bytes of an element of the operands: of one term with ``terms``."""
+        return 2 if self.in_terms else traits.element_bytes
 
-    def in_one_part(self, traits: Traits) -> bool:
-        """Whether operands are one fp16 part."""
-        return self.in_parts and traits.fp16_parts == 1
+    def one_term(self, traits: Traits) -> bool:
+        """Whether operands are one fp16 term."""
+        return self.in_terms and traits.fp32_terms == 1
 
     @property
     def dq_transposed(self) -> bool:
@@ -134,7 +134,7 @@ class BackwardSm80Tile(WarpTile):
     def chunk(self, traits: Traits) -> int:
         """Columns of a chunk, with ``columns``: 128 bytes, or 64 where a padded head dim is no multiple of that.
 
-        Of a part, also in the exact kernel's tile, since dQ's order follows.
+        Of a term, also in the fallback kernel's tile, since dQ's order follows.
         """
         size = 2 if self.speculative else traits.element_bytes
         dims = padded(traits.head_dim), padded(traits.head_dim_v)
@@ -151,7 +151,7 @@ class BackwardSm80Tile(WarpTile):
         (row, row_v), size = row_bytes(traits), traits.element_bytes
         m, n = self.tile_m, self.tile_n
         dk, dv = n * row, n * row_v
-        if self.in_one_part(traits):
+        if self.one_term(traits):
             row, row_v, size = row // 2, row_v // 2, 2
         k, v, scores = n * row, n * row_v, size * m * n
         areas, end = {}, 0
@@ -190,11 +190,11 @@ class BackwardSm80Tile(WarpTile):
         return areas
 
     def _scale_areas(self, traits: Traits) -> dict[str, int]:
-        """Name -> bytes of what operands in parts add to shared memory."""
-        if not self.in_parts:
+        """Name -> bytes of what operands in terms add to shared memory."""
+        if not self.in_terms:
             return {}
         warps = 4 * self.num_warps
-        if not self.in_one_part(traits):
+        if not self.one_term(traits):
             return {"factors": 32, "largest": warps}
         return {"factors": 32, "largest": warps * self.pieces, "applied": warps}
 
@@ -222,8 +222,8 @@ class BackwardSm80Tile(WarpTile):
         if self.dq_vector != 1 and target != "sm90":
             return f"dq_vector is {self.dq_vector}; accepted: 1 on {target}, which reduces single floats"
         reason = super().reject(traits, target)
-        if reason is None and self.in_one_part(traits):
-            reason = self.exact(traits).reject(traits, target)
+        if reason is None and self.one_term(traits):
+            reason = self.fallback(traits).reject(traits, target)
         return reason
 
     def _warps_reason(self) -> str | None:
@@ -275,19 +275,19 @@ class BackwardSm80Tile(WarpTile):
 
     def _fp32_reason(self, traits: Traits) -> str | None:
         whole = traits.dtype != "fp32"
-        if self.operands not in (("whole",) if whole else ("whole", "parts", "exact")):
-            accepted = "whole" if whole else "whole or parts"
+        if self.operands not in (("whole",) if whole else ("whole", "terms", "fallback")):
+            accepted = "whole" if whole else "whole or terms"
             return f"operands is {self.operands!r}; accepted: {accepted} for {traits}"
-        if self.in_parts and self.pieces > 1:
+        if self.in_terms and self.pieces > 1:
             step = 16 * self.dq_warps_m
-            if traits.fp16_parts == 2 or self.queries % step:
-                accepted = "all of tile_m" if traits.fp16_parts == 2 else f"multiples of {step}"
-                return f"operands is parts with queries_at_once {self.queries_at_once}; accepted: {accepted}"
+            if traits.fp32_terms == 2 or self.queries % step:
+                accepted = "all of tile_m" if traits.fp32_terms == 2 else f"multiples of {step}"
+                return f"operands is terms with queries_at_once {self.queries_at_once}; accepted: {accepted}"
         if traits.element_bytes == 2:
             return None
         if self.v_in_regs:
             return f"v_in_regs is True; accepted: False for {traits}"
-        if self.num_warps & (self.num_warps - 1) and not self.in_parts:
+        if self.num_warps & (self.num_warps - 1) and not self.in_terms:
             return f"num_warps is {self.num_warps}; accepted: powers of 2 for {traits}"
         return None
 

@@ -267,8 +267,8 @@ class ForwardSm80Tile(WarpTile):
 
 
 @dataclass(frozen=True)
-class ForwardPartsTile(ForwardSm80Tile):
-    """Tile of the Ampere forward of fp32 in fp16 parts; of two, ``qk_unroll`` steps of 16 are summed from zero."""
+class ForwardTermsTile(ForwardSm80Tile):
+    """Tile of the Ampere forward of fp32 in fp16 terms; of two, ``qk_unroll`` steps of 16 are summed from zero."""
 
     qk_unroll: int = choice(2, 1, 2)
 
@@ -279,14 +279,14 @@ class ForwardPartsTile(ForwardSm80Tile):
 
     @staticmethod
     def operand_bytes(traits: Traits) -> int:
-        """Bytes of all parts of an element."""
-        return 2 * traits.fp16_parts
+        """Bytes of all terms of an element."""
+        return 2 * traits.fp32_terms
 
     def registers(self, traits: Traits) -> int:
         rows = self.tile_m // self.warps_m
         acc_o = rows * padded(traits.head_dim_v) // 32 // self.warps_n
         acc_s = rows * self.tile_n // 32 // self.warps_n
-        if traits.fp16_parts == 1:
+        if traits.fp32_terms == 1:
             return self._registers_16_bit(traits, acc_o, acc_s)
         return acc_o + acc_s + rows // 2 + rows // 2 * self.qk_unroll + 40
 
@@ -295,13 +295,13 @@ class ForwardPartsTile(ForwardSm80Tile):
             self, q_in_regs=False, share_qk_smem=False, key_groups=1, pack_heads=1, blocks_per_sm=1
         )
         if self != plain:
-            return f"tile is {self}; accepted for fp32 in parts: {plain}"
-        if traits.fp16_parts == 2 and self.qk_unroll not in (1, 2):
-            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two parts"
+            return f"tile is {self}; accepted for fp32 in terms: {plain}"
+        if traits.fp32_terms == 2 and self.qk_unroll not in (1, 2):
+            return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two terms"
         return super().shape_reason(traits)
 
     def _unaligned_reason(self, traits: Traits) -> str | None:
-        """None: rows of parts are aligned, wherever those of q, k and v start."""
+        """None: rows of terms are aligned, wherever those of q, k and v start."""
         return None
 
 
@@ -563,41 +563,3 @@ class KvcacheSm90Tile(ForwardSm90Tile):
         elif self.page_rows:
             return f"page_rows is {self.page_rows}; accepted: 0 without pages, for {traits}"
         return super().shape_reason(traits)
-
-
-@dataclass(frozen=True)
-class SoftmaxTile(WarpTile):
-    """Tile of the softmax kernel, which writes a forward's probabilities.
-
-    Attributes:
-        tile_m: queries of a CTA, a multiple of 16 a warp.
-        tile_n: keys of a step, a multiple of 16 (of 32 with the flash dropout mask).
-        num_warps: warps of a CTA; each has tile_m / num_warps queries.
-    """
-
-    tile_m: int = 64
-    tile_n: int = 64
-    num_warps: int = 4
-
-    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """First byte and end of Q and K."""
-        row, _ = row_bytes(traits)
-        q, k = self.tile_m * row, self.tile_n * row
-        return {"q": (0, q), "k": (q, q + k)}
-
-    def registers(self, traits: Traits) -> int:
-        acc = self.tile_m // self.num_warps * self.tile_n // 32
-        bias = acc // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
-        return acc + acc // 2 + bias + 32
-
-    def shape_reason(self, traits: Traits) -> str | None:
-        if reason := self.num_warps_reason():
-            return reason
-        if self.tile_m <= 0 or self.tile_m % (16 * self.num_warps):
-            return (
-                f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.num_warps} warps"
-            )
-        step = 32 if traits.dropout == "flash" else 16
-        if self.tile_n <= 0 or self.tile_n % step:
-            return f"tile_n is {self.tile_n}; accepted: multiples of {step} for {traits}"
-        return self.copies_reason(traits, tile_m=self.tile_m, tile_n=self.tile_n)

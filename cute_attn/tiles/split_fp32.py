@@ -1,4 +1,4 @@
-"""Tile of the kernels that split fp32 tensors into fp16 parts."""
+"""Tile of the kernels that split fp32 tensors into fp16 terms."""
 
 from dataclasses import dataclass
 from typing import ClassVar

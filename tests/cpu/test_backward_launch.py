@@ -112,7 +112,7 @@ class Torch:
             scales[i] = 0.25 if rows.min() > 2**-13 * rows.max() else 0
             if scales[i]:
                 hi = (4 * x).half()
-                assert own.shape[-2] == traits.fp16_parts
+                assert own.shape[-2] == traits.fp32_terms
                 for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
                     part[..., : x.shape[-1]] = value
 
@@ -121,9 +121,9 @@ class Torch:
         if traits.arch == "sm80":
             *args, scales = args
             assert (scales is None) == (tile.operands == "whole")
-            if scales is not None and bool((scales != 0).all()) != tile.in_parts:
+            if scales is not None and bool((scales != 0).all()) != tile.in_terms:
                 return
-            if tile.in_parts:
+            if tile.in_terms:
                 dims = (traits.head_dim, traits.head_dim, traits.head_dim_v, traits.head_dim_v)
                 whole = [x.float().sum(-2) * scale for x, scale in zip(args[:4], scales, strict=True)]
                 args[:4] = [x[..., :dim] for x, dim in zip(whole, dims, strict=True)]
@@ -375,7 +375,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     """In parts, or whole operands where a row is too small."""
     precision = "tf32" if name == "tf32" else ""
     problem = (FP32 if precision else FP32_CASES[name]).build("cpu")
-    call = the_call(problem, backward_tile="operands=parts")._replace(precision=precision, kernel="sm80")
+    call = the_call(problem, backward_tile="operands=terms")._replace(precision=precision, kernel="sm80")
     inputs = [x.nan_to_num(0, 0, 0).abs().clamp(0.1) for x in call[:3]]
     grad_out = torch.rand(*call.q.shape[:-1], call.v.shape[-1]) + 0.1
     changed = dict(zip(("q", "k", "v"), inputs, strict=True)) | {"grad_out": grad_out}
@@ -394,15 +394,15 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
     assert launched == [
         ("backward_preprocess", ""),
         ("backward_split", ""),
-        ("backward", "parts"),
-        ("backward", "exact"),
-        ("backward_convert", "exact"),
+        ("backward", "terms"),
+        ("backward", "fallback"),
+        ("backward_convert", "fallback"),
     ]
 
 
 @pytest.mark.parametrize("precision", ["", "tf32"])
 def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
-    """Those of many operations are in parts, unless they have too many rows, which a named tile does not change."""
+    """Those of many operations are in terms, unless they have too many rows, which a named tile does not change."""
     call = the_call(FP32.build("cpu"))._replace(precision=precision, kernel="sm80")
     out, lse, _ = operators.forward_cpu(call)
     grad_out, needed = torch.rand(out.shape), (True, True, True, False, False)
@@ -414,8 +414,8 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
         return found.kernel.tile.operands, found.split is not None, found.exact is not None
 
     assert operands(call) == ("whole", False, False)
-    monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.PARTS_LEAST_FLOP", {2: 1, 1: 1})
-    assert operands(call) == ("parts", True, True)
+    monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.TERMS_LEAST_FLOP", {2: 1, 1: 1})
+    assert operands(call) == ("terms", True, True)
     monkeypatch.setattr("cute_attn.host.split_fp32.MAX_ROWS", 10)
     assert operands(call) == ("whole", False, False)
     with pytest.raises(ValueError, match=r"more than .* rows of heads; accepted: fewer, or operands=whole"):

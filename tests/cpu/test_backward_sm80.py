@@ -30,17 +30,17 @@ KERNELS = {
     "d256-64x32": (256, 256, BackwardSm80Tile(64, 32, 4, 2, 2, 2, stages_q=1, stages_do=1)),
     "d64-in-regs": (64, 64, IN_REGS),
     "d32x64-in-regs": (32, 64, IN_REGS),
-    "d64-parts": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
-    "d96x160-parts": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="parts")),
-    "d64-one-part": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="parts")),
-    "d64-one-part-in-regs": (64, 64, replace(IN_REGS, tile_m=64, queries_at_once=32, operands="parts")),
+    "d64-terms": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="terms")),
+    "d96x160-terms": (96, 160, BackwardSm80Tile(32, 64, 4, 2, 2, 2, dq_passes=3, operands="terms")),
+    "d64-one-term": (64, 64, BackwardSm80Tile(64, 64, 4, 2, 2, 2, operands="terms")),
+    "d64-one-term-in-regs": (64, 64, replace(IN_REGS, tile_m=64, queries_at_once=32, operands="terms")),
 }
 OPERANDS = ("q", "k", "do", "v", "p_t", "do_t", "ds_t", "q_t", "ds", "k_t")
 
 
 def kernel_of(name):
     d, dv, tile = KERNELS[name]
-    dtype, precision = "fp32" if tile.in_parts else "fp16", "tf32" if "one-part" in name else ""
+    dtype, precision = "fp32" if tile.in_terms else "fp16", "tf32" if "one-term" in name else ""
     return BackwardSm80(Traits("backward", "sm80", dtype, d, dv, precision=precision), tile)
 
 
@@ -53,14 +53,14 @@ def storage_at_zero(kernel):
         return cute.make_tensor(pointer, layout)
 
     ds = (tile.tile_n, tile.tile_m) if tile.p_in_regs else (tile.tile_m, tile.tile_n)
-    parts = kernel.num_parts
+    terms = kernel.stored_terms
     return BackwardSm80Storage(
-        k=at_zero(kernel.smem_layout(tile.tile_n, d, parts)),
-        v=at_zero(kernel.smem_layout(tile.tile_n, dv, parts)),
-        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * parts)),
-        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * parts)),
-        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, parts)),
-        ds=at_zero(kernel.smem_layout(*ds, parts)),
+        k=at_zero(kernel.smem_layout(tile.tile_n, d, terms)),
+        v=at_zero(kernel.smem_layout(tile.tile_n, dv, terms)),
+        q=at_zero(kernel.smem_layout(tile.queries, d, tile.pieces * tile.stages_q * terms)),
+        do=at_zero(kernel.smem_layout(tile.queries, dv, tile.pieces * tile.stages_do * terms)),
+        p=None if tile.p_in_regs else at_zero(kernel.smem_layout(*ds, terms)),
+        ds=at_zero(kernel.smem_layout(*ds, terms)),
         lse=None,
         minus_d=None,
         dk=at_zero(kernel.gradient_layout(d), kernel.dtype),
@@ -71,26 +71,24 @@ def storage_at_zero(kernel):
 
 @cute.jit
 def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
-    """out[thread, k, piece, part] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
+    """out[thread, k, piece, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
-        one = operand.hi if kernel.products.in_two_parts else operand
-        first_passes = 1 if name != "k_t" else kernel.tile.dq_passes
-        reference = one.tiled_copy.get_slice(thread).partition_S(
-            cute.make_identity_tensor(one.tile.layout.shape)
-        )
+        terms = getattr(operand, "each", (operand,))
+        tile, passes = terms[0].tile, 1 if name != "k_t" else kernel.tile.dq_passes
+        whole = cute.size(tile, mode=[0]) * cute.size(tile, mode=[1]) * passes
+        identity = cute.make_identity_tensor(tile.layout.shape)
+        reference = terms[0].tiled_copy.get_slice(thread).partition_S(identity)
         start = operand.start(Int32(0))
         for k in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(k))
             for piece in cutlass.range_constexpr(operand.pieces):
                 row, col, _ = reference[0, piece, k, 0]
-                for part in cutlass.range_constexpr(kernel.num_parts):
-                    which = (part,) if kernel.products.in_two_parts else ()
-                    whole = cute.size(one.tile, mode=[0]) * cute.size(one.tile, mode=[1]) * first_passes
-                    wanted = 2 * (cute.crd2idx((row, col, 0), one.tile.layout) + part * whole)
-                    out[thread, k, piece, part, 0] = operand.address(start, piece, k, *which).toint()
-                    out[thread, k, piece, part, 1] = operand.address(here, piece, 0, *which).toint()
-                    out[thread, k, piece, part, 2] = wanted
+                for t, term in enumerate(terms):
+                    unrolled, looped = (x[t] if len(terms) > 1 else x for x in (start, here))
+                    out[thread, k, piece, t, 0] = term.address(unrolled, piece, k).toint()
+                    out[thread, k, piece, t, 1] = term.address(looped, piece, 0).toint()
+                    out[thread, k, piece, t, 2] = 2 * (cute.crd2idx((row, col, 0), tile.layout) + t * whole)
 
 
 def sizes_of(kernel, name):
@@ -122,7 +120,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
         rows, extent = sizes_of(kernel, operand)
         found = run_on_host(
             lambda out, operand=operand: write_reads(kernel, operand, out),
-            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.num_parts, 3),
+            *(kernel.tile.num_threads, extent // 16, rows // 16, kernel.stored_terms, 3),
         )
         unrolled, looped, wanted = np.moveaxis(found, -1, 0)
         np.testing.assert_array_equal(unrolled, wanted, err_msg=operand)
@@ -141,7 +139,6 @@ def write_stores(
             result = kernel.products.result(operands.mma_dkv, getattr(storage, name), thread)
         else:
             result = getattr(operands, name)
-            result = result.result if kernel.products.in_two_parts else result
         modes = layouts.row_col_modes(result.tiled_mma, *result.shape)
         row0, column0 = layouts.thread_row_col(result.tiled_mma, *result.shape, thread)
         start = result.start()
@@ -336,7 +333,7 @@ def summed_from_zero(ptx):
     return lengths, others
 
 
-@pytest.mark.parametrize("operands, head_dim", [("parts", 256), ("exact", 64)])
+@pytest.mark.parametrize("operands, head_dim", [("terms", 256), ("fallback", 64)])
 def test_products_of_fp32_are_summed_from_zero(operands, head_dim):
     """Long sums by tensor cores, which round toward zero, err by multiples of fp32's rounding."""
     compiled = compile(f"backward-sm80-fp32-d{head_dim}-causal", f"operands={operands}", "sm80")
@@ -344,20 +341,20 @@ def test_products_of_fp32_are_summed_from_zero(operands, head_dim):
     assert lengths and set(lengths) == {3} and others == 0
 
 
-def test_one_part_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
-    kernel = kernel_of("d64-one-part")
+def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_whole_operands():
+    kernel = kernel_of("d64-one-term")
     for dims, target, operands in (
-        ((64, 64), "sm86", "parts"),
-        ((128, 128), "sm80", "parts"),
-        ((256, 256), "sm80", "parts"),
+        ((64, 64), "sm86", "terms"),
+        ((128, 128), "sm80", "terms"),
+        ((256, 256), "sm80", "terms"),
         ((256, 256), "sm86", "whole"),
-        ((512, 512), "sm90", "parts"),
-        ((320, 96), "sm86", "parts"),
+        ((512, 512), "sm90", "terms"),
+        ((320, 96), "sm86", "terms"),
     ):
         traits = Traits("backward", "sm80", "fp32", *dims, precision="tf32")
         tile = registry.lookup(traits, None, target).tile
         assert tile.operands == operands
-        for own in (tile, tile.exact(traits)) if tile.in_parts else (tile,):
+        for own in (tile, tile.fallback(traits)) if tile.in_terms else (tile,):
             assert own.reject(traits, target) is None
     fp32 = BackwardSm80(Traits("backward", "sm80", "fp32", 64), kernel.tile)
     assert fp32.step_content().mma == 3 * kernel.step_content().mma
@@ -377,9 +374,9 @@ def write_rows(kernel: cutlass.Constexpr, out: cute.Tensor):
                 out[thread, i, m] = coords[i, m, 0][0]
 
 
-def test_pieces_of_one_part_are_whole_modes_of_dq():
+def test_pieces_of_one_term_are_whole_modes_of_dq():
     """So that each has its own factor."""
-    kernel = kernel_of("d64-one-part-in-regs")
+    kernel = kernel_of("d64-one-term-in-regs")
     tile = kernel.tile
     found = run_on_host(lambda out: write_rows(kernel, out), tile.num_threads, 4, tile.tile_m // 32)
     pieces = np.arange(tile.tile_m // 32) * tile.pieces // (tile.tile_m // 32)
@@ -389,9 +386,9 @@ def test_pieces_of_one_part_are_whole_modes_of_dq():
         assert reason is None if text is None else text in reason
 
 
-def test_products_in_parts_are_of_lo_hi_and_hi_lo_and_hi_hi():
+def test_products_in_terms_are_of_lo_hi_and_hi_lo_and_hi_hi():
     """The three MMAs of a sum, in this order: both parts of A with B's hi, A's hi with both parts of B."""
-    ptx = compile("backward-sm80-fp32-d256-causal", "operands=parts", "sm80").ptx
+    ptx = compile("backward-sm80-fp32-d256-causal", "operands=terms", "sm80").ptx
     chains, of_result = [], {}
     for result, a, b, start in re.findall(
         r"mma\.sync\S+\s+{(.*?)},\s+{(.*?)},\s+{(.*?)},\s+{(.*?)};", ptx, re.DOTALL

@@ -14,7 +14,7 @@ from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
 from tests import processes, toy
 
-SMALL = "softmax-sm80-bf16-d64"
+SMALL = "forward-sm80-bf16-d32"
 
 
 def step(*lines: str, line: int = 0) -> Step:
@@ -82,9 +82,9 @@ def test_a_side_without_code_is_one_sentence():
 
 def test_two_tiles_of_a_kernel():
     """Half as many keys a step: half of the products and exponentials."""
-    found = compare(verdict(SMALL, target="sm80"), verdict(SMALL, "tile_n=32", "sm80"))
+    found = compare(verdict(SMALL, target="sm80"), verdict(SMALL, "tile_n=64", "sm80"))
     changes = {one.what: (one.a, one.b) for one in found.opcodes}
-    assert changes["HMMA.16816.F32.BF16"] == (32, 16) and changes["MUFU.EX2"] == (32, 16)
+    assert changes["HMMA.16816.F32.BF16"] == (128, 64) and changes["MUFU.EX2"] == (132, 68)
     assert found.lines == () and len(found.rows) > 100
     assert "steady steps, registers' numbers ignored" in str(found)
 

@@ -12,17 +12,17 @@ import torch
 import tvm_ffi
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, compiler
+from cute_attn import attention, attention_varlen, compiler, reference
 from cute_attn.api import operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import base
+from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import counters, launcher, memory, plans
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check_steps
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
-from cute_attn.traits import Traits
 
 BF16 = torch.bfloat16
 
@@ -439,29 +439,30 @@ def test_autograd_knows_that_an_output_was_written(request, name):
         attention(q, k, v, out=torch.empty_like(out))
 
 
-@pytest.mark.parametrize("kernel", ["", "sm80"])
-def test_the_softmax_is_a_separate_launch(recorder, kernel):
-    """After the forward, with its LSE and arguments; the forward is the same without it."""
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
+    """The reference computes it from the launch's LSE; the forward is the same without it."""
     q, k, v = kernel_inputs()
-    options = {"causal": True, "dropout_p": 0.5, "softmax_scale": 0.3, "return_lse": True, "kernel": kernel}
+    bias, state = randn(1, 1, 1, 11), torch.tensor([3, 8])
+    options = {"causal": True, "dropout_p": 0.5, "softmax_scale": scale, "return_lse": True}
+    options |= {"bias": bias, "rng_state": state}
+    features = reference.Features("causal", "flash")
+    inputs = ScoreInputs(bias=bias, dropout_p=0.5, rng_state=state)
+    _, own_lse, expected = reference.attention(q, k, v, scale, features, inputs, return_softmax=True)
+    launched = recorder.function
+
+    def function(*args):
+        args[4].copy_(own_lse)
+        launched(*args)
+
+    monkeypatch.setattr(recorder, "function", function)
+    _, lse, softmax = attention(q, k, v, **options, return_softmax=True)
     attention(q, k, v, **options)
-    for _ in range(2):
-        _, lse, softmax = attention(q, k, v, bias=randn(1, 1, 1, 11), **options, return_softmax=True)
-    attention(q, k, v, bias=randn(1, 1, 1, 11), **options)
-    arch = kernel or "sm90"
-    names = [
-        f"forward-{arch}-bf16-d16x8-causal-dropout",
-        f"forward-{arch}-bf16-d16x8-causal-bias_fp32-dropout",
-    ]
-    forward_of_none, forward, second, again = recorder.built
-    assert [str(built[0]) for built in (forward_of_none, forward)] == names and again == forward
-    assert str(second[0]) == "softmax-sm80-bf16-d16-causal-bias_fp32-dropout"
-    assert len(recorder.launched) == 6
-    m_q, m_k, m_lse, m_softmax, seqlens, scale, score_args = recorder.launched[4]
-    before = recorder.launched[3]
-    assert m_q is q and m_k is k and m_lse is lse is before[4] and m_softmax is softmax
-    assert seqlens is before[5] and scale == 0.3 and score_args is before[-1]
-    assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.any()
+    assert [str(built[0]).split("-")[0] for built in recorder.built] == ["forward", "forward"]
+    assert len(recorder.launched) == 2 and torch.equal(lse, own_lse)
+    assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.requires_grad
+    torch.testing.assert_close(softmax, expected)
+    assert torch.equal(softmax.signbit(), expected.signbit()) and softmax.signbit().any()
 
 
 def test_the_second_call_reuses_the_launcher(recorder, monkeypatch):
@@ -588,16 +589,6 @@ def test_a_grid_ends_where_32_bits_do(recorder):
     ):
         attention_varlen(q, k, k, cu_seqlens, cu_seqlens, 512 * 64, **options)
     assert len(recorder.launched) == 1
-
-
-def test_the_grid_of_the_softmax_ends_there_too(recorder):
-    x = torch.zeros(16, dtype=BF16).expand(2**28, 128, 4, 16)
-    each = f"q has {2**28} sequences of 4 heads of 2 blocks of 64 queries, {2**31} in all; accepted"
-    with pytest.raises(ValueError, match=each):
-        attention(x, x, x, kernel="sm80", return_softmax=True)
-    launcher.check_query_blocks(
-        call(x, x, x), registry.lookup(Traits("forward", "sm80", "bf16", 16), "tile_m=128", "sm90")
-    )
 
 
 def many(sequences, heads):

@@ -20,10 +20,15 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
 
 
 def attend(q, k, v, scale, lengths=FULL_LENGTHS, *, mask="", dropout="", epilogues=(), **options):
-    """The reference with features and their inputs as plain keywords."""
+    """The reference with features and their inputs as plain keywords; a softmax from its LSE is the same."""
     own = {name: options.pop(name) for name in ("return_softmax", "compute_dtype") if name in options}
-    features = Features(mask, dropout, epilogues)
-    return reference.attention(q, k, v, scale, features, ScoreInputs(**options), lengths, **own)
+    given = (scale, Features(mask, dropout, epilogues), ScoreInputs(**options), lengths)
+    out, lse, p = reference.attention(q, k, v, *given, **own)
+    if p is not None:
+        again = reference.softmax(q, k, lse, *given)
+        torch.testing.assert_close(again, p)
+        assert torch.equal(again.signbit(), p.signbit())
+    return out, lse, p
 
 
 def coords(batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> ScoreCoords:
@@ -274,10 +279,37 @@ def test_chunks_of_batches_and_heads_change_nothing(monkeypatch):
     q, k, v = randn(3, 5, 6, 8, seed=1), randn(3, 7, 2, 8, seed=2), randn(3, 7, 2, 8, seed=3)
     args = {"dropout": "mem_efficient", "dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}
     whole = attend(q, k, v, 1.0, **args, return_softmax=True)
-    for size in (1, 75, 150, 300):
+    for size in (1, 21, 75, 150, 300):
         monkeypatch.setattr(definition, "_CHUNK_SCORES", size)
         for a, b in zip(whole, attend(q, k, v, 1.0, **args, return_softmax=True), strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("longest", [(3, 4), (5, 7), (9, 11)])
+def test_a_softmax_has_the_size_that_the_call_states(longest):
+    """Also where sequences are longer than it says, which only their lengths on the GPU show."""
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 7))
+    q, k = randn(5, 2, 8, seed=1), randn(7, 2, 8, seed=2)
+    whole, stated = (Lengths(cu_q, cu_k, max_seqlen_q=m, max_seqlen_k=n) for m, n in ((5, 7), longest))
+    _, lse, p = reference.attention(q, k, k, 1.0, lengths=whole, return_softmax=True)
+    found = reference.softmax(q, k, lse, 1.0, lengths=stated)
+    assert found.shape == (1, 2, *longest)
+    rows, cols = (min(pair) for pair in zip(longest, (5, 7), strict=True))
+    torch.testing.assert_close(found[..., :rows, :cols], p[..., :rows, :cols])
+    assert not found[..., rows:, :].any() and not found[..., cols:].any()
+
+
+def test_a_softmax_takes_memory_for_some_queries_at_a_time(monkeypatch):
+    """Of one head of 300 x 500 scores, as much as 2,000 of them need."""
+    monkeypatch.setattr(definition, "_CHUNK_SCORES", 2000)
+    q, k, sizes = randn(1, 300, 2, 8), randn(1, 500, 2, 8), []
+    modify_scores = definition.modify_scores
+    monkeypatch.setattr(
+        definition, "modify_scores", lambda x, *rest: sizes.append(x.numel()) or modify_scores(x, *rest)
+    )
+    args = {"mask": "causal", "dropout": "flash", "dropout_p": 0.3, "rng_state": torch.tensor([7, 8])}
+    attend(q, k, k, 1.0, **args, return_softmax=True)
+    assert max(sizes) == 2000 and sum(sizes) == 2 * 2 * 300 * 500
 
 
 # ---- precision, softmax, gradients ----

@@ -134,7 +134,6 @@ class Machine:
         return made_of(
             Launcher,
             function=self.function(with_arguments_of(ForwardSm90, run)),
-            softmax_function=None,
             kernel=None,
             seqlens=(),
             longest=params.longest,

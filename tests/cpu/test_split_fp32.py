@@ -1,15 +1,15 @@
-"""fp32 tensors as fp16 parts: the rule, its numerics, and the device code on the host."""
+"""fp32 tensors as fp16 terms: the device code on the host."""
 
 import cutlass
 import numpy as np
 import pytest
 from cutlass import Float16, Float32, Int32, Int64, cute
 
-from cute_attn.device.hi_lo import NO_ROW, fits, power_of_two, scale_exponent
-from cute_attn.device.hi_lo_rows import split_tile
-from cute_attn.kernels.fp32_sm80 import ForwardParts
+from cute_attn.device.split_rows import split_tile
+from cute_attn.device.terms import power_of_two
+from cute_attn.kernels.fp32_sm80 import ForwardTerms
 from cute_attn.kernels.split_fp32 import RowPlaces, SplitFp32
-from cute_attn.tiles import ForwardPartsTile, padded
+from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import Traits
 from layouts.host import offset_table, run_on_host
@@ -23,68 +23,6 @@ def in_parts(x):
     scaled = x * np.float32(2.0**exponent)
     hi = scaled.astype(np.float16)
     return hi, (scaled - hi.astype(np.float32)).astype(np.float16), exponent
-
-
-def bits(*values):
-    return [int(x) for x in np.array(values, np.float32).view(np.int32)]
-
-
-# (largest element, smallest of the rows' largest or None for rows of zeros, in how many parts it fits, exponent)
-RULES = [
-    (1.0, 1.0, (1, 2), 14),
-    (1.999, 2.0**-13, (1, 2), 14),
-    (1.0, 2.0**-13 * 0.999, (1,), 14),
-    (1.999, 2.0**-24, (1,), 14),
-    (1.0, 2.0**-24 * 0.999, (), 0),
-    (3.0e4, 4.0, (1, 2), 0),
-    (2.0**62, 2.0**60, (1, 2), -48),
-    (2.0**63, 2.0**63, (), 0),
-    (2.0**-34, 2.0**-40, (1, 2), 48),
-    (2.0**-35, 2.0**-35, (), 0),
-    (1e-40, 1e-40, (), 0),
-    (0.0, None, (1, 2), 0),
-    (np.inf, 1.0, (), 0),
-    (np.nan, 1.0, (), 0),
-]
-
-
-@cute.jit
-def write_rule(largest: Int32, smallest: Int32, parts: cutlass.Constexpr, out: cute.Tensor):
-    out[0] = Int32(fits(largest, smallest, parts))
-    out[1] = scale_exponent(largest)
-    out[2] = power_of_two(-scale_exponent(largest)).bitcast(Int32)
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_which_tensors_fit(parts):
-    rows = [(*bits(large), NO_ROW if small is None else bits(small)[0]) for large, small, *_ in RULES]
-    found = run_on_host(
-        lambda out: [write_rule(Int32(a), Int32(b), parts, out[i, None]) for i, (a, b) in enumerate(rows)],
-        *(len(rows), 3),
-    )
-    for (large, small, fitting, exponent), (serves, got_exponent, inverse) in zip(RULES, found, strict=True):
-        assert bool(serves) == (parts in fitting), (large, small)
-        if serves:
-            assert got_exponent == exponent and inverse == bits(2.0**-exponent)[0], (large, small)
-
-
-@pytest.mark.parametrize("below", [0, 6, 13])
-def test_products_of_parts_have_the_precision_of_fp32(below):
-    """Rows up to 2^13 below the tensor's largest element: products of rows are as exact as sums in fp32 are."""
-    rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((2, 64, 128)).astype(np.float32)
-    x[1:] *= np.float32(2.0**-below * np.abs(x[0]).max()) / np.abs(x[1:]).max(1, keepdims=True)
-    (xh, xl, xe), (yh, yl, ye) = (
-        (*(part.astype(np.float64) for part in parts), exponent)
-        for *parts, exponent in (in_parts(x), in_parts(y))
-    )
-    products = (xh @ yh.T + (xh @ yl.T + xl @ yh.T)) * 2.0 ** -(xe + ye)
-    exact = x.astype(np.float64) @ y.astype(np.float64).T
-    size = np.abs(x).astype(np.float64) @ np.abs(y).astype(np.float64).T
-    single = np.abs((x @ y.T) - exact) / size
-    error = np.abs(products - exact) / size
-    assert error.max() <= 2.0**-22
-    assert np.sqrt((error**2).mean()) <= 2 * np.sqrt((single**2).mean())
 
 
 EXPONENT = 11
@@ -106,7 +44,7 @@ def write_numbers(out: cute.Tensor, count: cutlass.Constexpr):
 def write_parts(
     shape: cutlass.Constexpr, dim_step: cutlass.Constexpr, kernel: cutlass.Constexpr, out: cute.Tensor
 ):
-    """Rows of arbitrary numbers at the start of ``out``, then their parts, by all threads of all CTAs."""
+    """Rows of arbitrary numbers at the start of ``out``, then their terms, by all threads of all CTAs."""
     *outer, dim = shape
     steps, step = [], dim * dim_step
     for n in reversed(outer):
@@ -117,15 +55,15 @@ def write_parts(
         cute.make_layout(shape, stride=(*steps, 1 if dim_step == 1 else Int64(dim_step))),
     )
     write_numbers(out, step)
-    count = kernel.traits.fp16_parts
-    parts = cute.make_tensor(
+    count = kernel.traits.fp32_terms
+    terms = cute.make_tensor(
         cute.recast_ptr(out.iterator + step, dtype=Float16), cute.make_layout((*outer, count, padded(dim)))
     )
     places = RowPlaces.make(x)
     for thread in cutlass.range(kernel.tile.num_threads):
         for block in cutlass.range(kernel.tile.blocks):
             kernel.split_rows(
-                x, places, parts, dim, power_of_two(Int32(EXPONENT)), Int32(block), Int32(thread)
+                x, places, terms, dim, power_of_two(Int32(EXPONENT)), Int32(block), Int32(thread)
             )
 
 
@@ -143,12 +81,12 @@ def test_parts_of_all_rows(shape, dim_step, count):
     found = run_on_host(lambda out: write_parts(shape, dim_step, kernel, out), step + words)
     x = found[:step].view(np.float32).reshape(rows, dim, dim_step)[..., 0]
     assert (x < 0).any() and (np.abs(x) < 0.07).any()
-    parts = found[step:].view(np.float16).reshape(rows, count, padded(dim))
+    terms = found[step:].view(np.float16).reshape(rows, count, padded(dim))
     hi, lo, exponent = in_parts(x)
     assert exponent == EXPONENT
-    np.testing.assert_array_equal(parts[:, 0, :dim], hi)
-    assert count == 1 or np.array_equal(parts[:, 1, :dim], lo)
-    assert (parts[..., dim:] == 0).all()
+    np.testing.assert_array_equal(terms[:, 0, :dim], hi)
+    assert count == 1 or np.array_equal(terms[:, 1, :dim], lo)
+    assert (terms[..., dim:] == 0).all()
 
 
 @cute.jit
@@ -160,55 +98,55 @@ def write_tile(
     aligned: cutlass.Constexpr,
     out: cute.Tensor,
 ):
-    """``size`` rows of arbitrary numbers at the start of ``out``, every second one of a tensor; then parts of a tile of
+    """``size`` rows of arbitrary numbers at the start of ``out``, every second one of a tensor; then terms of a tile of
     them as a forward's CTA has them in shared memory."""
     write_numbers(out, size)
     x = cute.make_tensor(
         cute.recast_ptr(out.iterator, dtype=Float32),
         cute.make_layout((size // 2 // dim, dim), stride=(Int64(2 * dim), 1 if aligned else Int64(1))),
     )
-    parts, tile = kernel.traits.fp16_parts, kernel.tile
+    terms, tile = kernel.traits.fp32_terms, kernel.tile
     target = cute.make_tensor(
         cute.recast_ptr(out.iterator + size, dtype=Float16),
-        kernel.smem_layout(tile.tile_m, parts * padded(dim)),
+        kernel.smem_layout(tile.tile_m, terms * padded(dim)),
     )
     factor, rows = power_of_two(Int32(EXPONENT)), Int32(size // 2 // dim)
     for thread in cutlass.range(tile.num_threads):
         split_tile(
             *(x, Int32(first_row), rows, target[None, None, 0], dim, factor, Int32(thread)),
-            *(tile.num_threads, parts, aligned),
+            *(tile.num_threads, terms, aligned),
         )
 
 
 @pytest.mark.parametrize(
     "name, tile",
     [
-        ("d128", ForwardPartsTile(64, 32, 4)),
-        ("d36", ForwardPartsTile(32, 16, 2)),
-        ("d64-tf32", ForwardPartsTile(128, 64, 8)),
-        ("d35-unaligned", ForwardPartsTile(32, 16, 2)),
+        ("d128", ForwardTermsTile(64, 32, 4)),
+        ("d36", ForwardTermsTile(32, 16, 2)),
+        ("d64-tf32", ForwardTermsTile(128, 64, 8)),
+        ("d35-unaligned", ForwardTermsTile(32, 16, 2)),
     ],
 )
 def test_parts_of_a_tile_in_shared_memory(name, tile):
-    kernel = ForwardParts(Traits.parse(f"forward-sm80:parts-fp32-{name}"), tile)
+    kernel = ForwardTerms(Traits.parse(f"forward-sm80:terms-fp32-{name}"), tile)
     traits = kernel.traits
-    parts, dim, cols = traits.fp16_parts, traits.head_dim, padded(traits.head_dim)
+    terms, dim, cols = traits.fp32_terms, traits.head_dim, padded(traits.head_dim)
     rows, first_row = tile.tile_m + 5, 16
     size = 2 * rows * dim
     size += -size % 256  # the tile's alignment
     found = run_on_host(
         lambda out: write_tile(size, dim, first_row, kernel, traits.aligned, out),
-        size + tile.tile_m * parts * cols // 2,
+        size + tile.tile_m * terms * cols // 2,
         alignment=1024,
     )
     exists = size // 2 // dim
     x = found[: 2 * exists * dim].view(np.float32).reshape(exists, 2, dim)[:, 0]
     x = x[np.minimum(np.arange(first_row, first_row + tile.tile_m), exists - 1)]
-    shape = (tile.tile_m, parts * cols)
+    shape = (tile.tile_m, terms * cols)
     offsets = offset_table(lambda: kernel.smem_layout(*shape), *shape, 1)
-    written = found[size:].view(np.float16)[offsets].reshape(tile.tile_m, parts, cols)
+    written = found[size:].view(np.float16)[offsets].reshape(tile.tile_m, terms, cols)
     scaled = x * np.float32(2.0**EXPONENT)
     hi = scaled.astype(np.float16)
     np.testing.assert_array_equal(written[:, 0, :dim], hi)
-    assert parts == 1 or np.array_equal(written[:, 1, :dim], (scaled - hi).astype(np.float16))
+    assert terms == 1 or np.array_equal(written[:, 1, :dim], (scaled - hi).astype(np.float16))
     assert (written[..., dim:] == 0).all()

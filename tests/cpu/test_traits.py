@@ -84,11 +84,11 @@ BASE = ("sm80", "bf16", 64)
     [
         (
             lambda: Traits("backwards", *BASE),
-            "op is 'backwards'; accepted: 'forward', 'softmax', 'backward', 'backward_preprocess', 'backward_convert'",
+            "op is 'backwards'; accepted: 'forward', 'backward', 'backward_preprocess', 'backward_convert'",
         ),
         (
-            lambda: Traits("softmax", *BASE, bias="bf16", bias_grad=True),
-            "bias_grad is True with op 'softmax'; accepted: with op 'backward'",
+            lambda: Traits("forward", *BASE, bias="bf16", bias_grad=True),
+            "bias_grad is True with op 'forward'; accepted: with op 'backward'",
         ),
         (
             lambda: Traits("forward", *BASE, bias="bf16", bias_grad=True),

@@ -16,7 +16,7 @@ from cute_attn.lab.verdict import Verdict, clocks, verdict
 from tests import processes, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
-SMALL = "softmax-sm80-bf16-d64"  # builds in two seconds
+SMALL = "forward-sm80-bf16-d32"
 
 
 # ---- kernels ----
@@ -67,7 +67,6 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
     for name, tile in [
         ("forward-sm80-bf16-d128", ""),
         ("forward-sm90-bf16-d128", "q_in_regs=true"),
-        ("softmax-sm80-bf16-d64", ""),
         ("backward-sm80-bf16-d64", ""),
         ("backward-sm80-bf16-d128", ""),
         ("backward-sm90-bf16-d128", ""),
@@ -79,7 +78,7 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
         found = conflicts(lookup(Traits.parse(name), tile or None))
         counts[name] = len(found)
         assert all(copy.wavefronts == copy.minimum > 0 and copy.ways == 1 for copy in found), name
-    assert list(counts.values()) == [7, 2, 4, 11, 12, 3, 3, 1, 1, 0]
+    assert list(counts.values()) == [7, 2, 11, 12, 3, 3, 1, 1, 0]
     plain = conflicts(lookup(Traits.parse("forward-sm80-bf16-d64"), "swizzle_bits=0"))
     assert {copy.name: copy.ways for copy in plain if copy.opcode == "LDSM"} == {
         "Q by ldmatrix": 8,

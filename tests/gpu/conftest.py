@@ -52,17 +52,12 @@ def built(request: pytest.FixtureRequest) -> None:
 def forward_requests(
     case: Case, arch: str, tile: str | None, target: str
 ) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward, with the default tiles for its lengths and for a bias that TMA cannot read.
-
-    With the kernel that writes probabilities, if the case returns them.
-    """
+    """The forward, with the default tiles for its lengths and for a bias that TMA cannot read."""
     traits = case.traits(arch)
     try:
         kernel = registry.lookup(traits, tile, target)
     except registry.Unsupported:  # another generation's kernel serves it, or the test will find out
         return
-    if case.return_softmax:
-        yield traits.softmax(), None, target
     if tile:
         yield traits, tile, target
         return
@@ -80,7 +75,7 @@ def backward_requests(
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
     except registry.Unsupported:  # as the test will find out
         return
-    if getattr(main.tile, "in_parts", False) and not tile:
+    if getattr(main.tile, "in_terms", False) and not tile:
         main = main.of_whole_operands(target)  # as small calls have
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:

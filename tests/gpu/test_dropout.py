@@ -54,6 +54,28 @@ def torch_mem_efficient(q, k, v, dropout_p):
     return out, rng_state, uniform > dropout_p
 
 
+CHUNK = 64
+"""Keys, or queries, whose dropout one call shows."""
+
+
+def shown(n, start, nheads):
+    """(n, nheads, CHUNK): the rows from ``start`` on are those of the identity, others 0."""
+    rows = torch.zeros(n, nheads, CHUNK, dtype=torch.bfloat16, device="cuda")
+    count = max(0, min(CHUNK, n - start))
+    rows[start : start + count] = torch.eye(CHUNK, dtype=torch.bfloat16, device="cuda")[:count, None]
+    return rows
+
+
+def kept(q, k, **options):
+    """(batch, nheads, seqlen_q, seqlen_k): which scores of equal ones a forward keeps."""
+    (batch, _, _, _), (_, seqlen_k, nheads_kv, _), q = q.shape, k.shape, torch.zeros_like(q)
+    masks = []
+    for start in range(0, seqlen_k, CHUNK):
+        v = shown(seqlen_k, start, nheads_kv).expand(batch, -1, -1, -1).contiguous()
+        masks.append((attention(q, k, v, **options) != 0).transpose(1, 2))
+    return torch.cat(masks, -1)[..., :seqlen_k]
+
+
 PEERS = {"flash": torch_flash, "mem_efficient": torch_mem_efficient}
 
 
@@ -77,6 +99,7 @@ def test_the_kernels_mask_is_pytorchs(mask, shape, dropout_p, arch):
     options = {"dropout_p": dropout_p, "dropout_mask": mask, "rng_state": rng_state, "softmax_scale": 0.125}
     out, softmax = attention(q, k, v, **options, return_softmax=True, kernel=arch)
     assert torch.equal(~softmax.signbit(), keep)
+    assert torch.equal(kept(q, k, **options, kernel=arch), keep)
     torch.testing.assert_close(out, expected, atol=0.02, rtol=0.02)
     assert torch.equal(attention(q, k, v, **options, kernel=arch), out), (
         "the forward knows nothing of the matrix"
@@ -89,10 +112,9 @@ def test_the_mask_is_the_same_for_every_tile_and_head_dim(mask, arch):
     rng_state = torch.tensor([3, 2**40 + 1], device="cuda")
     masks = []
     for head_dim, tile in ((64, None), (64, "tile_m=64,tile_n=32,num_warps=4"), (128, None)):
-        q, k, v = inputs(2, 4, 113, 203, nheads_kv=2, head_dim=head_dim)
+        q, k, _ = inputs(2, 4, 113, 203, nheads_kv=2, head_dim=head_dim)
         options = {"dropout_p": 0.3, "dropout_mask": mask, "rng_state": rng_state, "kernel": arch}
-        softmax = attention(q, k, v, **options, tile=tile if arch == "sm80" else None, return_softmax=True)[1]
-        masks.append(softmax.signbit())
+        masks.append(kept(q, k, **options, tile=tile if arch == "sm80" else None))
     assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
 
 
@@ -123,18 +145,6 @@ def test_only_what_a_query_sees_has_a_sign(hides, options, mask):
 def as_tensor(state):
     """PyTorch's seed and offset as ``rng_state``."""
     return torch.stack(list(state)).view(torch.int64).flatten().cuda()
-
-
-CHUNK = 64
-"""Keys, or queries, whose dropout one call shows."""
-
-
-def shown(n, start, nheads):
-    """(n, nheads, CHUNK): the rows from ``start`` on are those of the identity, others 0."""
-    rows = torch.zeros(n, nheads, CHUNK, dtype=torch.bfloat16, device="cuda")
-    count = max(0, min(CHUNK, n - start))
-    rows[start : start + count] = torch.eye(CHUNK, dtype=torch.bfloat16, device="cuda")[:count, None]
-    return rows
 
 
 @dataclass(frozen=True)

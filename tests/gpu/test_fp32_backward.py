@@ -1,6 +1,6 @@
 """The backward of fp32 tensors on the GPU, at fp32's precision and in tf32: against float64 and PyTorch's kernel.
 
-At fp32's precision, operands are two fp16 parts, or whole where the tensors do not fit two parts.
+At fp32's precision, operands are two fp16 terms, or whole where the tensors do not fit two terms.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ CASES = [
 ]
 CASES = [Case(**{**vars(case), "dtype": "fp32", "name": f"fp32-{case.name}"}) for case in CASES]
 BY_NAME = {case.name.removeprefix("fp32-"): case for case in CASES}
-PARTS = "operands=parts"
+TERMS = "operands=terms"
 WHOLE = "operands=whole,num_warps=4"
 TILES = {
     "d64-causal": (
@@ -57,7 +57,7 @@ def run(problem: Problem, start: Start, **options: Any) -> dict[str, Tensor]:
     """Gradients from the definition's outputs, so that only the backward's errors count."""
     case, lengths, inputs = problem.case, problem.lengths, problem.inputs
     if case.dtype == "fp32" and "precision" not in options and not options.get("tile"):
-        options["tile"] = PARTS  # small calls have whole operands by default
+        options["tile"] = TERMS  # small calls have whole operands by default
     out, lse, _ = problem._define(torch.float32)
     wanted = ("q", "k", "v", "bias") if case.bias else ("q", "k", "v")
     options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap, "wanted": wanted}
@@ -106,13 +106,13 @@ def test_gradients_have_the_precision_of_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["varlen", "seqused"])
 def test_rows_that_no_sequence_owns(name: str) -> None:
-    """Finite ones, so that the tensors fit two parts; with NaN in them, the test above has whole operands."""
+    """Finite ones, so that the tensors fit two terms; with NaN in them, the test above has whole operands."""
     compare(BY_NAME[name], 3.0, 16 * 2.0**-24, lambda x: x.nan_to_num(2.5, -2.5, 2.5))
 
 
 @pytest.mark.parametrize("small", ["q", "k", "v", "grad_out", "all"])
 def test_small_rows_keep_their_digits(small: str) -> None:
-    """A row 1e-8 of the others: not in two parts. And all of a tensor may be small."""
+    """A row 1e-8 of the others: not in two terms. And all of a tensor may be small."""
     problem = BY_NAME["d64-causal"].build("cuda")
     start = problem.start()
     assert start.out is not None
@@ -162,7 +162,7 @@ def test_any_score_gradients_have_a_scale() -> None:
     grad_out, q, k, v, out, lse = small_problem()
     for factor in (1e-3, 1e6):
         given = (grad_out, q, k, v, factor * out, lse + 3.0)
-        found = attention_backward(*given, causal=True, tile=PARTS)
+        found = attention_backward(*given, causal=True, tile=TERMS)
         whole = attention_backward(*given, causal=True, tile=WHOLE)
         assert_alike(found, whole, 1e-5)
 
@@ -171,7 +171,7 @@ def test_infinity_stays_in_its_rows() -> None:
     """Of out, which is not split: dS has inf, which decides no scale."""
     grad_out, q, k, v, out, lse = small_problem()
     out[0, 70, 1, 3] = torch.inf
-    found = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=PARTS)
+    found = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=TERMS)
     whole = attention_backward(grad_out, q, k, v, out, lse, causal=True, tile=WHOLE)
     assert_alike(found, whole, 1e-5, all_finite=False)
 
@@ -217,7 +217,7 @@ def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, with_bias: b
     problem = Problem(case, (q, k, v), problem.lengths, inputs, problem.owned)
     out, lse, _ = problem._define(torch.float64)
     wanted = ("q", "k", "v", "bias")[: len(leaves)]
-    causal = {"causal": not with_bias, "bias": bias, "wanted": wanted, "tile": PARTS}
+    causal = {"causal": not with_bias, "bias": bias, "wanted": wanted, "tile": TERMS}
     ours = attention_backward(grad, q, k, v, out.float(), lse.float(), **causal)  # type: ignore[arg-type]
     for name, own, other, wanted_ in zip(wanted, ours, theirs, exact, strict=True):
         errors = Errors.of(own, wanted_), Errors.of(other, wanted_)
@@ -242,7 +242,7 @@ def test_nan_reaches_the_gradients() -> None:
                 *(q, k, v, expected_out, expected_lse),
                 causal=True,
                 precision=precision,
-                tile=PARTS if precision == "fp32" else None,
+                tile=TERMS if precision == "fp32" else None,
             )
             for reached in (dq[1, :, 2:], dk[1, 5, 1], dv[1, 5, 1]):
                 assert not reached.isfinite().all()

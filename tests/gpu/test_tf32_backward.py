@@ -1,4 +1,4 @@
-"""The backward of fp32 tensors in one fp16 part, precision tf32, against the kernels that multiply in tf32."""
+"""The backward of fp32 tensors in one fp16 term, precision tf32, against the kernels that multiply in tf32."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ CASES = {
     "d512": Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512, dtype="fp32"),
 }
 RATIO = 1.5
-"""How many times the error of products in tf32 one of fp16 parts may have."""
+"""How many times the error of products in tf32 one of fp16 terms may have."""
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """The backward's kernels in one part, and those they are compared with."""
+    """The backward's kernels in one term, and those they are compared with."""
     if "name" in params:
         traits = dataclasses.replace(CASES[params["name"]].traits("sm80", "backward"), precision="tf32")
         main = registry.lookup(traits, None, target)
@@ -37,7 +37,7 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
 
 
 def compare(problem: Problem, start: Start) -> None:
-    """Errors of gradients in parts are at most RATIO of those by the other kernels, as a whole and of most rows."""
+    """Errors of gradients in terms are at most RATIO of those by the other kernels, as a whole and of most rows."""
     exact = problem.expected_gradients(start, torch.float64)
     own, tf32 = (run(problem, start, precision="tf32", tile=tile) for tile in (PARTS, None))
     for name, value in own.items():
@@ -63,7 +63,7 @@ def problem_of(name: str) -> tuple[Problem, Start]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_as_exact_as_in_tf32(name: str) -> None:
-    """With NaN in rows that no sequence owns, the exact kernel computes the varlen case."""
+    """With NaN in rows that no sequence owns, the fallback kernel computes the varlen case."""
     compare(*problem_of(name))
 
 
@@ -79,7 +79,7 @@ def test_rows_that_no_sequence_owns(name: str) -> None:
 @pytest.mark.parametrize("small", ["q", "k", "v", "grad_out"])
 @pytest.mark.parametrize("name", ["d64-causal"])
 def test_a_row_that_is_too_small_for_one_part(name: str, small: str) -> None:
-    """The exact kernel computes, with half the keys of a CTA."""
+    """The fallback kernel computes, with half the keys of a CTA."""
     problem, start = problem_of(name)
     changed = dict(zip(("q", "k", "v", "grad_out"), (*problem.tensors, start.out), strict=True))
     changed[small][1, 7] *= 1e-9
@@ -88,7 +88,7 @@ def test_a_row_that_is_too_small_for_one_part(name: str, small: str) -> None:
 
 @pytest.mark.parametrize("name", ["d128-causal", "d512"])
 def test_a_row_that_is_too_small_at_other_head_dims(name: str) -> None:
-    """Of head dim 512 the exact kernel streams its operands, and adds to dQ in the same order."""
+    """Of head dim 512 the fallback kernel streams its operands, and adds to dQ in the same order."""
     problem, start = problem_of(name)
     assert start.out is not None
     start.out[1, 7] *= 1e-9

@@ -39,7 +39,7 @@ def _in_regs(queries_at_once: int, *more: Any, tile_m: int = 64, **fields: Any) 
     return _tile(tile_m, 128, 4, (1, 4, 2), *more, **fields)
 
 
-def _parts(
+def _terms(
     tile_m: int,
     tile_n: int,
     num_warps: int,
@@ -48,8 +48,8 @@ def _parts(
     stages: tuple[int, int] = (1, 1),
     **fields: int,
 ) -> BackwardSm80Tile:
-    """Of fp32 in fp16 parts."""
-    return _tile(tile_m, tile_n, num_warps, along, unrolls, stages, operands="parts", **fields)
+    """Of fp32 in fp16 terms."""
+    return _tile(tile_m, tile_n, num_warps, along, unrolls, stages, operands="terms", **fields)
 
 
 ONE, TWO = (1, 1), (2, 2)
@@ -100,7 +100,7 @@ FIT_ALWAYS = (
     _tile(32, 32, 4, (2, 2, 2), (0, 0, 1), ONE),
 )
 
-# fp32 in tf32, of calls too small for parts. P and dS pass through shared memory: with both in registers ptxas computes
+# fp32 in tf32, of calls too small for terms. P and dS pass through shared memory: with both in registers ptxas computes
 # so many sums of dV and dK, which start from zero, before it adds them up that it spills. Not searched.
 _WIDE, _LEAST = _tile(32, 64, 8, (2, 4, 2), (4, 1, 1), ONE), _tile(32, 32, 4, (2, 2, 2), (4, 1, 1), ONE)
 _FP32: Rows = (
@@ -124,41 +124,41 @@ _TF32: Rows = (  # precision tf32: one product, whose sums fit registers
     (256, 5, _LEAST),
 )
 
-PARTS_LEAST_FLOP = {2: 2**31, 1: 2**32}
-"""Parts -> floating-point operations of a call from which on products in parts pay for three more launches. Those of
-one part have not been searched."""
-_PARTS_32, _PARTS_LEAST = (_parts(32, n, 4, (2, 2, 2), (2, 1, 1)) for n in (64, 32))
-_TWO_PARTS: Rows = (  # up to head dim 128 two CTAs of four warps: one computes while the other waits
-    (64, 5, _parts(64, 64, 4, (2, 2, 2), (2, 2, 2))),  # 2.86 to 3.32
-    (64, 5, _PARTS_32),
-    (128, 5, _parts(32, 64, 4, (1, 2, 1), (2, 1, 1))),  # 2.77 to 2.98
-    (128, 5, _PARTS_32),
-    (128, 5, _PARTS_LEAST),
-    (256, 5, _parts(32, 64, 8, (2, 2, 1), (2, 1, 1))),  # 2.6
-    (256, 5, _parts(32, 64, 8, (2, 2, 2), (2, 1, 1))),
-    (256, 5, _PARTS_LEAST),
+TERMS_LEAST_FLOP = {2: 2**31, 1: 2**32}
+"""Terms -> floating-point operations of a call from which on products in terms pay for three more launches. Those of
+one term have not been searched."""
+_TERMS_32, _TERMS_LEAST = (_terms(32, n, 4, (2, 2, 2), (2, 1, 1)) for n in (64, 32))
+_TWO_TERMS: Rows = (  # up to head dim 128 two CTAs of four warps: one computes while the other waits
+    (64, 5, _terms(64, 64, 4, (2, 2, 2), (2, 2, 2))),  # 2.86 to 3.32
+    (64, 5, _TERMS_32),
+    (128, 5, _terms(32, 64, 4, (1, 2, 1), (2, 1, 1))),  # 2.77 to 2.98
+    (128, 5, _TERMS_32),
+    (128, 5, _TERMS_LEAST),
+    (256, 5, _terms(32, 64, 8, (2, 2, 1), (2, 1, 1))),  # 2.6
+    (256, 5, _terms(32, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (256, 5, _TERMS_LEAST),
 )
-_TWO_PARTS_SMALL: Rows = (  # targets with less shared memory than sm90
-    (64, 5, _PARTS_32),
-    (128, 5, _parts(64, 64, 8, (2, 2, 2), (2, 1, 1))),
-    (128, 5, _PARTS_LEAST),
-    (256, 5, _parts(32, 64, 8, (2, 2, 1), (2, 1, 1))),
-    (256, 5, _parts(32, 64, 8, (2, 2, 2), (2, 1, 1))),
-    (256, 5, replace(_PARTS_LEAST, dq_passes=2)),  # one pass spills where dQ is added float by float
-    (256, 5, _PARTS_LEAST),
+_TWO_TERMS_SMALL: Rows = (  # targets with less shared memory than sm90
+    (64, 5, _TERMS_32),
+    (128, 5, _terms(64, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (128, 5, _TERMS_LEAST),
+    (256, 5, _terms(32, 64, 8, (2, 2, 1), (2, 1, 1))),
+    (256, 5, _terms(32, 64, 8, (2, 2, 2), (2, 1, 1))),
+    (256, 5, replace(_TERMS_LEAST, dq_passes=2)),  # one pass spills where dQ is added float by float
+    (256, 5, _TERMS_LEAST),
 )
-_ONE_PART: Rows = (  # the tiles of 16-bit tensors that do not spill; not searched
-    (64, 0, _in_regs(32, (0, 0, 4), operands="parts")),  # 5.81 to 7.90
-    (64, 3, _in_regs(0, tile_m=32, operands="parts")),
-    (64, 5, _parts(64, 64, 4, (2, 2, 2), FEW, stages=TWO)),
-    (96, 3, _parts(64, 128, 8, (2, 4, 4), stages=TWO)),
-    (96, 5, _parts(64, 64, 4, (2, 2, 2), FEW)),
-    (128, 3, _parts(64, 128, 8, (2, 4, 2), stages=TWO)),  # 5.78 to 7.74
-    (128, 5, _parts(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
-    (192, 0, _parts(64, 64, 8, (4, 2, 2), stages=TWO)),
-    (192, 5, _parts(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
-    (256, 0, _parts(64, 64, 8, (4, 2, 2))),
-    (256, 5, _parts(64, 64, 8, (4, 2, 2), FEW)),  # 6.2
+_ONE_TERM: Rows = (  # the tiles of 16-bit tensors that do not spill; not searched
+    (64, 0, _in_regs(32, (0, 0, 4), operands="terms")),  # 5.81 to 7.90
+    (64, 3, _in_regs(0, tile_m=32, operands="terms")),
+    (64, 5, _terms(64, 64, 4, (2, 2, 2), FEW, stages=TWO)),
+    (96, 3, _terms(64, 128, 8, (2, 4, 4), stages=TWO)),
+    (96, 5, _terms(64, 64, 4, (2, 2, 2), FEW)),
+    (128, 3, _terms(64, 128, 8, (2, 4, 2), stages=TWO)),  # 5.78 to 7.74
+    (128, 5, _terms(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
+    (192, 0, _terms(64, 64, 8, (4, 2, 2), stages=TWO)),
+    (192, 5, _terms(64, 64, 8, (4, 2, 2), FEW, stages=TWO)),
+    (256, 0, _terms(64, 64, 8, (4, 2, 2))),
+    (256, 5, _terms(64, 64, 8, (4, 2, 2), FEW)),  # 6.2
 )
 # Head dims above 256, by the bytes of an element, each in as few passes of dQ as fit.
 _LARGE = {
@@ -179,7 +179,7 @@ def preferred_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     if largest > 256:
         tiles = _large_tiles(traits)
     elif traits.element_bytes == 4:
-        tiles = [*_tiles_in_parts(traits, target), *_fp32_tiles(traits), _streamed(traits)]
+        tiles = [*_tiles_of_terms(traits, target), *_fp32_tiles(traits), _streamed(traits)]
     else:
         tiles = [*_half_tiles(traits, target), *FIT_ALWAYS]
     vector = 4 if target == "sm90" else 1  # red.v4 is sm90's: +1%, #12
@@ -215,32 +215,32 @@ def _fp32_tiles(traits: Traits) -> list[BackwardSm80Tile]:
     return _rows(_TF32, traits, registers) if traits.precision == "tf32" else _rows(_FP32, traits, 0)
 
 
-def _tiles_in_parts(traits: Traits, target: str) -> list[BackwardSm80Tile]:
-    """Of fp32 elements in parts.
+def _tiles_of_terms(traits: Traits, target: str) -> list[BackwardSm80Tile]:
+    """Of fp32 elements in terms.
 
-    One of those of one part has an exact kernel whose operands are streamed, for targets with little shared memory, and
-    for head dims that four warps cannot divide.
+    One of those of one term has a fallback kernel whose operands are streamed, for targets with little shared memory,
+    and for head dims that four warps cannot divide.
     """
-    if traits.fp16_parts == 2:
-        return _rows(_TWO_PARTS if target == "sm90" else _TWO_PARTS_SMALL, traits, 0)
-    streamed = _parts(64, 64, 8, (4, 4, 4), FEW)
+    if traits.fp32_terms == 2:
+        return _rows(_TWO_TERMS if target == "sm90" else _TWO_TERMS_SMALL, traits, 0)
+    streamed = _terms(64, 64, 8, (4, 4, 4), FEW)
     streamed = replace(streamed, dq_passes=padded(traits.head_dim) // streamed.chunk(traits))
-    others = [_parts(32, 64, 4, (2, 2, 2), FEW), streamed]
+    others = [_terms(32, 64, 4, (2, 2, 2), FEW), streamed]
     if max(traits.head_dim, traits.head_dim_v) > 128:
         others.reverse()
-    return [*_rows(_ONE_PART, traits, _pressure(traits)), *others]
+    return [*_rows(_ONE_TERM, traits, _pressure(traits)), *others]
 
 
 def _large_tiles(traits: Traits) -> list[BackwardSm80Tile]:
-    """For head dims above 256. One part may stay in shared memory, as 16 bits do; two are streamed."""
-    in_parts = []
+    """For head dims above 256. One term may stay in shared memory, as 16 bits do; two are streamed."""
+    in_terms = []
     if traits.element_bytes == 4:
-        in_parts = [_streamed_parts(traits)]
-        if traits.fp16_parts == 1:
-            passes = in_parts[0].dq_passes
-            in_parts.insert(0, _parts(64, 32, 8, (4, 2, 2), (4, 1, 1), dq_passes=passes))
+        in_terms = [_streamed_terms(traits)]
+        if traits.fp32_terms == 1:
+            passes = in_terms[0].dq_passes
+            in_terms.insert(0, _terms(64, 32, 8, (4, 2, 2), (4, 1, 1), dq_passes=passes))
     resident = [replace(tile, dq_passes=n) for tile in _LARGE[traits.element_bytes] for n in _LARGE_PASSES]
-    return [*in_parts, *resident, _streamed(traits)]
+    return [*in_terms, *resident, _streamed(traits)]
 
 
 def _streamed(traits: Traits) -> BackwardSm80Tile:
@@ -249,9 +249,9 @@ def _streamed(traits: Traits) -> BackwardSm80Tile:
     return replace(tile, dq_passes=padded(traits.head_dim) // tile.chunk(traits))
 
 
-def _streamed_parts(traits: Traits) -> BackwardSm80Tile:
-    """The same of operands in parts: the fewest CTAs, with equal numbers of columns."""
-    tile = _parts(64, 64, 8, (4, 4, 4), (1, 1, 1), stages=TWO, columns=64)
+def _streamed_terms(traits: Traits) -> BackwardSm80Tile:
+    """The same of operands in terms: the fewest CTAs, with equal numbers of columns."""
+    tile = _terms(64, 64, 8, (4, 4, 4), (1, 1, 1), stages=TWO, columns=64)
     largest, chunk = max(padded(traits.head_dim), padded(traits.head_dim_v)), tile.chunk(traits)
     columns = -(-largest // -(-largest // _MOST_COLUMNS))
     passes = padded(traits.head_dim) // chunk

@@ -19,12 +19,10 @@ Dropout's mask is computed before S, when few registers are live, and kept as on
 With ``p_in_regs`` the scores are computed transposed and P and dS are the register operands of dV and dK: only dS goes
 through shared memory, for dQ. Follows FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 
-fp32 operands come in two fp16 parts, with P and dS split alike, for three products in fp16: see
-:mod:`cute_attn.device.gemm_hi_lo`; in the precision tf32 in one: see :mod:`cute_attn.device.one_part`. Where they do
-not fit their parts, they are multiplied in tf32, three products for one or one, and P and dS stay fp32: see
-:mod:`cute_attn.device.gemm_fp32`. Large head dims
-compute dQ in passes over its columns; where K, V, Q and dO do not fit shared memory, a tile with ``columns`` streams
-them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
+fp32 operands come in two fp16 terms, with P and dS split alike, or in precision tf32 in one. Where they do not fit
+their terms, they are split into as many tf32 terms in registers, and P and dS stay fp32: see
+:mod:`cute_attn.device.gemm_terms`. Large head dims compute dQ in passes over its columns; where K, V, Q and dO do not
+fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
 Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
 aligned with a contiguous last dimension, or unaligned, of any strides, which are read by words or elements and written
@@ -44,19 +42,18 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, 
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
 from cute_attn.device.element_copy import store_elements
-from cute_attn.device.gemm_hi_lo import all_fit, common_scale
 from cute_attn.device.math import optimization_barrier, rematerialize_each
-from cute_attn.device.one_part import change_units, running_scale
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.skewed_rows import has_room, heads_start_alike, shift_rows
+from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, running_scale
 from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
-from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, PARTS_LEAST_FLOP, preferred_tiles
-from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_part, part_of
+from cute_attn.kernels.backward_sm80.heuristics import FIT_ALWAYS, TERMS_LEAST_FLOP, preferred_tiles
+from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
 from cute_attn.kernels.backward_sm80.params import (
     BackwardParams,
     Gradients,
@@ -111,14 +108,14 @@ class BackwardSm80:
             [*tiles, FIT_ALWAYS[0]] if traits.element_bytes == 2 else tiles, traits, target
         )
 
-    def parts_pay(self, rows: int, seqlen_k: int) -> bool:
-        """Whether a call is large enough for operands in parts; rows: queries of all heads and sequences."""
+    def terms_pay(self, rows: int, seqlen_k: int) -> bool:
+        """Whether a call is large enough for operands in terms; rows: queries of all heads and sequences."""
         dims = 3 * self.traits.head_dim + 2 * self.traits.head_dim_v
-        return 2 * rows * seqlen_k * dims >= PARTS_LEAST_FLOP[self.traits.fp16_parts]
+        return 2 * rows * seqlen_k * dims >= TERMS_LEAST_FLOP[self.traits.fp32_terms]
 
     def of_whole_operands(self, target: str) -> "BackwardSm80":
         """The kernel of the same traits with the default tile of whole fp32 operands."""
-        tiles = [tile for tile in preferred_tiles(self.traits, target) if not tile.in_parts]
+        tiles = [tile for tile in preferred_tiles(self.traits, target) if not tile.in_terms]
         return dataclasses.replace(self, tile=first_that_fits(tiles, self.traits, target))
 
     @functools.cached_property
@@ -129,7 +126,7 @@ class BackwardSm80:
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         args = backward_fake_args(self.traits, self.epilogues.fake_args())
-        if self.tile.in_parts:
+        if self.tile.in_terms:
             ndim = 4 if self.traits.varlen else 5
             args = (*(rows_fake(Float16, ndim) for _ in range(4)), *args[4:])
         return (*args, plain_fake(Float32, 1) if self.tile.speculative else None)
@@ -146,7 +143,7 @@ class BackwardSm80:
 
     @property
     def dtype(self) -> Any:
-        """Element type of the gradients, and of Q, K, V and dO unless they are parts."""
+        """Element type of the gradients, and of Q, K, V and dO unless they are terms."""
         return CUTE_DTYPES[self.traits.dtype]
 
     @property
@@ -155,9 +152,9 @@ class BackwardSm80:
         return self.products.operand_dtype
 
     @property
-    def num_parts(self) -> int:
-        """Parts of an operand."""
-        return self.traits.fp16_parts if self.tile.in_parts else 1
+    def stored_terms(self) -> int:
+        """Terms of an operand in global and shared memory."""
+        return self.products.stored_terms
 
     def smem_layout(self, rows: int, cols: int, stages: int | None = 1) -> cute.ComposedLayout:
         """(rows, cols[, stages]) of operands in shared memory."""
@@ -224,11 +221,11 @@ class BackwardSm80:
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``.
 
-        With operands ``parts``, mQ, mK, mV and mDO are their parts, (..., parts, padded head dim) in fp16. scales: (4,)
-        fp32, what the sums of the parts of each are times, or 0 for a tensor that does not fit its parts; or None.
+        With operands ``terms``, mQ, mK, mV and mDO are their terms, (..., terms, padded head dim) in fp16. scales: (4,)
+        fp32, what the sums of the terms of each are times, or 0 for a tensor that does not fit its terms; or None.
         """
-        if cutlass.const_expr(self.tile.in_parts):
-            mQ, mK, mV, mDO = (first_part(m) for m in (mQ, mK, mV, mDO))
+        if cutlass.const_expr(self.tile.in_terms):
+            mQ, mK, mV, mDO = (first_term(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]
         heads = nheads // cutlass.max(mDK.shape[-2], 1)
         head_splits = cutlass.max(mDK.shape[-2] // cutlass.max(mK.shape[-2], 1), 1)
@@ -271,7 +268,7 @@ class BackwardSm80:
         key0 = params.first_key(key_tile, self.tile.tile_n)
         exists = key0 < existing_rows(seqlens.cu_seqlens_k, params.mK, key_tile.batch)
         if cutlass.const_expr(scales is not None):
-            exists = exists & (all_fit(scales) == self.tile.in_parts)
+            exists = exists & (all_fit(scales) == self.tile.in_terms)
         if exists:
             if cutlass.const_expr(self.tile.columns):
                 Streamed(self).run(params, key_tile, key0)
@@ -279,7 +276,7 @@ class BackwardSm80:
                 smem = self.shared_memory()
                 strides = {"rows_q": params.mQ.stride[-3], "rows_do": params.mDO.stride[-3]}
                 smem.spill(block=cute.arch.block_idx()[0], **strides)
-                if cutlass.const_expr(self.tile.in_parts):
+                if cutlass.const_expr(self.tile.in_terms):
                     smem.scales.store(scales)  # type: ignore[union-attr]
                 gradients = self.key_block(params, key_tile, key0, smem)
                 key_tile = key_tile_of(params.order, seqlens, smem.reload_int("block"))
@@ -386,7 +383,7 @@ class BackwardSm80:
         """Write acc * factor to shared memory, in the gradients' dtype."""
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = acc[i] * factor
-        self.products.result(mma_dkv, s, thread).store(self.rounded(acc))
+        self.products.result(mma_dkv, s, thread).store((self.rounded(acc),))
 
     @cute.jit
     def store_gradient(
@@ -420,18 +417,18 @@ class BackwardSm80:
         def area(name: str, layout: Any, dtype: Any = self.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        plane, parts = self.products.scores_plane, self.num_parts
+        plane, terms = self.products.scores_plane, self.stored_terms
 
         def stages(number: int) -> int:
-            return tile.pieces * number * parts
+            return tile.pieces * number * terms
 
         return BackwardSm80Storage(
-            k=area("k", self.smem_layout(tile.tile_n, d, parts)),
-            v=area("v", self.smem_layout(tile.tile_n, dv, parts)),
+            k=area("k", self.smem_layout(tile.tile_n, d, terms)),
+            v=area("v", self.smem_layout(tile.tile_n, dv, terms)),
             q=area("q", self.smem_layout(tile.queries, d, stages(tile.stages_q))),
             do=area("do", self.smem_layout(tile.queries, dv, stages(tile.stages_do))),
-            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n, parts)),
-            ds=area("ds", self.smem_layout(*plane, parts)),
+            p=None if tile.p_in_regs else area("p", self.smem_layout(tile.tile_m, tile.tile_n, terms)),
+            ds=area("ds", self.smem_layout(*plane, terms)),
             lse=area("lse", cute.make_layout((tile.tile_m, tile.stages_q)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, tile.stages_do)), Float32),
             dk=area("dk", self.gradient_layout(d), self.dtype),
@@ -441,10 +438,10 @@ class BackwardSm80:
         )
 
     def scale_storage(self, area: Any) -> ScaleStorage | None:
-        """What operands in parts need in shared memory; area: see ``ScaleStorage.make``."""
+        """What operands in terms need in shared memory; area: see ``ScaleStorage.make``."""
         tile = self.tile
-        pieces = tile.pieces if self.products.in_one_part else 0
-        return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_parts else None
+        pieces = tile.pieces if self.products.one_term else 0
+        return ScaleStorage.make(area, tile.num_warps, pieces) if tile.in_terms else None
 
     @cute.jit
     def load_keys(
@@ -467,9 +464,9 @@ class BackwardSm80:
             row_copy = RowCopy(
                 self.gmem_copy(head_dim, True), thread, cols, self.products.loaded_columns(head_dim)
             )
-            for part in cutlass.range_constexpr(self.num_parts):
-                tile = block_of_rows(part_of(g, part, cols), key0 // tile_n, tile_n, cols)
-                row_copy.copy(tile, s[None, None, part], key_tile.info.seqlen_k - key0, False)
+            for term in cutlass.range_constexpr(self.stored_terms):
+                tile = block_of_rows(term_of(g, term, cols), key0 // tile_n, tile_n, cols)
+                row_copy.copy(tile, s[None, None, term], key_tile.info.seqlen_k - key0, False)
 
     @cute.jit
     def first_cols(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> tuple[Int32, Int32]:
@@ -527,7 +524,7 @@ class BackwardSm80:
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
             columns, vectors = self.products.loaded_columns(head_dim), self.products.loads_vectors
             tensors = (g, vectors, columns, s, smem.number(stride), g_row, s_row)
-            return BlockLoad(*tensors, seqlen, thread, threads, self.num_parts, alike)
+            return BlockLoad(*tensors, seqlen, thread, threads, self.stored_terms, alike)
 
         return (
             load(params.mQ, self.traits.head_dim, smem.q, "rows_q", params.mLSElog2, smem.lse, alike.q),
@@ -582,7 +579,7 @@ class BackwardSm80:
 
     @cute.jit
     def multiply_dkv(self, ctx: MainloopContext, block: Int32, factor_ds: Float32) -> None:
-        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in parts is times."""
+        """dV += P^T dO and dK += dS^T Q, with P and dS from shared memory; factor_ds: what dS in terms is times."""
         tile, op, products, gradients = self.tile, ctx.operands, self.products, ctx.gradients
         unroll = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
         stage, factor = self.stage(block, tile.stages_do), ctx.factor("dv")
@@ -612,7 +609,7 @@ class BackwardSm80:
     def scores(self, ctx: MainloopContext, block: Int32, piece: Constexpr) -> Float32:
         """P and dS of one piece of the queries; with ``p_in_regs`` also its part of dV and dK.
 
-        Returns what dS is times, if it is stored in parts.
+        Returns what dS is times, if it is stored in terms.
         """
         tile, op, chain = self.tile, ctx.operands, self.epilogues
         acc_s, ahead = self.multiply_qk(ctx, block, piece)
@@ -681,8 +678,8 @@ class BackwardSm80:
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """dP = dO V^T and -D of the thread's rows; or dP - D, which the product starts from, and None."""
         op = ctx.operands
-        # Dropout zeroes elements of dP, not of D; and one part's dP is in other units.
-        apart = bool(self.traits.dropout) or self.products.in_one_part
+        # Dropout zeroes elements of dP, not of D; and one term's dP is in other units.
+        apart = bool(self.traits.dropout) or self.products.one_term
         minus_d = None if apart else self.row_numbers(ctx, block, piece, ctx.smem.minus_d)
         acc = self.scores_accumulator(op)
         if minus_d is None:
@@ -694,7 +691,7 @@ class BackwardSm80:
         self.products.to_units(acc, factor)
         return acc, self.row_numbers(ctx, block, piece, ctx.smem.minus_d) if apart else None
 
-    def use_probabilities(self, ctx: MainloopContext, p: Any, stage_do: Int32) -> None:
+    def use_probabilities(self, ctx: MainloopContext, p: Terms, stage_do: Int32) -> None:
         """P to shared memory for dV, or with ``p_in_regs`` its product with dO."""
         op = ctx.operands
         if op.p_out is not None:
@@ -705,12 +702,12 @@ class BackwardSm80:
 
     def operand_of_ds(
         self, ctx: Any, acc_dp: cute.Tensor, dk: Any, thread: Callable[[], Int32], piece: int = 0
-    ) -> tuple[Any, Float32]:
-        """dS as an operand of dK and dQ, and what it is times; dk: accumulators, in units of that with one part."""
-        if not self.tile.in_parts:
-            return self.rounded(acc_dp), Float32(1.0)
+    ) -> tuple[Terms, Float32]:
+        """dS as it is stored for dK and dQ, and what it is times; dk: accumulators, in units of that with one term."""
+        if not self.tile.in_terms:
+            return (self.rounded(acc_dp),), Float32(1.0)
         scale, factor = self.gradient_scale(ctx.smem.scales, acc_dp, dk, thread(), piece)
-        return self.products.in_parts(acc_dp, scale), factor
+        return self.products.in_terms(acc_dp, scale), factor
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator in the gradients' dtype."""
@@ -726,8 +723,8 @@ class BackwardSm80:
     def gradient_scale(
         self, scales: ScaleStorage, ds: cute.Tensor, dk: Constexpr, thread: Int32, piece: Constexpr = 0
     ) -> tuple[Float32, Float32]:
-        """The power of two that dS is split with, and its inverse; with one part dK is in units of it as well."""
-        if cutlass.const_expr(self.products.in_one_part):
+        """The power of two that dS is split with, and its inverse; with one term dK is in units of it as well."""
+        if cutlass.const_expr(self.products.one_term):
             scale, inverse, change = running_scale(ds, scales.largest, scales.applied, thread, piece)
             for acc in dk:
                 change_units(acc, change)
@@ -772,7 +769,7 @@ class BackwardSm80:
 
     @cute.jit
     def add_dq(self, ctx: MainloopContext, block: Int32, factors: tuple[Float32, ...]) -> None:
-        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in parts, by pieces."""
+        """Add dS K of this key block to the query block's dQ in global memory; factors: of dS in terms, by pieces."""
         tile, op = self.tile, ctx.operands
         floats = dq.block_floats(self.traits, tile)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
@@ -783,7 +780,7 @@ class BackwardSm80:
             self.products.multiply(
                 op.mma_dq, acc, op.ds, op.k_ts[index], Int32(0), unroll, factor=factors[0] * of_k
             )
-            if cutlass.const_expr(self.products.in_one_part):
+            if cutlass.const_expr(self.products.one_term):
                 # The rows of a piece are whole M modes of the accumulator.
                 pieces = cute.logical_divide(acc, (None, cute.size(acc, mode=[1]) // tile.pieces, None))
                 for piece in cutlass.range_constexpr(tile.pieces):

@@ -26,7 +26,7 @@ class BlockLoad:
     seqlen_q: Int32
     thread: Int32
     num_threads: Constexpr
-    num_parts: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
+    stored_terms: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
     alike: Int32 | None = None  # of unaligned rows, see ``UnalignedRows``
 
     @cute.jit
@@ -92,7 +92,7 @@ class BlockLoad:
         thread = below_1024(rematerialize(self.thread))
         row, col = thread // per_row, thread % per_row * length
         layout = self.s.layout
-        stages = tile_m // queries * self.num_parts
+        stages = tile_m // queries * self.stored_terms
         first = (self.s.iterator + cute.crd2idx((row, col, stage * stages), layout)).toint()
         stride = self.spilled[0]
         source = self.g.iterator.toint() + (Int64(block * tile_m + row) * stride + Int64(col)) * size
@@ -102,14 +102,16 @@ class BlockLoad:
         )
         vector = cute.make_layout(((length, 1), 1))
         for m in cutlass.range_constexpr(0, tile_m, row_step):
-            for part, k in itertools.product(range(self.num_parts), range(0, cols, col_step)):
-                distance = cute.crd2idx((m % queries, k, m // queries * self.num_parts + part), layout.outer)
+            for term, k in itertools.product(range(self.stored_terms), range(0, cols, col_step)):
+                distance = cute.crd2idx(
+                    (m % queries, k, m // queries * self.stored_terms + term), layout.outer
+                )
                 g, s = (
                     cute.make_tensor(
                         cute.make_ptr(self.s.element_type, address, space, assumed_align=16), vector
                     )
                     for address, space in (
-                        (source + (m * stride + (part * cols + k)) * size, cute.AddressSpace.gmem),
+                        (source + (m * stride + (term * cols + k)) * size, cute.AddressSpace.gmem),
                         (first + distance * size, cute.AddressSpace.smem),
                     )
                 )
@@ -144,11 +146,11 @@ class BlockLoad:
             cute.copy(atom, g, s)
 
 
-def first_part(m: cute.Tensor) -> cute.Tensor:
+def first_term(m: cute.Tensor) -> cute.Tensor:
     """hi of (..., heads, 2, padded head dim)."""
     return m[(*(None for _ in range(cute.rank(m) - 2)), 0, None)]
 
 
-def part_of(g: cute.Tensor, part: int, cols: int) -> cute.Tensor:
-    """Part ``part`` of rows whose first part is ``g``, each followed by the other."""
-    return g if part == 0 else cute.make_tensor(g.iterator + part * cols, g.layout)
+def term_of(g: cute.Tensor, term: int, cols: int) -> cute.Tensor:
+    """Part ``term`` of rows whose first term is ``g``, each followed by the other."""
+    return g if term == 0 else cute.make_tensor(g.iterator + term * cols, g.layout)

@@ -58,7 +58,7 @@ class BackwardParams:
     skipped: Int32  # key blocks of each CTA that launches before this one computed
     scales: (
         cute.Tensor | None
-    )  # of operands in parts, and of the kernel that computes where they do not serve
+    )  # of operands in terms, and of the kernel that computes where they do not serve
 
     def key_tile(self, index: Int32) -> KeyTiles:
         """The key tiles of CTA ``index``."""
@@ -114,7 +114,7 @@ class MainloopContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """What the products of operands in parts are times; see ``storage.FACTORS``."""
+        """What the products of operands in terms are times; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:

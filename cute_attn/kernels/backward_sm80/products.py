@@ -1,37 +1,26 @@
 """The Ampere backward's five products: their operands in shared memory, and the instructions for each element type.
 
-16-bit operands are read by ldmatrix, transposing where K is not contiguous; fp32 ones as
-:mod:`cute_attn.device.gemm_fp32` has them, multiplied in tf32, or as two fp16 parts by three products:
-:mod:`cute_attn.device.gemm_hi_lo`. One fp16 part, of precision tf32, is a 16-bit operand whose products are in other
-units: :meth:`Products.to_units`.
+16-bit operands are read by ldmatrix, transposing where K is not contiguous. Those of fp32 have terms: of tf32, into
+which registers are split, or of fp16, see :mod:`cute_attn.device.gemm_terms`. One fp16 term, of precision tf32, is a
+16-bit operand whose products are in other units: :meth:`Products.to_units`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import Float16, Float32, Int32, cute
+from cutlass import Float16, Float32, Int32, TFloat32, cute
 
 import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
-from cute_attn.device.gemm_fp32 import Fp32Operand, Fp32Result, gemm_fp32, gemm_rs_fp32
-from cute_attn.device.gemm_hi_lo import (
-    P_EXPONENT,
-    HiLo,
-    HiLoOperand,
-    HiLoResult,
-    gemm_hi_lo,
-    gemm_rs_hi_lo,
-    split,
-)
-from cute_attn.device.one_part import scaled_to_fp16
+from cute_attn.device.gemm_terms import Fp32Operand, Fp32Result, StoredTerms, paired_operand_a
+from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.outputs import dq_order as dq
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
-Operand = SmemOperand | Fp32Operand | HiLoOperand
-Result = SmemResult | Fp32Result | HiLoResult
+Operand = SmemOperand | Fp32Operand | StoredTerms
 
 
 @dataclass(frozen=True)
@@ -51,8 +40,8 @@ class Operands:
     q_t: Operand
     ds: Operand
     k_ts: tuple[Operand, ...]  # of each of dQ's passes
-    p_out: Result | None
-    ds_out: Result
+    p_out: SmemResult | None
+    ds_out: SmemResult
 
     @property
     def k_t(self) -> Operand:
@@ -81,37 +70,42 @@ class Products:
 
     @property
     def of_fp32(self) -> bool:
-        """Whether operands are fp32."""
-        return self.traits.element_bytes == 4 and not self.tile.in_parts
+        """Whether operands are fp32, split into tf32 terms as they are loaded."""
+        return self.traits.element_bytes == 4 and not self.tile.in_terms
 
     @property
-    def in_one_part(self) -> bool:
-        """Whether operands are one fp16 part."""
-        return self.tile.in_one_part(self.traits)
+    def count(self) -> int:
+        """Terms of an operand."""
+        return self.traits.fp32_terms if self.traits.element_bytes == 4 else 1
 
     @property
-    def in_two_parts(self) -> bool:
-        """Whether operands are two fp16 parts."""
-        return self.tile.in_parts and not self.in_one_part
+    def stored_terms(self) -> int:
+        """Terms of an operand in global and shared memory."""
+        return 1 if self.of_fp32 else self.count
+
+    @property
+    def one_term(self) -> bool:
+        """Whether operands are one fp16 term."""
+        return self.tile.one_term(self.traits)
 
     @property
     def operand_dtype(self) -> Any:
         """Element type of operands in shared memory."""
-        return Float16 if self.tile.in_parts else self.dtype
+        return Float16 if self.tile.in_terms else self.dtype
 
     @property
     def each(self) -> int:
-        """How many products of tf32, or of fp16 parts, make one of fp32 operands."""
-        return 1 if self.traits.precision == "tf32" else 3
+        """How many products on tensor cores make one."""
+        return len(PRODUCTS[self.count])
 
     @property
     def loads_vectors(self) -> bool:
-        """Whether 16 bytes of a row of an operand may be copied at once; those of parts always."""
-        return self.traits.aligned or self.tile.in_parts
+        """Whether 16 bytes of a row of an operand may be copied at once; those of fp16 terms always."""
+        return self.traits.aligned or self.tile.in_terms
 
     def loaded_columns(self, head_dim: int) -> int:
-        """Columns of an operand in global memory; parts are padded with zeros."""
-        return padded(head_dim) if self.tile.in_parts else head_dim
+        """Columns of an operand in global memory; fp16 terms are padded with zeros."""
+        return padded(head_dim) if self.tile.in_terms else head_dim
 
     # ---- MMAs ----
 
@@ -130,7 +124,7 @@ class Products:
 
     def mma_dq(self) -> cute.TiledMma:
         """dQ = dS K; the convert uses the same MMA."""
-        if self.tile.in_parts:  # its accumulator is that of fp32 operands
+        if self.tile.in_terms:  # its accumulator is that of fp32 operands
             return layouts.tiled_mma_sm80(Float16, self.tile.num_warps, warps_n=self.tile.dq_warps_n)
         return dq.mma_dq(self.traits, self.tile)
 
@@ -212,23 +206,21 @@ class Products:
         view = layouts.transposed(s) if transpose else s
         if self.of_fp32:
             along = warps_m if is_a else self.tile.num_warps // warps_m
-            return Fp32Operand(view, thread, warps_m, along, is_a, transpose, paired)
+            return Fp32Operand(view, thread, self.count, warps_m, along, is_a, transpose, paired)
         make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
         make = SmemOperand.a if is_a else SmemOperand.b
         given = (mma, make_copy(mma, self.operand_dtype, transpose), view, thread)
-        if self.in_two_parts:
-            shape = (s if whole is None else whole).shape
-            return HiLoOperand.make(make, cute.size(shape[0]) * cute.size(shape[1]), *given)
-        return make(*given)
+        if self.count == 1:
+            return make(*given)
+        shape = (s if whole is None else whole).shape
+        return StoredTerms.in_planes(make, self.count, cute.size(shape[0]) * cute.size(shape[1]), *given)
 
-    def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> Any:
+    def scores_result(self, mma: cute.TiledMma, plane: cute.Tensor, thread: Int32) -> SmemResult:
         """Where a thread stores its part of P or dS."""
-        if self.in_two_parts:
-            return HiLoResult(SmemResult(mma, self.scores_shape, plane, thread), cute.size(plane))
         kind = Fp32Result if self.of_fp32 else SmemResult
-        return kind(mma, self.scores_shape, plane, thread)
+        return kind(mma, self.scores_shape, plane, thread, cute.size(plane))
 
-    def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> Any:
+    def result(self, mma: cute.TiledMma, s: cute.Tensor, thread: Int32) -> SmemResult:
         """Where a thread stores its part of a product as large as ``s``, of the outputs' element type."""
         kind = Fp32Result if self.traits.element_bytes == 4 else SmemResult
         return kind(mma, tuple(cute.size(s, mode=[i]) for i in range(2)), s, thread)
@@ -252,44 +244,37 @@ class Products:
     ) -> None:
         """acc += A B^T with both operands in shared memory; the loop over K is unrolled by ``unroll``.
 
-        factor: of the product of operands in two parts.
+        factor: of the product of operands of two fp16 terms.
         """
-        if self.in_two_parts:
-            gemm_hi_lo(mma, acc, a, b, stage, unroll, factor, a_stage)
-        elif self.of_fp32:
-            gemm_fp32(mma, acc, a, b, stage, unroll, self.each, a_stage)
-        else:
-            gemm(mma, acc, a, b, stage, unroll, a_stage)
+        gemm(mma, acc, a, b, stage, unroll, a_stage, factor=factor if self.stored_terms > 1 else None)
 
     def multiply_scores(
         self,
         mma: cute.TiledMma,
         acc: cute.Tensor,
-        scores: Any,
+        scores: Terms,
         b: Any,
         stage: Int32,
         factor: Float32 | None = None,
     ) -> None:
-        """acc += A B^T with A = ``scores``, P^T or dS^T in registers as :meth:`as_operand` has them."""
-        if self.in_two_parts:
-            own = HiLo(layouts.as_operand_a(scores.hi), layouts.as_operand_a(scores.lo))
-            gemm_rs_hi_lo(mma, acc, own, b, stage, factor)
-        elif self.of_fp32:
-            gemm_rs_fp32(mma, acc, scores, b, stage, self.each)
+        """acc += A B^T with A = ``scores``, P^T or dS^T in registers as they are stored."""
+        if self.of_fp32:
+            own = split(paired_operand_a(scores[0]), TFloat32, self.count)
         else:
-            gemm_rs(mma, acc, layouts.as_operand_a(scores), b, stage)
+            own = tuple(map(layouts.as_operand_a, scores))
+        gemm_rs(mma, acc, own, b, stage, factor=factor if self.stored_terms > 1 else None)
 
-    def operand_of_p(self, p: cute.Tensor) -> Any:
-        """P as an operand of dV: itself, or of operands in parts its parts."""
-        return self.in_parts(p, Float32(2.0**P_EXPONENT)) if self.tile.in_parts else p
+    def in_terms(self, scores: cute.Tensor, factor: Float32) -> Terms:
+        """P or dS as they are stored: 16 bits, fp32, or of fp32 times ``factor`` fp16 terms."""
+        return split(scores, Float16, self.count, factor) if self.tile.in_terms else (scores,)
 
-    def in_parts(self, scores: cute.Tensor, factor: Float32) -> Any:
-        """P or dS, fp32 in registers, times ``factor`` in one or two parts."""
-        return split(scores, factor) if self.in_two_parts else scaled_to_fp16(scores, factor)
+    def operand_of_p(self, p: cute.Tensor) -> Terms:
+        """P as it is stored."""
+        return self.in_terms(p, Float32(2.0**P_EXPONENT))
 
     def to_units(self, acc: cute.Tensor, factor: Float32) -> None:
-        """A product of operands in one part times ``factor``; others have been multiplied by it."""
-        if self.in_one_part:
+        """A product of operands of one fp16 term times ``factor``; others have been multiplied by it."""
+        if self.one_term:
             for i in range(cute.size(acc)):
                 acc[i] = acc[i] * factor
 
@@ -297,9 +282,9 @@ class Products:
         self, acc: cute.Tensor, op: Operands, stage: Int32, factor: Float32 | None = None
     ) -> None:
         """acc += dO V^T, or with ``p_in_regs`` its transpose, with V in registers if the tile says so."""
-        tile, unroll = self.tile, self.steps_at_once(cute.size(op.v.tile, mode=[1]), self.tile.sdp_unroll)
+        tile, unroll = self.tile, self.steps_at_once(padded(self.traits.head_dim_v), self.tile.sdp_unroll)
         if tile.p_in_regs and tile.v_in_regs:
-            gemm_rs(op.mma_sdp, acc, op.v.fragment, op.do, stage)  # type: ignore[union-attr]
+            gemm_rs(op.mma_sdp, acc, op.v.terms, op.do, stage)  # type: ignore[union-attr]
         elif tile.p_in_regs:
             self.multiply(op.mma_sdp, acc, op.v, op.do, stage, unroll, factor=factor)
         elif tile.v_in_regs:

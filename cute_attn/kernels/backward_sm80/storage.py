@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
 
-from cute_attn.device.gemm_hi_lo import P_EXPONENT
 from cute_attn.device.math import optimization_barrier
+from cute_attn.device.terms import P_EXPONENT
 
 BAND = ("left", "right", "seqlen_k")
 BLOCKS = ("full_begin", "full_end", "end")
@@ -16,21 +16,21 @@ in registers through the whole loop, and spill it; shared memory is read again a
 stride of aligned rows, the address of unaligned ones."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
-"""Of the sums of products of operands in parts: of S, dP and dV, and of Q and K alone."""
+"""Of the sums of products of operands in terms: of S, dP and dV, and of Q and K alone."""
 
 
 @dataclass(frozen=True)
 class ScaleStorage:
-    """What kernels of operands in parts keep in shared memory."""
+    """What kernels of operands in terms keep in shared memory."""
 
     factors: cute.Tensor  # (8,), see FACTORS
-    # (warps,) int32: the bits of each warp's largest dS; of one part see ``running_scale``
+    # (warps,) int32: the bits of each warp's largest dS; of one term see ``running_scale``
     largest: cute.Tensor
-    applied: cute.Tensor | None  # (warps,): of one part, what each warp's dK is times
+    applied: cute.Tensor | None  # (warps,): of one term, what each warp's dK is times
 
     @staticmethod
     def make(area: Callable[..., cute.Tensor], num_warps: int, pieces: int) -> "ScaleStorage":
-        """area: (name, layout, element type) -> an area of shared memory; pieces: of one part, or 0 for two parts."""
+        """area: (name, layout, element type) -> an area of shared memory; pieces: of one term, or 0 for two terms."""
         of_warps = cute.make_layout(num_warps)
         return ScaleStorage(
             area("factors", cute.make_layout(8), Float32),
@@ -58,7 +58,7 @@ def factor_of(scales: ScaleStorage | None, name: str) -> Float32:
 def gradient_factors(
     scales: ScaleStorage | None, of_dk: Float32, of_dv: Float32, thread: Int32
 ) -> tuple[Float32, Float32]:
-    """What the sums of dK and dV are times at the end: of one part also what undoes its units."""
+    """What the sums of dK and dV are times at the end: of one term also what undoes its units."""
     if scales is not None and scales.applied is not None:
         of_dk = of_dk * (scales.applied[thread // 32] * factor_of(scales, "q"))
         of_dv = of_dv * factor_of(scales, "dv")

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.band import Band
 from cute_attn.device.element_copy import load_elements, store_elements
-from cute_attn.device.gemm import below_1024
+from cute_attn.device.gemm import SmemResult, below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.score_tile import ScoreTile
@@ -28,7 +28,7 @@ from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, worksp
 from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.params import BackwardParams
-from cute_attn.kernels.backward_sm80.products import Operand, Products, Result
+from cute_attn.kernels.backward_sm80.products import Operand, Products
 from cute_attn.kernels.backward_sm80.storage import ScaleStorage, factor_of, gradient_factors
 from cute_attn.outputs import dq_order as dq
 from cute_attn.outputs.accumulate import add_fragment
@@ -41,7 +41,7 @@ from cute_attn.work.key_tiles import KeyTiles
 class StreamedStorage:
     """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block.
 
-    Of operands in two parts, lo follows hi in each stage, of P and of dS.
+    Of operands in two terms, lo follows hi in each stage, of P and of dS.
     """
 
     queries: cute.Tensor  # (tile_m, chunk, stage)
@@ -68,8 +68,8 @@ class StreamedOperands:
     queries_t: Operand
     ds: Operand
     keys_t: Operand
-    p_out: Result
-    ds_out: Result
+    p_out: SmemResult
+    ds_out: SmemResult
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StreamedContext:
     thread: Int32
 
     def factor(self, name: str) -> Float32:
-        """What the products of operands in parts are times; see ``storage.FACTORS``."""
+        """What the products of operands in terms are times; see ``storage.FACTORS``."""
         return factor_of(self.smem.scales, name)
 
     def thread_again(self) -> Int32:
@@ -153,12 +153,12 @@ class Streamed:
         def area(name: str, layout: Any, dtype: Any = kernel.operand_dtype) -> cute.Tensor:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
-        parts = kernel.num_parts
+        terms = kernel.stored_terms
         return StreamedStorage(
-            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * parts)),
-            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * parts)),
-            p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n, parts)),
-            ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n, parts)),
+            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * terms)),
+            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * terms)),
+            p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n, terms)),
+            ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n, terms)),
             lse=area("lse", cute.make_layout((tile.tile_m, 1)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, 1)), Float32),
             gradient=area("keys", kernel.gradient_layout(self.chunk), kernel.dtype),
@@ -171,7 +171,7 @@ class Streamed:
         sdp, dkv, of_dq = kernel.mma_sdp(), kernel.mma_dkv(), kernel.mma_dq()
         plane = kernel.smem_layout(tile.tile_m, tile.tile_n, None)
 
-        def result(s: cute.Tensor) -> Result:
+        def result(s: cute.Tensor) -> SmemResult:
             return products.scores_result(sdp, cute.make_tensor(s.iterator, plane), thread)
 
         def make(
@@ -204,7 +204,7 @@ class Streamed:
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()
         operands = self.operands(smem, thread)
-        if cutlass.const_expr(tile.in_parts):
+        if cutlass.const_expr(tile.in_terms):
             smem.scales.store(params.scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
         batch, info = key_tile.batch, key_tile.info
@@ -312,31 +312,31 @@ class Streamed:
             column = ctx.part * self.chunks + own // 2
         of_do = (t >= of_qk) & ((own < 0) | (own % 2 == 0))
         col0, row0 = column * self.chunk, block * self.tile.tile_m
-        for part in cutlass.range_constexpr(self.kernel.num_parts):
-            index = t % 2 * self.kernel.num_parts + part
+        for term in cutlass.range_constexpr(self.kernel.stored_terms):
+            index = t % 2 * self.kernel.stored_terms + term
             queries, keys = (s[None, None, index] for s in (ctx.smem.queries, ctx.smem.keys))
             if of_do:
-                self.load(ctx.do, part, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+                self.load(ctx.do, term, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
                 if own < 0:
-                    self.load(ctx.v, part, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+                    self.load(ctx.v, term, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
             else:
-                self.load(ctx.q, part, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
-                self.load(ctx.k, part, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
+                self.load(ctx.q, term, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
+                self.load(ctx.k, term, ctx.key0, ctx.seqlen_k - ctx.key0, col0, keys, ctx.thread)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load(
         self,
         g: cute.Tensor,
-        part: Constexpr,
+        term: Constexpr,
         row0: Int32,
         rows: Int32,
         col0: Int32,
         s: cute.Tensor,
         thread: Int32,
     ) -> None:
-        """Start loading a chunk of a part; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
-        if cutlass.const_expr(self.tile.in_parts):  # what follows from it takes no register in the products
+        """Start loading a chunk of a term; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
+        if cutlass.const_expr(self.tile.in_terms):  # what follows from it takes no register in the products
             thread = below_1024(rematerialize(thread))
         if cutlass.const_expr(not self.kernel.products.loads_vectors):
             shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))
@@ -357,8 +357,8 @@ class Streamed:
             for m in cutlass.range_constexpr(0, cute.size(s, mode=[0]), step):
                 exists[0, 0] = in_columns & (row + m < rows)
                 source = Int64(row0 + row + m) * g.stride[0] + Int64(col0 + col)
-                if cutlass.const_expr(part > 0):
-                    source += part * g.shape[1]
+                if cutlass.const_expr(term > 0):
+                    source += term * g.shape[1]
                 target = cute.crd2idx((row + m, col), s.layout)
                 vector = cute.make_layout(((length, 1), 1))
                 cute.copy(
@@ -380,7 +380,7 @@ class Streamed:
     def scores(
         self, ctx: StreamedContext, block: Int32, acc_s: cute.Tensor, acc_dp: cute.Tensor, dk: Constexpr
     ) -> Float32:
-        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in parts."""
+        """P and dS of the products S and dP, to shared memory. Returns what dS is times, if it is in terms."""
         kernel, chain, op = self.kernel, self.kernel.epilogues, ctx.operands
         scores = kernel.score_tile(ctx, block, 0, acc_s)
         ahead = kernel.read_ahead(ctx.state, lambda: scores)
@@ -411,7 +411,7 @@ class Streamed:
     def add_dq(
         self, ctx: StreamedContext, block: Int32, column: Int32, stage: Int32, factor: Float32
     ) -> None:
-        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in parts."""
+        """Add dS K of a chunk of columns to the query block's dQ in global memory; factor: of operands in terms."""
         kernel, tile, op = self.kernel, self.tile, ctx.operands
         acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
         acc.fill(0.0)

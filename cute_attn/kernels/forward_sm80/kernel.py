@@ -26,7 +26,7 @@ tile and the columns of V and O, and exchange row maxima, P, and once at the end
     barrier
     O = rescaled O + P V[j]
 
-In fp32 both products are on tf32, see ``cute_attn.device.forward_fp32``, or in large calls on fp16, see
+In fp32 both products are of tf32 terms, see ``cute_attn.device.gemm_terms``, or in large calls of fp16 ones, see
 ``cute_attn.kernels.fp32_sm80``. Rows that start anywhere are copied by words, see ``cute_attn.device.word_rows``, or by
 8 bytes, see ``cute_attn.device.skewed_rows``.
 
@@ -46,7 +46,6 @@ from cutlass import Constexpr, Float16, Float32, Int32, Int64, Uint32, cute, mem
 import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.element_copy import store_elements
-from cute_attn.device.forward_fp32 import store_rows
 from cute_attn.device.gemm import SmemResult, gemm, gemm_rs
 from cute_attn.device.math import add, fmax, optimization_barrier, quad_reduce, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -69,6 +68,7 @@ from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContex
 from cute_attn.kernels.forward_sm80.warps_along_n import RowExchange
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
+from cute_attn.outputs.fp32_rows import store_vectors
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
@@ -165,7 +165,7 @@ class ForwardSm80:
 
     @property
     def single(self) -> bool:
-        """Whether elements are fp32, so that products are on tf32."""
+        """Whether elements in shared memory are fp32, so that products are of tf32 terms."""
         return self.traits.dtype == "fp32"
 
     @property
@@ -343,7 +343,7 @@ class ForwardSm80:
 
         p, exchange = None, None
         if tile.warps_n > 1:
-            columns = self.products.parts * tile.tile_n
+            columns = self.products.stored_terms * tile.tile_n
             p_layout = layouts.smem_layout(tile.tile_m, columns, self.dtype, stages=1)
             p = cute.make_tensor(area("p", self.dtype), p_layout)
             exchange = cute.make_tensor(
@@ -636,7 +636,7 @@ class ForwardSm80:
                 ctx.state, self.score_tile(ctx, block, acc_s, rematerialize(ctx.thread))
             )
         if cutlass.const_expr(tile.keeps_q):
-            gemm_rs(op.tiled_mma, acc_s, op.q.fragment, op.k, stage)
+            gemm_rs(op.tiled_mma, acc_s, op.q.terms, op.k, stage)
         else:
             self.products.qk(op, acc_s, stage, self.unroll)
         return acc_s, loaded
@@ -704,7 +704,7 @@ class ForwardSm80:
         p = cute.make_rmem_tensor_like(acc_s, self.dtype)
         p.store(acc_s.load().to(self.dtype))
         chain.drop(ctx.state, scores, self.by_rows(ctx, p))
-        gemm_rs(op.tiled_mma, ctx.acc_o, layouts.as_operand_a(p), op.v, stage)
+        gemm_rs(op.tiled_mma, ctx.acc_o, (layouts.as_operand_a(p),), op.v, stage)
 
     # ---- where warps share rows ----
 
@@ -717,7 +717,7 @@ class ForwardSm80:
     def share_probabilities(
         self, ctx: MainloopContext, scores: ScoreTile, acc_s: cute.Tensor, thread: Int32
     ) -> None:
-        """P with dropout to shared memory, in the operands' dtype; of operands in two parts hi, then lo."""
+        """P with dropout to shared memory, in the operands' dtype or terms."""
         tile, chain = self.tile, self.epilogues
         tiled_mma, shape, s_p = ctx.operands.tiled_mma, (tile.tile_m, tile.tile_n), ctx.shared.p
         assert s_p is not None
@@ -729,7 +729,7 @@ class ForwardSm80:
             p = cute.make_rmem_tensor_like(acc_s, self.dtype)
             p.store(acc_s.load().to(self.dtype))
             chain.drop(ctx.state, scores, self.by_rows(ctx, p))
-            SmemResult(tiled_mma, shape, s_p, thread).store(p)
+            SmemResult(tiled_mma, shape, s_p, thread).store((p,))
 
     @cute.jit
     def accumulate_shared(self, ctx: MainloopContext, softmax: OnlineSoftmax, factors: cute.Tensor) -> None:
@@ -813,8 +813,8 @@ class ForwardSm80:
         rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
         v = self.products.v_operand(tiled_mma, ctx.shared, thread)
-        col = v.first_col(thread) + thread % 4 * 8  # type: ignore[union-attr]
-        store_rows(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv, self.traits.aligned)
+        col = v.first_col(thread) + thread % 4 * 8
+        store_vectors(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv, self.traits.aligned)
 
     @cute.jit
     def store_half(

@@ -1,22 +1,26 @@
 """The Ampere forward's two products: their operands in shared memory, and the instructions for each element type.
 
-16-bit operands are read by ldmatrix, V transposed. fp32 ones are multiplied in tf32, see
-:mod:`cute_attn.device.forward_fp32`, or in fp16 parts, see :mod:`cute_attn.kernels.fp32_sm80.products`.
+16-bit operands are read by ldmatrix, V transposed. Those of fp32 have terms: of tf32, into which registers are split,
+or of fp16, into which a kernel before has split K and V; see :mod:`cute_attn.device.gemm_terms`.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cutlass import Int32, cute
+from cutlass import Float16, Float32, Int32, TFloat32, cute
 
 import layouts
-from cute_attn.device.forward_fp32 import Fp32Rows, PermutedResult, as_fp32, as_operand_a, gemm_pv, gemm_qk
-from cute_attn.device.gemm import SmemOperand, gemm
-from cute_attn.device.gemm_fp32 import split
+from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs
+from cute_attn.device.gemm_terms import Fp32Values, PairedResult, SplitOnLoad, StoredTerms, paired_operand_a
+from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
 from cute_attn.kernels.arguments import CUTE_DTYPES
 from cute_attn.kernels.forward_sm80.storage import Operands, SharedMemory
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.traits import Traits
+
+PIECES_AHEAD = 2
+"""Pieces of 16 columns whose products of fp16 terms may be under way at a time. Unbounded, ptxas computes the sums of
+many pieces before it adds any of them to the output, and spills."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,6 @@ class Products:
     traits: Traits
     tile: ForwardSm80Tile
 
-    parts: ClassVar[int] = 1
-    """Of an element of Q, K, V and P in shared memory."""
     scales_output: ClassVar[bool] = False
     """Whether P stays in fp32 until it is multiplied, and P V also multiplies O by the factor of each of its rows."""
 
@@ -37,6 +39,11 @@ class Products:
         return CUTE_DTYPES[self.traits.dtype]
 
     @property
+    def stored_terms(self) -> int:
+        """Terms of an element of Q, K, V and P in shared memory."""
+        return 1
+
+    @property
     def each(self) -> int:
         """How many products on tensor cores make one."""
         return 1
@@ -44,21 +51,23 @@ class Products:
     def operands(
         self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None
     ) -> Operands:
-        """Operands of both products in shared memory; scales: of Q, K and V in parts."""
+        """Operands of both products in shared memory; scales: of Q, K and V in fp16 terms."""
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
         return Operands(
             tiled_mma,
-            SmemOperand.a(tiled_mma, copy_a, shared.q, thread),
-            SmemOperand.b(tiled_mma, copy_b, shared.k, thread),
+            self.operand(SmemOperand.a, tiled_mma, copy_a, shared.q, thread),
+            self.operand(SmemOperand.b, tiled_mma, copy_b, shared.k, thread),
             self.v_operand(tiled_mma, shared, thread),
-            None if shared.p is None else SmemOperand.a(tiled_mma, copy_a, shared.p, thread),
+            None if shared.p is None else self.operand(SmemOperand.a, tiled_mma, copy_a, shared.p, thread),
             scales,
         )
 
-    def v_operand(
-        self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32
-    ) -> SmemOperand | Fp32Rows:
+    def operand(self, make: Any, *args: Any) -> Any:
+        """Q, K or P as an operand; ``make``: ``SmemOperand.a`` or ``.b``, args: its arguments."""
+        return make(*args)
+
+    def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Any:
         """V as an operand, read transposed."""
         copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
         return SmemOperand.b(tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
@@ -88,33 +97,116 @@ class Products:
 
 @dataclass(frozen=True)
 class Fp32Products(Products):
-    """In tf32: three products for the precision of fp32."""
+    """Of tf32 terms, two for the precision of fp32. Few steps along K are summed from zero; in P V a key block's."""
 
     scales_output: ClassVar[bool] = True
+    ahead: ClassVar[int] = 0
+
+    @property
+    def count(self) -> int:
+        """Terms of an element."""
+        return self.traits.fp32_terms
 
     @property
     def each(self) -> int:
-        return 1 if self.traits.precision else 3
+        return len(PRODUCTS[self.count])
 
-    def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Fp32Rows:
-        return Fp32Rows(shared.v, thread, self.tile.warps_m, self.tile.warps_n)
+    def operand(self, make: Any, *args: Any) -> Any:
+        return SplitOnLoad(make(*args), self.count)
+
+    def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Any:
+        return Fp32Values(shared.v, thread, self.count, self.tile.warps_m, self.tile.warps_n)
 
     def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        gemm_qk(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, self.each)
+        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, unroll, self.factor(op))
+
+    def factor(self, op: Operands) -> Float32 | None:
+        """What Q K^T is times, or None."""
+        return None
+
+    def terms_of_p(self, acc_s: cute.Tensor) -> Terms:
+        """P in the scores' accumulator as the A operand of P V."""
+        return split(paired_operand_a(acc_s), TFloat32, self.count)
 
     def pv(
         self, op: Operands, acc_o: cute.Tensor, acc_s: cute.Tensor, stage: Int32, factors: cute.Tensor
     ) -> None:
-        p = split(as_operand_a(acc_s), self.each)
-        gemm_pv(op.tiled_mma, acc_o, p, op.v, stage, factors, self.each)
+        self._times_v(op, acc_o, self.terms_of_p(acc_s), stage, factors)
 
     def store_p(
         self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
     ) -> None:
-        PermutedResult(op.tiled_mma, shape, s_p, thread).store(acc_s)
+        PairedResult(op.tiled_mma, shape, s_p, thread).store((acc_s,))
 
     def stored_pv(self, op: Operands, acc_o: cute.Tensor, factors: cute.Tensor) -> None:
         assert op.p is not None
         op.p.load_all()
-        p = split(as_fp32(op.p.fragment), self.each)
-        gemm_pv(op.tiled_mma, acc_o, p, op.v, Int32(0), factors, self.each)
+        self._times_v(op, acc_o, op.p.terms, Int32(0), factors)
+
+    def _times_v(
+        self, op: Operands, acc_o: cute.Tensor, p: Terms, stage: Int32, factors: cute.Tensor
+    ) -> None:
+        gemm_rs(op.tiled_mma, acc_o, p, op.v, stage, op.v.steps, None, factors, self.ahead)
+
+
+@dataclass(frozen=True)
+class StoredTermsProducts(Fp32Products):
+    """Of two fp16 terms: rows of Q, K, V and P have all hi, then all lo terms."""
+
+    ahead: ClassVar[int] = PIECES_AHEAD
+
+    @property
+    def dtype(self) -> Any:
+        return Float16
+
+    @property
+    def stored_terms(self) -> int:
+        return self.count
+
+    def operand(self, make: Any, *args: Any) -> Any:
+        return StoredTerms.in_rows(make, self.count, True, *args)
+
+    def v_operand(self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32) -> Any:
+        copy_bt = layouts.ldmatrix_copy_b(tiled_mma, self.dtype, transpose=True)
+        given = (tiled_mma, copy_bt, layouts.transposed(shared.v), thread)
+        return StoredTerms.in_rows(SmemOperand.b, self.count, False, *given)
+
+    def factor(self, op: Operands) -> Float32 | None:
+        return op.scales[0] * op.scales[1]
+
+    def terms_of_p(self, acc_s: cute.Tensor) -> Terms:
+        return tuple(map(layouts.as_operand_a, self.split_p(acc_s)))
+
+    def split_p(self, acc_s: cute.Tensor) -> Terms:
+        """P's terms, with the accumulator's layout."""
+        return split(acc_s, Float16, self.count, Float32(2.0**P_EXPONENT))
+
+    def store_p(
+        self, op: Operands, acc_s: cute.Tensor, shape: tuple[int, int], s_p: cute.Tensor, thread: Int32
+    ) -> None:
+        result = SmemResult(op.tiled_mma, shape, s_p, thread)
+        for t, term in enumerate(self.split_p(acc_s)):
+            result.store((term,), t * self.tile.tile_n)
+
+
+@dataclass(frozen=True)
+class OneTermProducts(Products):
+    """Of one fp16 term: a 16-bit operand whose products are in other units.
+
+    Attributes:
+        folds_factor: whether the softmax multiplies by the factor that undoes the scales of Q and K, as nothing else
+            reads scores.
+    """
+
+    folds_factor: bool
+
+    @property
+    def dtype(self) -> Any:
+        return Float16
+
+    def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
+        gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll)
+        if not self.folds_factor:
+            factor = op.scales[0] * op.scales[1]
+            for i in range(cute.size(acc_s)):
+                acc_s[i] = acc_s[i] * factor

@@ -5,8 +5,6 @@ from typing import Any
 
 from cutlass import Float32, Int32, cute
 
-from cute_attn.device.forward_fp32 import Fp32Rows
-from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -30,7 +28,7 @@ class ForwardParams:
     scale_log2: Float32
     grid: QueryGrid
     nheads: Int32
-    scales: cute.Tensor | None  # of q, k and v, for kernels that follow a split into parts
+    scales: cute.Tensor | None  # of q, k and v, for kernels that follow a split into fp16 terms
     alike: tuple = (None, None, None)  # whether rows of q, k and v start alike, of unaligned ones in 16 bits
 
 
@@ -39,13 +37,11 @@ class Operands:
     """Operands of both products in shared memory, and their tiled MMA."""
 
     tiled_mma: cute.TiledMma
-    q: SmemOperand
-    k: SmemOperand
-    v: SmemOperand | Fp32Rows
-    p: SmemOperand | None = None  # where warps divide columns
-    scales: Any = (
-        None  # of operands in parts: 2^-e of Q, K and V, in global memory, so that they take no registers
-    )
+    q: Any  # a ``SmemOperand``, or of ``device.gemm_terms``
+    k: Any
+    v: Any
+    p: Any = None  # where warps divide columns
+    scales: Any = None  # of fp16 terms: 2^-e of Q, K and V, in global memory, so that they take no registers
 
 
 @dataclass(frozen=True)

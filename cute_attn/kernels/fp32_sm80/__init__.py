@@ -1,5 +1,5 @@
-"""The Ampere forward of fp32 in fp16 parts, and the exact kernel beside it."""
+"""The Ampere forward of fp32 in fp16 terms, and the fallback kernel beside it."""
 
-from cute_attn.kernels.fp32_sm80.kernel import ForwardExact, ForwardParts
+from cute_attn.kernels.fp32_sm80.kernel import ForwardFallback, ForwardTerms
 
-__all__ = ["ForwardExact", "ForwardParts"]
+__all__ = ["ForwardFallback", "ForwardTerms"]

@@ -1,20 +1,20 @@
-"""The Ampere forward of fp32 in fp16 parts, and the exact kernel that computes where parts do not serve.
+"""The Ampere forward of fp32 in fp16 terms, and the fallback kernel that computes where terms do not serve.
 
-A launch of :mod:`cute_attn.kernels.split_fp32` writes the parts of K and V, and the scales of Q, K and V. Then both
+A launch of :mod:`cute_attn.kernels.split_fp32` writes the terms of K and V, and the scales of Q, K and V. Then both
 kernels of this file are launched. Each reads the scales first. Where none is 0 and no score can be huge, the
-speculative kernel computes: products of parts, which have the precision of fp32 then. Otherwise the exact one does,
+speculative kernel computes: products of terms, which have the precision of fp32 then. Otherwise the fallback does,
 from Q, K and V themselves, by three products of tf32. The other one's CTAs return at once. So results are right for any
 input, without a number that the host reads.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
-Q is read by one CTA alone, which splits it on its way to shared memory: parts in global memory would be written and
+Q is read by one CTA alone, which splits it on its way to shared memory: terms in global memory would be written and
 read for nothing. Scores and the output are in natural units, so that epilogues are the same. Rows of K and V may start
-anywhere, since their parts are aligned.
+anywhere, since their terms are aligned.
 
 Under a causal mask work tiles come longest first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 
-With precision tf32 there is one part, which has tf32's digits, and each product is one of fp16, as in the kernel of
-16-bit tensors. P is times 2^14 there: down to 2^-28 it has its digits. The exact kernel computes one product of tf32.
+With precision tf32 there is one term, which has tf32's digits, and each product is one of fp16, as in the kernel of
+16-bit tensors. P is times 2^14 there: down to 2^-28 it has its digits. The fallback computes one product of tf32.
 
 Limits: fp32, otherwise the forward's.
 """
@@ -28,34 +28,33 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
-from cute_attn.device.forward_parts import P_SCALE, store_pairs
-from cute_attn.device.hi_lo import inverse_of_power_of_two
-from cute_attn.device.hi_lo_rows import split_tile
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import Seqlens, sequence
+from cute_attn.device.split_rows import split_tile
+from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.arguments import rows_fake, scales_fake
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.products import Products
+from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands
-from cute_attn.kernels.fp32_sm80.heuristics import tiles_of_parts
-from cute_attn.kernels.fp32_sm80.products import OnePartProducts, TwoPartProducts
-from cute_attn.tiles import ForwardPartsTile, first_that_fits, padded
+from cute_attn.kernels.fp32_sm80.heuristics import tiles_of_terms
+from cute_attn.outputs.fp32_rows import store_pairs
+from cute_attn.tiles import ForwardTermsTile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
 
-LARGEST_PART = 2.0**15
-"""No part is larger."""
+LARGEST_TERM = 2.0**15
+"""No term is larger."""
 LARGEST_SCORE = 2.0**30
 """In powers of two: beyond 2**31 a fused multiply-add of a score and its row's maximum may be off by more than fp32's
 exponents reach."""
 
 
 @cute.jit
-def parts_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
-    """Whether parts of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE."""
-    largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_PART**2))
+def terms_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -> Boolean:
+    """Whether terms of Q, K and V have the wanted precision, and scores stay below LARGEST_SCORE."""
+    largest = scales[0] * scales[1] * (scale_log2 * Float32(head_dim * LARGEST_TERM**2))
     return (scales[0] != 0.0) & (scales[1] != 0.0) & (scales[2] != 0.0) & (largest <= Float32(LARGEST_SCORE))
 
 
@@ -63,7 +62,7 @@ def parts_serve(scales: cute.Tensor, scale_log2: Float32, head_dim: Constexpr) -
 class FollowsSplit(ForwardSm80):
     """What both kernels share: arguments, and that the scales say which of them computes."""
 
-    computes_parts: ClassVar[bool] = False
+    computes_terms: ClassVar[bool] = False
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
@@ -104,12 +103,12 @@ class FollowsSplit(ForwardSm80):
     def computes(self, params: ForwardParams) -> Boolean:
         """Whether this kernel is the one of both that computes."""
         scale_log2 = params.softmax_scale * LOG2_E
-        return parts_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_parts
+        return terms_serve(params.scales, scale_log2, self.traits.head_dim) == self.computes_terms
 
 
 @dataclass(frozen=True)
-class ForwardExact(FollowsSplit):
-    """The forward, where parts of Q, K or V do not have the wanted precision.
+class ForwardFallback(FollowsSplit):
+    """The forward, where terms of Q, K or V do not have the wanted precision.
 
     CTAs claim their work tiles, so that few of them start where there is nothing to compute: of a tile of 200 KB a
     multiprocessor starts one after the other.
@@ -158,14 +157,14 @@ class ForwardExact(FollowsSplit):
 
 
 @dataclass(frozen=True)
-class ForwardParts(FollowsSplit):
-    """The forward on parts of Q, K and V, where they have the wanted precision.
+class ForwardTerms(FollowsSplit):
+    """The forward on terms of Q, K and V, where they have the wanted precision.
 
-    mK and mV: rows of all parts in fp16, each of the padded head dim: the hi part, then the lo part, if any. mQ: as the
+    mK and mV: rows of all terms in fp16, each of the padded head dim: the hi term, then the lo term, if any. mQ: as the
     forward's; each CTA splits its own rows.
     """
 
-    computes_parts: ClassVar[bool] = True
+    computes_terms: ClassVar[bool] = True
 
     # ---- launch ----
 
@@ -182,9 +181,9 @@ class ForwardParts(FollowsSplit):
     # ---- support, tiles and arguments ----
 
     @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> ForwardPartsTile:
+    def default_tile(cls, traits: Traits, target: str) -> ForwardTermsTile:
         """The tile for calls that name none."""
-        return first_that_fits(tiles_of_parts(traits), traits, target)
+        return first_that_fits(tiles_of_terms(traits), traits, target)
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
@@ -196,10 +195,10 @@ class ForwardParts(FollowsSplit):
 
     @functools.cached_property
     def products(self) -> Products:
-        """Of one part or two."""
-        if self.in_two_parts:
-            return TwoPartProducts(self.traits, self.tile)
-        return OnePartProducts(self.traits, self.tile, self.folds_factor)
+        """Of one term or two."""
+        if self.two_terms:
+            return StoredTermsProducts(self.traits, self.tile)
+        return OneTermProducts(self.traits, self.tile, self.folds_factor)
 
     @property
     def single(self) -> bool:
@@ -207,44 +206,44 @@ class ForwardParts(FollowsSplit):
         return False
 
     @property
-    def in_two_parts(self) -> bool:
-        """Whether each product is three of hi and lo parts."""
-        return self.traits.fp16_parts == 2
+    def two_terms(self) -> bool:
+        """Whether each product is three of hi and lo terms."""
+        return self.traits.fp32_terms == 2
 
     @property
     def p_exponent(self) -> int:
-        """One part's; two are multiplied when they are split."""
-        return 0 if self.in_two_parts else P_SCALE
+        """One term's; two are multiplied when they are split."""
+        return 0 if self.two_terms else P_EXPONENT
 
     @property
     def folds_factor(self) -> bool:
         """Whether the softmax multiplies by the factor that undoes the scales of Q and K: nothing else reads scores."""
-        return not (self.in_two_parts or self.epilogues.modifiers)
+        return not (self.two_terms or self.epilogues.modifiers)
 
     @property
     def scores_may_be_large(self) -> bool:
-        """As of 16-bit kernels: where Q K^T alone may be huge, the exact kernel computes."""
+        """As of 16-bit kernels: where Q K^T alone may be huge, the fallback kernel computes."""
         return self.epilogues.may_be_large
 
     @property
     def row_widths(self) -> tuple[int, int]:
-        """Elements of a row of all parts of Q and K, and of V."""
+        """Elements of a row of all terms of Q and K, and of V."""
         traits = self.traits
-        return traits.fp16_parts * padded(traits.head_dim), traits.fp16_parts * padded(traits.head_dim_v)
+        return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
     @property
     def loads_aligned(self) -> bool:
-        """Rows of parts always are."""
+        """Rows of terms always are."""
         return True
 
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
-        """Q's parts to shared memory, while the first key blocks load; the first step's barrier follows."""
+        """Q's terms to shared memory, while the first key blocks load; the first step's barrier follows."""
         FollowsSplit.start_loads(self, ctx)
         traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
         target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
         rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
-        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp16_parts, traits.aligned)
+        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms, traits.aligned)
 
     def start_loads(self, ctx: MainloopContext) -> None:
         """They are before Q's."""
@@ -258,10 +257,10 @@ class ForwardParts(FollowsSplit):
         return FollowsSplit.online_softmax(self, rows, scale_log2, stats, operands)
 
     def output_scale(self, ctx: MainloopContext) -> Any:
-        """Of V's scale as well, and of two parts of P."""
+        """Of V's scale as well, and of two terms of P."""
         scale = ctx.operands.scales[2]
-        if self.in_two_parts:
-            scale = scale * Float32(2.0**-P_SCALE)
+        if self.two_terms:
+            scale = scale * Float32(2.0**-P_EXPONENT)
         return self.epilogues.rescale(ctx.state) * scale
 
     @cute.jit

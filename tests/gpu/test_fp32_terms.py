@@ -1,4 +1,4 @@
-"""fp32 in fp16 parts on the card: named cases, and inputs that the exact kernel has to compute."""
+"""fp32 in fp16 terms on the card: named cases, and inputs that the fallback kernel has to compute."""
 
 import math
 from dataclasses import replace
@@ -11,8 +11,8 @@ from cute_attn.host.split_fp32 import SpeculativeForward, as_rows
 from tests.checks import check
 from tests.problem import Case
 
-PARTS = "sm80:parts"
-# Poison in rows that no sequence owns makes the exact kernel compute varlen and seqused cases.
+TERMS = "sm80:terms"
+# Poison in rows that no sequence owns makes the fallback kernel compute varlen and seqused cases.
 CASES = [
     Case("causal-d64", seqlen_q=203, seqlen_k=333, causal=True),
     Case("full-d128", seqlen_q=130, seqlen_k=1030, head_dim=128),
@@ -46,7 +46,7 @@ CASES = [
 CASES = [replace(case, dtype="fp32") for case in CASES]
 TF32 = ("causal-d64", "d512", "d59-causal", "bias-dropout-d128", "varlen-d64")
 TF32_FACTOR = 1.5
-"""How many times the error of the kernel that multiplies in tf32 one of a single fp16 part may have."""
+"""How many times the error of the kernel that multiplies in tf32 one of a single fp16 term may have."""
 
 
 def needed_kernels(chosen, target):
@@ -55,7 +55,7 @@ def needed_kernels(chosen, target):
     if case is not None or single is not None:
         traits = case.traits("sm80") if case else replace(single.traits("sm80"), precision="tf32")
         yield traits.split_fp32("forward_split"), None, target
-        for name in ("parts", "exact", *(() if case else ("",))):
+        for name in ("terms", "fallback", *(() if case else ("",))):
             yield replace(traits, variant=name), None, target
 
 
@@ -64,7 +64,7 @@ def test_case(parts_case, matmul_precision):
     problem = parts_case.build("cuda")
     matmul_precision("fp32")
     exact, plain = problem.expected(torch.float64), problem.expected(torch.float32)
-    actual = problem.run(precision="fp32", kernel=PARTS)
+    actual = problem.run(precision="fp32", kernel=TERMS)
     check("out", actual["out"], exact["out"], plain["out"], roundings=8)
     check("lse", actual["lse"], exact["lse"], plain["lse"], roundings=32)
 
@@ -73,7 +73,7 @@ def test_case(parts_case, matmul_precision):
 def test_case_in_tf32(tf32_case):
     problem = tf32_case.build("cuda")
     exact = problem.expected(torch.float64)
-    plain, actual = (problem.run(precision="tf32", kernel=kernel) for kernel in ("sm80", PARTS))
+    plain, actual = (problem.run(precision="tf32", kernel=kernel) for kernel in ("sm80", TERMS))
     for name in ("out", "lse"):
         check(name, actual[name], exact[name], plain[name], factor=TF32_FACTOR, roundings=32)
 
@@ -85,7 +85,7 @@ def launch_only(monkeypatch):
     def choose(name):
         def launch(self, q, k, v, *rest):
             parts, scales = self.split.launch((q, k, v))
-            if name == "parts":
+            if name == "terms":
                 self.speculative(q, *map(as_rows, parts), *rest, scales)
             else:
                 self.exact(q, k, v, *rest, scales)
@@ -108,21 +108,21 @@ def inputs(what):
     """q, k and v with a property, and which kernel has to compute."""
     q, k, v = (randn(2, 300, 2, 64, seed=i) for i in range(3))
     if what == "plain":
-        return (q, k, v), "parts"
+        return (q, k, v), "terms"
     if what == "scaled":
-        return (1e-3 * q, 1e3 * k, 1e-8 * v), "parts"
+        return (1e-3 * q, 1e3 * k, 1e-8 * v), "terms"
     if what == "rows of zeros":
         k[:, 5:90] = 0.0
         v[0, 7] = 0.0
-        return (q, k, v), "parts"
+        return (q, k, v), "terms"
     if what == "zeros":
-        return (q, torch.zeros_like(k), v), "parts"
+        return (q, torch.zeros_like(k), v), "terms"
     if what == "rows down to 2^-12":
         factors = 2.0 ** -torch.arange(12, device="cuda").repeat(25)[None, :, None, None]
         return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "either"
-    if what == "rows down to 2^-20":  # one part keeps tf32's digits, two do not keep fp32's
+    if what == "rows down to 2^-20":  # one term keeps tf32's digits, two do not keep fp32's
         factors = 2.0 ** -torch.arange(20, device="cuda").repeat(15)[None, :, None, None]
-        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "parts"
+        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "terms"
     if what == "a small row":
         q[1, 299, 1] *= 1e-8
     elif what == "small rows of v":
@@ -133,7 +133,7 @@ def inputs(what):
         v[0, 100, 0, 3] = math.inf
     elif what == "tiny":
         q, k, v = 1e-20 * q, 1e20 * k, 1e-30 * v
-    return (q, k, v), "exact"
+    return (q, k, v), "fallback"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
     matmul_precision("fp32")
     exact, exact_lse = by_definition(q.double(), k.double(), v.double())
     plain, plain_lse = by_definition(q, k, v)
-    found, lse = attention(q, k, v, precision="fp32", kernel=PARTS, return_lse=True)
+    found, lse = attention(q, k, v, precision="fp32", kernel=TERMS, return_lse=True)
     out = found.clone()
     if what == "inf":  # and nothing beside its column
         column = (0, slice(None), 0, 3)
@@ -158,10 +158,10 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
     check("lse", lse, exact_lse, plain_lse, roundings=32)
     if which != "either":
         launch_only(which)
-        again = attention(q, k, v, precision="fp32", kernel=PARTS)
+        again = attention(q, k, v, precision="fp32", kernel=TERMS)
         assert torch.equal(again.nan_to_num(), found.nan_to_num())
-        launch_only("exact" if which == "parts" else "parts")
-        assert attention(q, k, v, precision="fp32", kernel=PARTS).isnan().all()
+        launch_only("fallback" if which == "terms" else "terms")
+        assert attention(q, k, v, precision="fp32", kernel=TERMS).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -171,19 +171,19 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
 def test_the_kernel_that_has_to_computes_in_tf32(what, launch_only):
     (q, k, v), which = inputs(what)
     exact, exact_lse = by_definition(q.double(), k.double(), v.double())
-    found = attention(q, k, v, precision="tf32", kernel=PARTS, return_lse=True)
+    found = attention(q, k, v, precision="tf32", kernel=TERMS, return_lse=True)
     plain = attention(q, k, v, precision="tf32", kernel="sm80", return_lse=True)
-    if which == "exact":
+    if which == "fallback":
         for own, other in zip(found, plain, strict=True):
             assert torch.equal(own.nan_to_num(), other.nan_to_num())
     else:
         check("out", found[0], exact, plain[0], factor=TF32_FACTOR, roundings=8)
         check("lse", found[1], exact_lse, plain[1], factor=TF32_FACTOR, roundings=32)
     launch_only(which)
-    again = attention(q, k, v, precision="tf32", kernel=PARTS)
+    again = attention(q, k, v, precision="tf32", kernel=TERMS)
     assert torch.equal(again.nan_to_num(), found[0].nan_to_num())
-    launch_only("exact" if which == "parts" else "parts")
-    assert attention(q, k, v, precision="tf32", kernel=PARTS).isnan().all()
+    launch_only("fallback" if which == "terms" else "terms")
+    assert attention(q, k, v, precision="tf32", kernel=TERMS).isnan().all()
 
 
 def test_garbage_in_rows_that_no_sequence_owns(matmul_precision):
@@ -191,9 +191,9 @@ def test_garbage_in_rows_that_no_sequence_owns(matmul_precision):
     q, k, v = (randn(400, 2, 64, seed=i) for i in range(3))
     starts = torch.tensor([10, 150, 390], dtype=torch.int32, device="cuda")
     lengths = (starts, starts, 240, 240)
-    clean = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=PARTS)
+    clean = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=TERMS)
     k[:10], v[395:] = 1e30, math.nan
-    dirty = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=PARTS)
+    dirty = attention_varlen(q, k, v, *lengths, precision="fp32", kernel=TERMS)
     for begin, end in ((10, 150), (150, 390)):
         rows = [x[None, begin:end] for x in (q, k, v)]
         exact, _ = by_definition(*(x.double() for x in rows))
@@ -205,10 +205,10 @@ def test_garbage_in_rows_that_no_sequence_owns(matmul_precision):
 def test_a_graph_takes_the_kernel_of_each_replay(matmul_precision):
     matmul_precision("fp32")
     q, k, v = (randn(2, 300, 2, 64, seed=i) for i in range(3))
-    attention(q, k, v, precision="fp32", kernel=PARTS)
+    attention(q, k, v, precision="fp32", kernel=TERMS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(q, k, v, precision="fp32", kernel=PARTS)
+        out = attention(q, k, v, precision="fp32", kernel=TERMS)
     for factor in (1.0, 1e-8, 1.0):
         k[0, 3] = factor * randn(2, 64, seed=9)
         graph.replay()
@@ -219,8 +219,8 @@ def test_a_graph_takes_the_kernel_of_each_replay(matmul_precision):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_large_calls_take_it_by_themselves(precision, launch_only):
     q, k, v = (randn(2, 1024, 16, 64, seed=i) for i in range(3))
-    expected = attention(q, k, v, precision=precision, kernel=PARTS)
-    launch_only("parts")
+    expected = attention(q, k, v, precision=precision, kernel=TERMS)
+    launch_only("terms")
     assert torch.equal(attention(q, k, v, precision=precision), expected)
 
 
@@ -229,8 +229,8 @@ def test_sections_of_heads_under_a_causal_mask(launch_only, matmul_precision):
     matmul_precision("fp32")
     q, k, v = (randn(4, 2048, 32, 64, seed=i) for i in range(3))
     expected = attention(q, k, v, precision="fp32", kernel="sm80", causal=True, return_lse=True)
-    launch_only("parts")
-    found = attention(q, k, v, precision="fp32", kernel=PARTS, causal=True, return_lse=True)
+    launch_only("terms")
+    found = attention(q, k, v, precision="fp32", kernel=TERMS, causal=True, return_lse=True)
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
@@ -242,9 +242,9 @@ def test_ctas_of_the_exact_kernel_claim_work_tiles(causal, launch_only, matmul_p
     q, k, v = (randn(8, 600, 32, 64, seed=i) for i in range(3))
     k[0, 3, 0] *= 1e-8
     expected = attention(q, k, v, precision="fp32", kernel="sm80", causal=causal, return_lse=True)
-    launch_only("exact")
+    launch_only("fallback")
     for _ in range(2):
-        found = attention(q, k, v, precision="fp32", kernel=PARTS, causal=causal, return_lse=True)
+        found = attention(q, k, v, precision="fp32", kernel=TERMS, causal=causal, return_lse=True)
         for own, other in zip(found, expected, strict=True):
             assert torch.equal(own, other)
 
@@ -254,6 +254,6 @@ def test_rows_of_q_of_any_strides(dims, launch_only, matmul_precision):
     """Which each CTA splits itself."""
     matmul_precision("fp32")
     q, k, v = (randn(2, 3, 150, 64, seed=i).transpose(1, 2)[..., dims] for i in range(3))
-    launch_only("parts")
-    found, expected = (attention(x, k, v, precision="fp32", kernel=PARTS) for x in (q, q.contiguous()))
+    launch_only("terms")
+    found, expected = (attention(x, k, v, precision="fp32", kernel=TERMS) for x in (q, q.contiguous()))
     assert torch.equal(found, expected)

@@ -1,9 +1,9 @@
-"""Rows of fp32 numbers to fp16 parts, each by eight adjacent threads; for parts see :mod:`cute_attn.device.hi_lo`."""
+"""Rows of fp32 numbers to fp16 terms, each by eight adjacent threads; for terms see :mod:`cute_attn.device.terms`."""
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, cute
 
-from cute_attn.device.hi_lo import hi_lo
+from cute_attn.device.terms import split
 
 VECTOR = 4
 """Elements of 16 bytes."""
@@ -45,14 +45,6 @@ def load_row(
     return values
 
 
-def parts_of_vector(vector: cute.Tensor, factor: Float32) -> cute.Tensor:
-    """(4, 2): hi and lo parts of four numbers times ``factor``."""
-    halves = cute.make_rmem_tensor(cute.make_layout((VECTOR, 2)), Float16)
-    for e in range(VECTOR):
-        halves[e, 0], halves[e, 1] = hi_lo(vector[e] * factor)
-    return halves
-
-
 @cute.jit
 def split_tile(
     x: cute.Tensor,
@@ -63,20 +55,20 @@ def split_tile(
     factor: Float32,
     thread: Int32,
     threads: Constexpr,
-    parts: Constexpr,
+    count: Constexpr,
     aligned: Constexpr,
 ) -> None:
-    """Write the parts of rows ``row0`` on of x, (seqlen, dim), to ``target``: shared memory, after which none waits.
+    """Write the terms of rows ``row0`` on of x, (seqlen, dim), to ``target``: shared memory, after which none waits.
 
     Args:
-        target: (rows, columns of all parts), each part's columns after the other's. Rows beyond ``seqlen`` are the
+        target: (rows, columns of all terms), each term's columns after the other's. Rows beyond ``seqlen`` are the
             last one's.
         factor: a power of two.
         thread: of ``threads``, which share the rows.
-        parts: 1 or 2.
+        count: of terms.
         aligned: as of :func:`load_row`.
     """
-    rows, cols = cute.size(target, mode=[0]), cute.size(target, mode=[1]) // parts
+    rows, cols = cute.size(target, mode=[0]), cute.size(target, mode=[1]) // count
     lane, step = thread % LANES, threads // LANES
     steps: Constexpr = rows // step
     most: Constexpr = max(VECTORS_AHEAD * LANES * VECTOR // cols, 1)
@@ -90,9 +82,9 @@ def split_tile(
         for i in cutlass.range_constexpr(together):
             row = (first + i) * step + thread // LANES
             for j in cutlass.range_constexpr(cols // (LANES * VECTOR)):
-                halves = parts_of_vector(values[i][None, j], factor)
-                for part in cutlass.range_constexpr(parts):
-                    col = lane * VECTOR + (part * cols + j * LANES * VECTOR)
+                terms = split(values[i][None, j], Float16, count, factor)
+                for t in cutlass.range_constexpr(count):
+                    col = lane * VECTOR + (t * cols + j * LANES * VECTOR)
                     offset = cute.assume(cute.crd2idx((row, col), target.layout), divby=VECTOR)
                     to = cute.make_tensor(target.iterator + offset, cute.make_layout(VECTOR))
-                    cute.autovec_copy(halves[None, part], to)
+                    cute.autovec_copy(terms[t], to)

@@ -1,0 +1,430 @@
+"""Operands of fp32 matrix products in shared memory, whose terms the loop of :mod:`cute_attn.device.gemm` multiplies.
+
+    StoredTerms   fp16 terms, which another kernel or the store of P has split; ldmatrix reads each term
+    SplitOnLoad   fp32, by ldmatrix, split into tf32 terms in registers
+    Fp32Operand   the same, or by words where rows (M or N) are contiguous, not k
+    Fp32Values    the same for V of the forward, by vectors of four columns
+
+m16n8k8 of tf32 reads fp32 registers. ldmatrix moves 8 x 4 fp32 as it moves 8 x 8 16-bit elements, but cannot transpose
+them. Any order of k gives the same product as long as both operands have it: where an accumulator is the A operand,
+lane t of a quad holds columns 2 t and 2 t + 1, which become places t and t + 4 of k (``paired``).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
+from cutlass.cute.nvgpu import warp
+
+from cute_attn.device.gemm import SmemOperand, SmemResult, below_1024, swizzled_bits
+from cute_attn.device.math import rematerialize
+from cute_attn.device.terms import Terms, split
+from layouts.mma import row_col_modes, row_col_view, thread_row_col
+
+K = 8
+"""Elements along K of one step in tf32."""
+COLUMNS = 32
+"""Columns of V, and of the output, that a warp takes at a time: four MMAs of eight."""
+_WORDS = 4
+
+# ---- fp16 terms in shared memory ----
+
+
+@dataclass(frozen=True)
+class StoredTerms:
+    """A thread's part of an operand of fp16 terms.
+
+    Attributes:
+        each: of each term an operand, which all read the same tile.
+        planes: terms that follow each other as stages of the tile; 1 where rows have all terms.
+    """
+
+    each: tuple[SmemOperand, ...]
+    planes: Constexpr = 1
+
+    loads_ahead = True
+    width = 2
+
+    @staticmethod
+    def in_planes(make: Any, count: int, apart: int, *args: Any) -> "StoredTerms":
+        """Terms ``apart`` elements from each other; ``make``: ``SmemOperand.a`` or ``.b``, args: its arguments."""
+        return StoredTerms(tuple(make(*args, offset=t * apart) for t in range(count)), count)
+
+    @staticmethod
+    def in_rows(make: Any, count: int, along_k: bool, *args: Any) -> "StoredTerms":
+        """Terms that follow each other in rows of memory, which are along K, or along M or N."""
+        shape = [cute.size(args[2], mode=[i]) for i in range(2)]
+        shape[along_k] //= count
+        one = make(*args, tuple(shape))
+        apart = {"first_step": one.steps} if along_k else {"first_piece": one.pieces}
+        places = ({name: t * n for name, n in apart.items()} for t in range(1, count))
+        return StoredTerms((one, *(make(*args, tuple(shape), **place) for place in places)))
+
+    @property
+    def thread(self) -> Int32:
+        """The thread's index."""
+        return self.each[0].thread
+
+    @property
+    def pieces(self) -> int:
+        """ldmatrix instructions of a K step and a term."""
+        return self.each[0].pieces
+
+    @property
+    def steps(self) -> int:
+        """MMA steps along K."""
+        return self.each[0].steps
+
+    @property
+    def terms(self) -> Terms:
+        """The fragments, of an operand that stays in registers."""
+        return tuple(x.fragment for x in self.each)
+
+    def start(self, stage: Int32) -> tuple[Int32, ...]:
+        """For each term the address of the thread's first vector in ``stage``, without the term's distance."""
+        return (self.each[0].start(stage if self.planes == 1 else self.planes * stage),) * len(self.each)
+
+    def at_step(self, starts: tuple[Int32, ...], k: Int32) -> tuple[Int32, ...]:
+        """``starts`` moved to step k, a dynamic value."""
+        return tuple(x.at_step(start, k) for x, start in zip(self.each, starts, strict=True))
+
+    def after(self, starts: tuple[Int32, ...], results: cute.Tensor, zero: Int32) -> tuple[Int32, ...]:
+        """``starts``, for loads that shall not start before ``results`` have been computed; all terms' are the same."""
+        bits = Int32(0)
+        for i in range(cute.size(results)):
+            bits = bits | results[i].bitcast(Int32)
+        return (starts[0] | (bits & zero),) * len(starts)
+
+    def load_a(self, starts: tuple[Int32, ...], k: int) -> Terms:
+        """Load all pieces of A, k steps after ``starts``."""
+        return tuple(x.load_a(start, k)[0] for x, start in zip(self.each, starts, strict=True))
+
+    def load_b(self, starts: tuple[Int32, ...], piece: int, k: int) -> Terms:
+        """Load a piece of B, k steps after ``starts``."""
+        return tuple(x.load_b(start, piece, k)[0] for x, start in zip(self.each, starts, strict=True))
+
+    def load_all(self) -> None:
+        """Load all steps of the first stage, for an operand that stays in registers."""
+        for term in self.each:
+            term.load_all()
+
+
+# ---- fp32 in shared memory ----
+
+
+@dataclass(frozen=True)
+class SplitOnLoad:
+    """An operand that ldmatrix loads as fp32, split into ``count`` tf32 terms in registers."""
+
+    words: SmemOperand
+    count: Constexpr
+
+    loads_ahead = False
+    width = 2
+
+    @property
+    def pieces(self) -> int:
+        """ldmatrix instructions of a K step."""
+        return self.words.pieces
+
+    @property
+    def steps(self) -> int:
+        """MMA steps along K."""
+        return self.words.steps
+
+    @property
+    def terms(self) -> Terms:
+        """The fragment's terms, of an operand that stays in registers."""
+        return self._split((self.words.fragment,))
+
+    def start(self, stage: Int32) -> Int32:
+        """The address of the thread's first vector in ``stage``."""
+        return self.words.start(stage)
+
+    def at_step(self, start: Int32, k: Int32) -> Int32:
+        """``start`` moved to step k, a dynamic value."""
+        return self.words.at_step(start, k)
+
+    def load_a(self, start: Int32, k: int) -> Terms:
+        """Load all pieces of A, k steps after ``start``."""
+        return self._split(self.words.load_a(start, k))
+
+    def load_b(self, start: Int32, piece: int, k: int) -> Terms:
+        """Load a piece of B, k steps after ``start``."""
+        return self._split(self.words.load_b(start, piece, k))
+
+    def load_all(self) -> None:
+        """Load all steps of the first stage, for an operand that stays in registers."""
+        self.words.load_all()
+
+    def _split(self, loaded: Terms) -> Terms:
+        return split(
+            cute.recast_tensor(loaded[0], Float32), TFloat32, self.count
+        )  # the MMA's layout calls it tf32
+
+
+@dataclass(frozen=True)
+class Fp32Operand:
+    """A thread's part of an fp32 operand, split into tf32 terms as it is loaded.
+
+    Attributes:
+        tile: (rows, k, stage); rows are M or N.
+        count: of terms.
+        warps_m: warps along M.
+        warps: warps along M or N, a power of 2.
+        is_a: whether it is the A operand.
+        by_words: rows are contiguous, not k.
+        paired: lane (g, t) takes k = 2 t and 2 t + 1, not t and t + 4. Only ``by_words``: so a swizzled tile is free of
+            bank conflicts.
+    """
+
+    tile: cute.Tensor
+    thread: Int32
+    count: Constexpr
+    warps_m: Constexpr
+    warps: Constexpr
+    is_a: Constexpr
+    by_words: Constexpr
+    paired: Constexpr
+
+    loads_ahead = False
+    width = 2
+
+    @property
+    def pieces(self) -> int:
+        """16 rows each: one m16 of A, or two n8 of B."""
+        return cute.size(self.tile, mode=[0]) // (16 * self.warps)
+
+    @property
+    def steps(self) -> int:
+        """MMA steps along K."""
+        return cute.size(self.tile, mode=[1]) // K
+
+    def start(self, stage: Int32) -> Int32:
+        """The address of the thread's first word or vector in ``stage``, rematerialized as ``SmemOperand.start``'s."""
+        thread = below_1024(rematerialize(self.thread))
+        lane, index = thread % 32, thread // 32
+        index = index % self.warps_m if self.is_a else index // self.warps_m
+        row = index * (16 if self.is_a else 8)
+        if self.by_words:
+            row, k = row + lane // 4, lane % 4 * (2 if self.paired else 1)
+        else:  # lane i has the address of row i % 8 of matrix i // 8
+            matrix = lane // 8
+            half_row, half_k = (matrix % 2, matrix // 2) if self.is_a else (matrix // 2, matrix % 2)
+            row, k = row + lane % 8 + half_row * self._half_row, half_k * 4
+        return (self.tile.iterator + cute.crd2idx((row, k, stage), self.tile.layout)).toint()
+
+    @property
+    def _half_row(self) -> int:
+        """From a row of a piece to the one in its other half."""
+        return 8 if self.is_a else 8 * self.warps
+
+    def at_step(self, start: Int32, k: Int32) -> Int32:
+        """``start`` moved to step k, a dynamic value."""
+        step = self._distance(0, 1) if self.steps > 1 else 0
+        row = next((n for n in range(1, self.steps) if self._distance(0, n) != n * step), self.steps)
+        atom = self._distance(0, row) if row < self.steps else 0
+        in_row = k % row * step
+        swizzled = in_row & swizzled_bits(self.tile.layout)
+        return (start ^ (swizzled * _WORDS)) + (in_row - swizzled + k // row * atom) * _WORDS
+
+    def _distance(self, row: int, step: int, k: int = 0) -> int:
+        """Elements between the thread's first and a later one, without the swizzle."""
+        layout = self.tile.layout
+        outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
+        return cute.crd2idx((row, K * step + k, 0), outer)
+
+    def _pointer(self, start: Int32, distance: int, bytes_: int) -> cute.Pointer:
+        swizzled = distance & swizzled_bits(self.tile.layout)
+        moved = start ^ (swizzled * _WORDS) if swizzled else start
+        pointer = cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=bytes_)
+        return pointer + (distance - swizzled)
+
+    def load(self, start: Int32, piece: int, step: int) -> cute.Tensor:
+        """4 fp32 registers of a piece, ``step`` steps after ``start``.
+
+        A: rows g and g + 8 of the first k, then of the second. B: both k of the first n8, then of the second.
+        """
+        words = cute.make_rmem_tensor(4, Float32)
+        pointers = self.pointers(start, piece, step)
+        if self.by_words:
+            for i in range(4):
+                words[i] = cute.make_tensor(pointers[i], cute.make_layout(1))[0]
+        else:
+            vector = cute.make_layout((8, 1))
+            cute.copy(
+                cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), Float16),
+                cute.make_tensor(cute.recast_ptr(pointers[0], dtype=Float16), vector),
+                cute.make_tensor(cute.recast_tensor(words, Float16).iterator, vector),
+            )
+        return words
+
+    def load_a(self, start: Int32, step: int) -> Terms:
+        """Load all pieces of A, (4, M), ``step`` steps after ``start``."""
+        words = cute.make_rmem_tensor(cute.make_layout((4, self.pieces)), Float32)
+        for piece in range(self.pieces):
+            loaded = self.load(start, piece, step)
+            for i in range(4):
+                words[i, piece] = loaded[i]
+        return split(words, TFloat32, self.count)
+
+    def load_b(self, start: Int32, piece: int, step: int) -> Terms:
+        """Load a piece of B, (2, 2), ``step`` steps after ``start``."""
+        words = cute.make_tensor(self.load(start, piece, step).iterator, cute.make_layout((2, 2)))
+        return split(words, TFloat32, self.count)
+
+    def pointers(self, start: Int32, piece: int, step: int) -> list[cute.Pointer]:
+        """Where the thread reads a piece: the row of a matrix for ldmatrix, or each of its 4 words."""
+        row = 16 * self.warps * piece
+        if not self.by_words:
+            return [self._pointer(start, self._distance(row, step), 16)]
+        starts, rows = (start, self._second_k(start)), (row, row + self._half_row)
+        halves = (
+            [(k, r) for k in range(2) for r in range(2)]
+            if self.is_a
+            else [(k, r) for r in range(2) for k in range(2)]
+        )
+        return [self._pointer(starts[k], self._distance(rows[r], step), 4) for k, r in halves]
+
+    def _second_k(self, start: Int32) -> Int32:
+        """``start`` moved to the lane's second k, a later row of the tile's memory: its swizzle is another one."""
+        layout = self.tile.layout
+        rows = 1 if self.paired else 4  # the first k has no bit of these
+        distance = self._distance(0, 0, rows)
+        if not isinstance(layout, cute.ComposedLayout):
+            return start + distance * _WORDS
+        swizzle = layout.inner
+        changed = (distance >> swizzle.num_shift) & swizzled_bits(layout)
+        return (start ^ (changed * _WORDS)) + distance * _WORDS
+
+
+@dataclass(frozen=True)
+class Fp32Values:
+    """V in shared memory, (keys, columns, stage) in fp32 with the widest swizzle, as the B operand of P V.
+
+    Lane (g, t) = (lane // 4, lane % 4) of a warp reads columns 32 c + 4 g to 32 c + 4 g + 3 of keys 8 s + 2 t and
+    8 s + 2 t + 1: eight lanes that are served at once read all banks. Column 4 n + j of a group of 32 is column n of
+    the group's MMA j; so a lane's elements of a row of the output are columns 32 c + 8 t to 32 c + 8 t + 7.
+
+    ``warps_n`` warps divide the columns: those of ``first_col`` on are the thread's.
+    """
+
+    tile: cute.Tensor
+    thread: Int32
+    count: Constexpr  # of tf32 terms
+    warps_m: Constexpr = 1
+    warps_n: Constexpr = 1
+
+    loads_ahead = False
+    width = 4
+
+    def first_col(self, thread: Int32) -> Int32:
+        """The first of a thread's columns."""
+        if self.warps_n == 1:
+            return Int32(0)
+        return thread // (32 * self.warps_m) * (cute.size(self.tile, mode=[1]) // self.warps_n)
+
+    @property
+    def pieces(self) -> int:
+        """Groups of columns."""
+        return cute.size(self.tile, mode=[1]) // (COLUMNS * self.warps_n)
+
+    @property
+    def steps(self) -> int:
+        """MMA steps along the keys."""
+        return cute.size(self.tile, mode=[0]) // K
+
+    def start(self, stage: Int32) -> tuple[Int32, Int32]:
+        """The addresses of the thread's first vector of an even and of an odd key, rematerialized."""
+        thread = below_1024(rematerialize(self.thread))
+        lane = thread % 32
+        row, col = lane % 4 * 2, self.first_col(thread) + lane // 4 * 4
+        first, second = (
+            (self.tile.iterator + cute.crd2idx((row + i, col, stage), self.tile.layout)).toint()
+            for i in range(2)
+        )
+        return first, second
+
+    def load_b(self, starts: tuple[Int32, Int32], group: int, step: int) -> Terms:
+        """Load four MMAs' B operands, (2, 4): a group of columns in one step along the keys."""
+        fragment, row = (
+            cute.make_rmem_tensor(cute.make_layout((2, 4)), Float32),
+            cute.make_rmem_tensor(4, Float32),
+        )
+        for i in range(2):
+            source = cute.make_tensor(self.address(starts[i], step, group), cute.make_layout(4))
+            cute.autovec_copy(source, row)
+            for j in range(4):
+                fragment[i, j] = row[j]
+        return split(fragment, TFloat32, self.count)
+
+    def address(self, start: Int32, step: int, group: int) -> cute.Pointer:
+        """The address of a vector from one of ``starts``: whole atoms of the layout, at static distances."""
+        distance = cute.crd2idx((K * step, COLUMNS * group, 0), self.tile.layout.outer)
+        return cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16) + distance
+
+
+def paired_operand_a(p: cute.Tensor) -> cute.Tensor:
+    """P in the layout of the scores' accumulator ((2, 2), M, N) as the A operand (4, M, N), a K step for each N.
+
+    A lane's columns 2t and 2t + 1 become places t and t + 4; an A fragment has both rows of a place together. Registers
+    are renamed, since ``cute.gemm`` takes them in their order in memory.
+    """
+    _, size_m, size_n = p.layout.shape
+    words = cute.make_rmem_tensor(cute.make_layout((4, size_m, size_n)), p.element_type)
+    for n in range(size_n):
+        for m in range(size_m):
+            for key in range(2):
+                for row in range(2):
+                    words[row + 2 * key, m, n] = p[(key, row), m, n]
+    return words
+
+
+# ---- results in shared memory ----
+
+
+@dataclass(frozen=True)
+class Fp32Result(SmemResult):
+    """As :class:`SmemResult`, in fp32."""
+
+    def address(self, start: Int32, row: int, col: int) -> cute.Pointer:
+        """The address of the pair ``row`` rows and ``col`` columns after the first."""
+        layout = self.tile.layout
+        outer = layout.outer if isinstance(layout, cute.ComposedLayout) else layout
+        distance = cute.crd2idx((row, col), outer)
+        swizzled = distance & swizzled_bits(layout)
+        moved = start ^ (_WORDS * swizzled) if swizzled else start
+        return cute.make_ptr(Float32, moved, cute.AddressSpace.smem, assumed_align=8) + (distance - swizzled)
+
+    def store(self, terms: Terms, col0: int = 0) -> None:
+        """Store the only one of ``terms``, with the accumulator's layout, at column ``col0``."""
+        modes = row_col_modes(self.tiled_mma, *self.shape)
+        view, start = row_col_view(terms[0], modes), self.start()
+        pair = cute.make_rmem_tensor(2, Float32)
+        for r, row in enumerate(modes.rows):
+            for c in range(0, len(modes.cols), 2):
+                pair[0], pair[1] = view[r, c], view[r, c + 1]
+                target = self.address(start, row, modes.cols[c] + col0)
+                cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
+
+
+@dataclass(frozen=True)
+class PairedResult(Fp32Result):
+    """Stores P so that it is read as :func:`paired_operand_a` has it: keys 2t and 2t + 1 at places t and t + 4."""
+
+    def start(self) -> Int32:
+        """The address of the thread's first element, rematerialized so that it occupies no register."""
+        rows, cols = self.shape
+        row, col = thread_row_col(self.tiled_mma, rows, cols, below_1024(rematerialize(self.thread)))
+        return (self.tile.iterator + cute.crd2idx((row, col - col % 8 // 2), self.tile.layout)).toint()
+
+    def store(self, terms: Terms, col0: int = 0) -> None:
+        """Store the only one of ``terms``, with the accumulator's layout, at column ``col0``."""
+        modes = row_col_modes(self.tiled_mma, *self.shape)
+        view, start = row_col_view(terms[0], modes), self.start()
+        for r, row in enumerate(modes.rows):
+            for c in range(0, len(modes.cols), 2):
+                for odd in range(2):
+                    at = self.address(start, row, modes.cols[c] + col0 + 4 * odd).toint()
+                    word = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4)
+                    cute.make_tensor(word, cute.make_layout(1))[0] = view[r, c + odd]

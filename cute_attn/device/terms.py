@@ -1,0 +1,245 @@
+"""fp32 numbers as sums of terms of fewer bits, which tensor cores multiply: the rule, the split and the products.
+
+    x * 2^e = hi + lo    fp16 terms, with one power of two for a whole tensor, a block of score gradients, or P
+    x = hi + lo          tf32 terms, which have fp32's exponents and need no scale
+
+A product of two terms each is lo hi + hi lo + hi hi; what is left out, lo lo, is 2^-24 of it (Ootomo and Yokota 2022,
+https://arxiv.org/abs/2203.03341). With precision tf32 there is hi alone, whose 11 significant bits are tf32's.
+
+hi = fp16(x * 2^e) and lo = fp16(x * 2^e - hi) have 11 bits each. 2^e puts the tensor's largest element between 2^14 and
+2^15; then hi + lo is x * 2^e to 2^-23 of itself down to 2^-1, and below that to 2^-25. So a row of the tensor keeps
+fp32's precision as long as its largest element is not far below the tensor's: ``fits`` has the limit. hi alone has all
+its bits for elements down to 2^-14, 2^-28 of the tensor's largest. Smaller ones err by 2^-25 at most, which is 2^-15 of
+their row's largest element where that is 2^-10 or more: ``fits``' limit.
+
+Score gradients have no bound that is known before: their power of two follows from the largest one of all threads.
+
+Magnitudes are the bits of |x|, which as integers have the order of |x|; those of inf and NaN are the largest.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Constexpr, Float32, Int32, TFloat32, cute
+
+from cute_attn.device.math import convert_to_16_bits, fabs, fmax, on_device
+
+Terms = tuple[cute.Tensor, ...]
+"""The terms of an operand in registers, largest first, with one layout; or its only one."""
+PRODUCTS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0))}
+"""Terms of both operands -> the pairs of terms that are multiplied, smallest products first."""
+
+TOP = 14
+"""The exponent of the largest element of a tensor, or of a block of score gradients, after the scale."""
+P_EXPONENT = 14
+"""Of the scale of probabilities: up to 4 they do not overflow, and the low term keeps digits down to 2^-26."""
+MOST_BELOW = {2: 13, 1: 24}
+"""fp16 terms -> by how many powers of two the largest element of a row may be below the tensor's."""
+MOST_SCALE = 48
+"""The largest |e| of a tensor: products of two scales, and their inverses, then are normal fp32 numbers."""
+MOST_GRADIENT_SCALE = 78
+"""The largest |e| of score gradients: 2^e and its inverse are normal numbers, also times the scale of a tensor."""
+NO_ROW = 0x7FFFFFFF
+"""In place of the smallest row's magnitude, for a tensor of zeros."""
+_BIAS, _MANTISSA_BITS, _INFINITY = 127, 23, 0x7F800000
+
+# ---- products ----
+
+
+def split(words: cute.Tensor, dtype: Any, count: int, factor: Float32 | None = None) -> Terms:
+    """fp32 registers as ``count`` terms of ``dtype``, with their layout.
+
+    Args:
+        factor: a power of two that they are multiplied by before; of Float16 terms. TFloat32 ones have None.
+
+    Raises:
+        ValueError: registers of an instruction are not adjacent: ``cute.gemm`` would take others.
+    """
+    offsets = [cute.crd2idx(i, words.layout[0]) for i in range(cute.size(words, mode=[0]))]
+    if offsets != list(range(len(offsets))):
+        raise ValueError(f"a fragment has registers {offsets}; accepted: adjacent ones, in order")
+    if dtype is TFloat32:
+        return _tf32_terms(words, count)
+    rest = cute.make_rmem_tensor_like(words, Float32)
+    terms = tuple(cute.make_rmem_tensor_like(words, dtype) for _ in range(count))
+    for i in range(cute.size(words)):
+        rest[i] = words[i] * factor
+    for t, term in enumerate(terms):
+        convert_to_16_bits(rest, term)
+        if t + 1 < count:
+            for i in range(cute.size(words)):
+                rest[i] = rest[i] - Float32(term[i])
+    return terms
+
+
+def _tf32_terms(words: cute.Tensor, count: int) -> Terms:
+    terms = tuple(cute.make_rmem_tensor_like(words) for _ in range(count))
+    for i in range(cute.size(words)):
+        if count == 1:
+            terms[0][i] = rounded_to_tf32(words[i])
+        else:
+            terms[0][i] = _rounded_to_tf32(words[i])
+            terms[1][i] = words[i] - terms[0][i]  # of which the tensor core reads tf32
+    return tuple(cute.recast_tensor(term, TFloat32) for term in terms)
+
+
+def rounded_to_tf32(x: Float32) -> Float32:
+    """x rounded to the nearest tf32, ties away from 0."""
+    if on_device():
+        return Float32(
+            cute.arch.inline_ptx(
+                "cvt.rna.tf32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+            )
+        )
+    return _rounded_to_tf32(x)
+
+
+def _rounded_to_tf32(x: Float32) -> Float32:
+    """As :func:`rounded_to_tf32`, in half the instructions, but some NaNs become -0: x minus the result is NaN then."""
+    return ((x.bitcast(Int32) + Int32(0x1000)) & Int32(~0x1FFF)).bitcast(Float32)
+
+
+def multiply(tiled_mma: cute.TiledMma, acc: cute.Tensor, a: Sequence[Terms], b: Sequence[Terms]) -> None:
+    """acc += A B^T for some steps along K: the terms of each; acc: (mma, M, N), a: (mma, M), b: (mma, N)."""
+    for i, j in PRODUCTS[len(a[0])]:
+        for x, y in zip(a, b, strict=True):
+            cute.gemm(tiled_mma, acc, x[i], y[j], acc)
+
+
+# ---- the scale of a tensor ----
+
+
+def magnitude(x: Float32) -> Int32:
+    """The bits of |x|."""
+    return x.bitcast(Int32) & Int32(0x7FFFFFFF)
+
+
+@cute.jit
+def scale_exponent(largest: Int32) -> Int32:
+    """e, of the magnitude of a tensor's largest element; 0 for a tensor of zeros."""
+    return Int32(0) if largest == 0 else _exponent_to_top(largest)
+
+
+def _exponent_to_top(largest: Int32) -> Int32:
+    return TOP + _BIAS - (largest >> _MANTISSA_BITS)
+
+
+def fits(largest: Int32, smallest: Int32, count: int) -> Boolean:
+    """Whether a tensor keeps the precision of fp32 in two fp16 terms, or of tf32 in one.
+
+    Args:
+        largest: the magnitude of its largest element.
+        smallest: of the row that has the smallest largest element, rows of zeros aside; or ``NO_ROW``.
+        count: of terms.
+    """
+    exponent = scale_exponent(largest)
+    near = (smallest >> _MANTISSA_BITS) + MOST_BELOW[count] >= (largest >> _MANTISSA_BITS)
+    return (exponent <= MOST_SCALE) & (exponent >= -MOST_SCALE) & near
+
+
+def power_of_two(exponent: Int32) -> Float32:
+    """2^exponent, for exponents of normal numbers."""
+    return ((exponent + _BIAS) << _MANTISSA_BITS).bitcast(Float32)
+
+
+def inverse_of_power_of_two(power: Float32) -> Float32:
+    """1 / 2^e, for exponents of normal numbers."""
+    return (Int32(2 * _BIAS << _MANTISSA_BITS) - power.bitcast(Int32)).bitcast(Float32)
+
+
+@cute.jit
+def all_fit(scales: cute.Tensor) -> Boolean:
+    """Whether every tensor fits its terms; scales: see :mod:`cute_attn.kernels.split_fp32`."""
+    fit = Boolean(True)
+    for i in cutlass.range_constexpr(4):
+        fit = fit & (scales[i] != 0.0)
+    return fit
+
+
+# ---- the scale of score gradients ----
+
+
+@cute.jit
+def scale_of(largest: Int32) -> tuple[Float32, Float32]:
+    """A power of two that moves a magnitude to 2^TOP at most, and its inverse."""
+    exponent = cutlass.max(_exponent_to_top(largest), -MOST_GRADIENT_SCALE)
+    exponent = cutlass.min(exponent, MOST_GRADIENT_SCALE)
+    return power_of_two(exponent), power_of_two(-exponent)
+
+
+@cute.jit
+def largest_finite(words: cute.Tensor) -> Int32:
+    """The magnitude of the largest finite x of a warp's registers. By whole warps.
+
+    inf must not decide a scale: with inf's, all other numbers would become 0.
+    """
+    largest = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        largest = fmax(largest, fabs(words[i]))  # not NaN
+    if largest.bitcast(Int32) >= _INFINITY:
+        largest = Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            finite = magnitude(words[i]) < _INFINITY
+            largest = fmax(largest, fabs(words[i]) if finite else Float32(0.0))
+    return Int32(cute.arch.warp_redux_sync(largest.bitcast(Int32), kind="max"))
+
+
+@cute.jit
+def common_scale(words: cute.Tensor, of_warps: cute.Tensor, thread: Int32) -> tuple[Float32, Float32]:
+    """:func:`scale_of` the largest finite |x| of all threads' registers, with a barrier.
+
+    In two terms x then errs by at most 2^-23 of itself or 2^-40 of the largest.
+
+    of_warps: (warps,) int32 in shared memory.
+    """
+    largest = largest_finite(words)
+    if thread % 32 == 0:
+        of_warps[thread // 32] = largest
+    cute.arch.barrier()
+    for warp in cutlass.range_constexpr(cute.size(of_warps)):
+        largest = cutlass.max(largest, of_warps[warp])
+    return scale_of(largest)
+
+
+@cute.jit
+def running_scale(
+    words: cute.Tensor, of_warps: cute.Tensor, applied: cute.Tensor, thread: Int32, piece: Constexpr
+) -> tuple[Float32, Float32, Float32]:
+    """(scale, its inverse, what sums in units of the last scale have to be times), with a barrier.
+
+    The scale is :func:`scale_of` the largest finite |x| of all threads' registers, now and in calls before. In one term
+    x then errs by at most 2^-11 of itself or 2^-39 of the largest. dK, which is added up in tensor cores, is in units
+    of the scale, and is multiplied when it changes: a few times per CTA.
+
+    Args:
+        of_warps: (warps, pieces) int32 in shared memory, 0 before the first call; the largest so far.
+        applied: (warps,) fp32, 1 before the first call; the last inverse.
+        thread: of the CTA.
+        piece: which of the calls between two further barriers this is. Each has its own column of ``of_warps``: a warp
+            that is ahead must not change what others have still to read.
+    """
+    warps, pieces = (cute.size(of_warps, mode=[i]) for i in range(2))
+    warp, largest = thread // 32, largest_finite(words)
+    if cutlass.const_expr(pieces > 1):
+        cute.arch.sync_warp()  # ``applied`` of the piece before
+    before = applied[warp]
+    if thread % 32 == 0:
+        for own in cutlass.range_constexpr(pieces):
+            largest = cutlass.max(largest, of_warps[warp, own])
+        of_warps[warp, piece] = largest
+    cute.arch.barrier()
+    for other in cutlass.range_constexpr(warps):
+        largest = cutlass.max(largest, of_warps[other, piece])
+    scale, inverse = scale_of(largest)
+    if thread % 32 == 0:
+        applied[warp] = inverse
+    return scale, inverse, before * scale
+
+
+@cute.jit
+def change_units(acc: cute.Tensor, factor: Float32) -> None:
+    """acc *= factor, which is mostly 1, and the same for all threads of a warp."""
+    if factor != 1.0:
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] * factor
