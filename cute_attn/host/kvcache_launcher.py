@@ -131,7 +131,7 @@ class Plan:
             steps.launch(self.combine, partials.out, partials.lse, outs, lses, call.sinks)  # type: ignore[arg-type, union-attr]
         elif self.split.how == "shares":
             slots = self.partials[0][0][0] // 2
-            mask_args = score_args[1]
+            mask_args = score_args[1] or None  # the DSL takes no empty tuple
             steps.launch(
                 self.combine,  # type: ignore[arg-type]
                 *(partials, out, lse, call.sinks, seqlens, mask_args, k.shape[-2], slots),

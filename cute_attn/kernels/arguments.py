@@ -232,11 +232,11 @@ def kvcache_fake_args(traits: Traits, score_args: tuple) -> tuple:
     )
 
 
-def combine_shares_fake_args(traits: Traits, mask_args: tuple) -> tuple:
+def combine_shares_fake_args(traits: Traits, mask_args: tuple | None) -> tuple:
     """``__call__``'s arguments of the combine kernel after shares, without the stream.
 
     partials (``Partials``), mO and mLSE as the kvcache kernel's, mSinks as of combine, seqlens as the kvcache kernel's,
-    mask_args, nheads_kv, slots.
+    mask_args (None where the mask has none), nheads_kv, slots.
     """
     ndim = 3 if traits.varlen else 4
     return (

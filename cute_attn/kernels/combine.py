@@ -529,7 +529,7 @@ class CombineShares(Combine):
 
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
-        return combine_shares_fake_args(self.traits, self.mask.fake_args())
+        return combine_shares_fake_args(self.traits, self.mask.fake_args() or None)
 
     @property
     def mask(self) -> Mask:
@@ -544,7 +544,7 @@ class CombineShares(Combine):
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
         seqlens: Seqlens,
-        mask_args: tuple,
+        mask_args: tuple | None,
         nheads_kv: Int32,
         slots: Int32,
         stream: cuda.CUstream,
@@ -567,7 +567,7 @@ class CombineShares(Combine):
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
         seqlens: Seqlens,
-        mask_args: tuple,
+        mask_args: tuple | None,
         units: CombineUnits,
         slots: Int32,
     ) -> None:
@@ -575,6 +575,8 @@ class CombineShares(Combine):
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared, found = self.shared_memory(cute.recast_ptr(base, dtype=Float32)), self.found_unit(base)
         number = seqlens.batch(mO)
+        if cutlass.const_expr(mask_args is None):
+            mask_args = ()
         index, chunk = divmod(cute.arch.block_idx()[0], units.chunks)
         if thread < 32:
             warm_lengths(seqlens, number, lane)
