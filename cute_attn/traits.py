@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 OPS = (
     *("forward", "backward", "backward_preprocess", "backward_convert"),
     *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
+    *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
 PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q", "aligned")
@@ -29,6 +30,15 @@ SPLIT_TENSORS = {
 """The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
 """How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
+
+PADDED_TENSORS = {
+    "forward_pad": ("head_dim", "head_dim", "head_dim_v"),
+    "forward_unpad": ("head_dim_v",),
+    "backward_pad": ("head_dim", "head_dim", "head_dim_v", "head_dim_v", "head_dim_v"),
+    "backward_unpad": ("head_dim", "head_dim", "head_dim_v"),
+}
+"""The ops that copy rows of any head dim and strides to padded ones, or back, and the trait with the head dim of each
+tensor: q, k, v (and dO, O); O; dQ, dK, dV."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -92,6 +102,11 @@ _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 def head_dim_multiple(dtype: str) -> int:
     """Elements of ``dtype`` whose multiples fill aligned rows."""
     return ROW_BYTES // ELEMENT_BYTES[dtype]
+
+
+def aligned_head_dim(dtype: str, head_dim: int) -> int:
+    """The least head dim of at least ``head_dim`` whose rows are whole 16 bytes."""
+    return -(-head_dim // head_dim_multiple(dtype)) * head_dim_multiple(dtype)
 
 
 def head_dims_text(multiple: int, most: int) -> str:
@@ -193,7 +208,7 @@ class Traits:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
                 )
-        multiple = head_dim_multiple(self.dtype) if self.aligned else 1
+        multiple = head_dim_multiple(self.dtype) if self.aligned and self.op not in PADDED_TENSORS else 1
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)
             if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % multiple == 0):

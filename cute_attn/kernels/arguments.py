@@ -38,7 +38,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.rows.new_rows import Angles, NewKeys, Queries
-from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
+from cute_attn.traits import MEASURED_TENSORS, PADDED_TENSORS, SPLIT_TENSORS, Traits
 from cute_attn.work.key_parts import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
@@ -112,6 +112,25 @@ def split_fp32_fake_args(traits: Traits) -> tuple:
         tuple(rows_fake(cutlass.Float16, 4 if traits.varlen else 5) for _ in range(split)),
         make_fake_tensor(Int32, (count, 2, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)),
         scales_fake(),
+    )
+
+
+def pad_rows_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the padding copies, without the stream.
+
+    mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``; those of one are padded, contiguous with 16-byte aligned
+    rows, and those of the other of any head dim and strides. which: a bit for each tensor that is copied.
+    mCuSeqlens: of the rows of packed queries that become O; None for other copies.
+    """
+    dtype, ndim = CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4
+    count = len(PADDED_TENSORS[traits.op])
+    anywhere, padded = (tuple(make(dtype, ndim) for _ in range(count)) for make in (strided_fake, rows_fake))
+    pads = traits.op.endswith("_pad")
+    bounded = traits.varlen and traits.op == "forward_unpad"
+    return (
+        *((anywhere, padded) if pads else (padded, anywhere)),
+        Int32(0),
+        plain_fake(Int32, 1) if bounded else None,
     )
 
 
