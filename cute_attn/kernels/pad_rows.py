@@ -73,6 +73,10 @@ class PadRows:
         """Rows of a CTA, of a tensor with that head dim."""
         return self.tile.rows(self.traits, dim)
 
+    def blocks(self, places: RowPlaces, dim: int) -> Int32:
+        """CTAs of a tensor with that head dim; the grid may have more, of which row numbers would exceed 32 bits."""
+        return cute.ceil_div(places.count, self.rows(dim))
+
     def fake_args(self) -> tuple:
         """The arguments of ``__call__`` for compiling, without the stream."""
         return pad_rows_fake_args(self.traits)
@@ -87,9 +91,8 @@ class PadRows:
         places = tuple(RowPlaces.make(x) for x in (mSource if self.pads else mTarget))
         blocks = Int32(0)
         for i in cutlass.range_constexpr(len(mSource)):
-            needed = cute.ceil_div(places[i].count, self.rows(self.dims[i]))
             if which & (1 << i) != 0:
-                blocks = cutlass.max(blocks, needed)
+                blocks = cutlass.max(blocks, self.blocks(places[i], self.dims[i]))
         self.kernel(mSource, mTarget, places, which, mCuSeqlens).launch(
             grid=[cutlass.max(blocks, 1), len(mSource), 1],
             block=[self.tile.num_threads, 1, 1],
@@ -131,7 +134,7 @@ class PadRows:
         """Rows of x to padded ones, by one of a CTA's threads."""
         wide, rows, unit = self.wide(dim), self.rows(dim), self.tile.unit(self.traits)
         row0, threads = block * rows, self.tile.num_threads
-        if row0 < places.count:
+        if block < self.blocks(places, dim):
             steps: Constexpr = -(-rows * (wide // unit) // threads)
             values = cute.make_rmem_tensor(cute.make_layout((unit, steps)), y.element_type)
             stride = Int64(x.stride[cute.rank(x) - 1])
@@ -179,11 +182,12 @@ class PadRows:
     ) -> None:
         """Padded rows of x to the rows [first, end) of y, by one of a CTA's threads."""
         row0, stop = block * self.rows(dim), (block + 1) * self.rows(dim)
-        if (first <= row0) & (stop <= end) & is_run(y, dim):
-            self.unpad_run(x, y, dim, row0, thread)
-        else:
-            first, end = cutlass.max(first, row0), cutlass.min(end, stop)
-            self.unpad_elements(x, y, places, dim, first, end, thread)
+        if block < self.blocks(places, dim):
+            if (first <= row0) & (stop <= end) & is_run(y, dim):
+                self.unpad_run(x, y, dim, row0, thread)
+            else:
+                first, end = cutlass.max(first, row0), cutlass.min(end, stop)
+                self.unpad_elements(x, y, places, dim, first, end, thread)
 
     @cute.jit
     def unpad_run(self, x: cute.Tensor, y: cute.Tensor, dim: Constexpr, row0: Int32, thread: Int32) -> None:

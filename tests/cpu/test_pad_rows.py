@@ -84,9 +84,11 @@ def copy_rows(
         lengths = cute.make_rmem_tensor(cute.make_layout(len(cu_seqlens)), Int32)
         for i in cutlass.range_constexpr(len(cu_seqlens)):
             lengths[i] = Int32(cu_seqlens[i])
-    blocks = -(-math.prod(shape[:-1]) // kernel.rows(dim)) + 1  # another tensor may have more
+    blocks = -(-math.prod(shape[:-1]) // kernel.rows(dim))
     for thread in cutlass.range(kernel.tile.num_threads):
-        for block in cutlass.range(blocks):
+        for i in cutlass.range(blocks + 2):
+            # Another tensor may have more blocks, which would be rows beyond 32 bits of this one.
+            block = Int32(i) if i <= blocks else Int32(2**31 // kernel.rows(dim))
             if cutlass.const_expr(kernel.pads):
                 kernel.pad(of_call, of_kernels, places, dim, Int32(block), Int32(thread))
             else:
