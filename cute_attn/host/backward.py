@@ -167,8 +167,7 @@ class BackwardLauncher:
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
         parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
         varlen: whether rows of those may belong to no sequence.
-        aligned: whether the kernels read whole 16 bytes of rows.
-        copy: which of grad_out and out have strides that such kernels do not read.
+        copy: which of grad_out and out have strides that kernels do not read.
         views: as of :class:`cute_attn.host.launcher.Launcher`.
         workspace: or None where there is nothing to compute.
         bias: or None without its gradient.
@@ -192,7 +191,6 @@ class BackwardLauncher:
     strides: tuple[tuple[int, ...], ...]
     parts: int
     varlen: bool
-    aligned: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     workspace: Workspace | None
@@ -254,12 +252,6 @@ class BackwardLauncher:
         """A ``BackwardSchedule``."""
         return self.num_splits, self.split_stride, counter, self.multiprocessors
 
-    def _queries(self, call: Call) -> tuple[Tensor, int] | None:
-        """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
-        if self.aligned or call.q.element_size() != 2:
-            return None
-        return call.q, call.q.shape[-2] // call.k.shape[-2]
-
     def _launch(
         self,
         call: Call,
@@ -277,12 +269,11 @@ class BackwardLauncher:
             return self._without_keys(call, grads[1], outputs[1], given)
         call = call.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
-        if self.aligned:
-            if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
-                check_alignment(*call[:3])
-            if not (is_aligned(grad_out) and is_aligned(out)):
-                steps.unlike_others()
-            grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
+        if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
+            check_alignment(*call[:3])
+        if not (is_aligned(grad_out) and is_aligned(out)):
+            steps.unlike_others()
+        grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
@@ -335,7 +326,7 @@ class BackwardLauncher:
         self._main((*call[:3], grad_out), shared, steps)
         if self.convert is not None:
             scale = self.softmax_scale / keep
-            steps.launch(self.convert, accumulators, dq, part_seqlens, scale, self._queries(call))
+            steps.launch(self.convert, accumulators, dq, part_seqlens, scale)
             if self.sign != 1:
                 steps.also()
                 dq.mul_(self.sign)
@@ -544,7 +535,7 @@ def check_given(
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
-    """``x``, or a copy where kernels of aligned rows cannot read its strides or its address."""
+    """``x``, or a copy where kernels cannot read its strides or its address."""
     if copy or not is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -650,7 +641,7 @@ def _make_launcher(
 ) -> BackwardLauncher:
     shapes = tuple(tuple(x.shape) for x in call[:3])
     given, copied = call, padding.to_copy(call[:3], [is_aligned(x) for x in call[:3]])
-    sign, rest, aligned = call.scale_sign, call[NUM_TENSORS + 1 :], not any(copied)
+    sign, rest = call.scale_sign, call[NUM_TENSORS + 1 :]
     call = call.with_positive_scale()
     backward_launcher = BackwardLauncher(
         preprocess=None,
@@ -664,7 +655,6 @@ def _make_launcher(
         strides=tuple(map(contiguous_strides, shapes)),
         parts=0,
         varlen=call.varlen,
-        aligned=aligned,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,
@@ -681,7 +671,7 @@ def _make_launcher(
     )
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return backward_launcher
-    if padding.PADS and not aligned:
+    if any(copied):
         packed = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) else 0
         made = PaddedBackward.of(given, copied, grad_out, grad_lse, out, needed, deterministic)
         return replace(backward_launcher, padding=made, parts=packed)
@@ -691,9 +681,7 @@ def _make_launcher(
     bias = BiasGradient.of(call, deterministic) if needed[3] else None
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(
-            call, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
-        )
+        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         traits, tile = kernel.traits, kernel.tile

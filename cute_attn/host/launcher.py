@@ -55,8 +55,8 @@ class Launcher(Repeatable):
         sign, softmax_scale: the call's scale as kernels have it: see :meth:`Call.with_positive_scale`.
         rest: the call's arguments that are not tensors.
         options: ``rest`` for the key of a backward; None where the call names a class of a user's.
-        aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
-            show; another one takes the others.
+        aligned: whether calls may come whose q, k or v does not start at a multiple of 16 bytes, which metadata does
+            not show: these are padded.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
         padding: launches with padded copies, where no kernel reads q, k and v as they are; or None.
         repeats: as of :class:`cute_attn.host.launch.Repeatable`.
@@ -284,10 +284,6 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
 
 
-MAX_UNALIGNED_HEAD_DIM = 256
-"""The largest head dim of which a forward kernel reads rows that start anywhere."""
-
-
 def _padded_launcher(launcher: Launcher, call: Call) -> Launcher:
     """The launcher for calls of a launcher's metadata of which q, k or v start as in ``call``, some unaligned."""
     starts = tuple(map(is_aligned, call[:3]))
@@ -304,7 +300,6 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     check(call)
     check_for_kernels(call, unaligned=True)
     given, copied = call, padding.to_copy(call[:3], starts)
-    aligned = not any(copied)
     sign, rest, call = call.scale_sign, call[NUM_TENSORS + 1 :], call.with_positive_scale()
     out_shape, lse_shape = call.output_shapes()
     launcher = Launcher(
@@ -329,13 +324,12 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
     from cute_attn.compiler import registry
     from cute_attn.device.seqlen import Seqlens
 
-    too_large = max(call.q.shape[-1], call.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM
-    if not aligned and (padding.PADS or too_large):
+    if any(copied):
         prefill = call.seqused_q is not None
         return replace(launcher, padding=PaddedForward.of(given, copied), prefill=prefill)
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(call, target, aligned=aligned)
+        kernel = choose_kernel(call, target)
         blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
         if kernel.traits.arch == "sm90":
             check_steps(call, blocks, kernel.tile, processors)
@@ -363,9 +357,9 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
         seqlens=Seqlens
         if any(x is not None for x in lengths)
         else prepared(function, Seqlens(*lengths, *call.longest)),
-        views=tuple(views(call, aligned)),
+        views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call, function),
-        aligned=aligned,
+        aligned=True,
         prefill=call.seqused_q is not None,
     )
 
@@ -388,18 +382,15 @@ def check_query_blocks(call: Call, kernel: Any) -> int:
     return call.batch * packs * blocks
 
 
-def views(call: Call, aligned: bool = True) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias.
-
-    aligned: of kernels of aligned rows; others take any strides of q, k and v.
-    """
+def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
     shapes = {
         "alibi_slopes": (call.batch, call.nheads),
         "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(call, name)
-        if x is None or (name not in shapes and (not aligned or rows_are_regular(x))):
+        if x is None or (name not in shapes and rows_are_regular(x)):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:

@@ -22,9 +22,6 @@ from cute_attn.host.launch import Layout, Steps
 from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, rows_are_regular, rows_are_whole
 from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 
-PADS = True
-"""Whether calls are padded; if not, kernels read rows that start anywhere as they are, up to a head dim of 256."""
-
 MAX_ROWS = 2**31 - 2**16
 """The most rows of a tensor that is copied, a row being one head's of one query or key."""
 

@@ -56,9 +56,8 @@ def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
 
 
 def head_rows_fake(traits: Traits) -> cute.Tensor:
-    """q, k, v, o or a gradient of them: rows as :func:`rows_fake`, or unaligned."""
-    dtype, ndim = CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4
-    return rows_fake(dtype, ndim) if traits.aligned else strided_fake(dtype, ndim)
+    """q, k, v, o or a gradient of them."""
+    return rows_fake(CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4)
 
 
 def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
@@ -198,17 +197,14 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def convert_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the convert, without the stream.
 
-    mDQaccum, mDQ, seqlens, scale, queries. scale: rp * softmax_scale. Of seqlens only the queries' are read. queries:
-    mQ and the number of query heads of a key head, or None unless rows are unaligned, in 16 bits.
+    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale. Of seqlens only the queries' are read.
     """
     ndim = 3 if traits.varlen else 4
-    starts_anywhere = not traits.aligned and traits.element_bytes == 2
     return (
         workspace_fake(ndim),
         head_rows_fake(traits),
         seqlens_fake(traits),
         Float32(0.0),
-        (head_rows_fake(traits), Int32(0)) if starts_anywhere else None,
     )
 
 

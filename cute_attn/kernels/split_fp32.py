@@ -16,8 +16,7 @@ another kernel has to compute then, and never changes a result.
 
 A CTA takes rows at equal distances, eight adjacent threads a row. Both kernels are bound by memory bandwidth.
 
-Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides; or
-unaligned, of any strides.
+Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides.
 """
 
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class SplitFp32:
         if traits != traits.split_fp32(traits.op):
             return f"it uses no score features; accepted: {traits.split_fp32(traits.op)}"
         multiple = head_dim_multiple("fp32")
-        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple, unaligned=True)
+        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SplitFp32Tile:
@@ -201,4 +200,4 @@ class SplitFp32:
 
     def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
         """A thread's elements of a row."""
-        return load_row(x, places.start(x, row), dim, padded(dim), lane, self.traits.aligned)
+        return load_row(x, places.start(x, row), dim, padded(dim), lane)

@@ -208,8 +208,7 @@ class Torch:
             own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
 
     @classmethod
-    def convert(cls, traits, tile, accumulators, dq, seqlens, scale, queries):
-        assert (queries is None) == (traits.aligned or traits.element_bytes != 2)
+    def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
         width = padded(traits.head_dim)
         for b, (rows, all_rows), _, first in cls.sequences(traits, tile, seqlens, dq):
             (dq if traits.varlen else dq[b])[all_rows] = 0

@@ -91,8 +91,6 @@ def test_default_builds_without_spills(default):
     if (traits.op, traits.arch) == ("forward", "sm90"):
         assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
     words = PTX.get(traits.op) or PTX[traits.arch]
-    if not traits.aligned:
-        words = tuple(word.replace("cp.async.cg", "cp.async.ca") for word in words)
     assert not [word for word in words if word not in compiled.ptx]
 
 
