@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, fields
 OPS = (
     *("forward", "backward", "backward_preprocess", "backward_convert"),
     *("kvcache", "combine", "combine_shares", "append", "forward_split", "backward_split"),
+    *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
 )
 PARTS = ("backward_preprocess", "backward_convert")
-PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q", "aligned")
+PART_FIELDS = ("arch", "dtype", "head_dim", "head_dim_v", "varlen", "seqused_q")
 """The fields that a part of the backward depends on; see :meth:`Traits.part`."""
 
 SPLIT_TENSORS = {
@@ -29,6 +30,15 @@ SPLIT_TENSORS = {
 """The ops that split fp32 tensors into fp16 terms, and the trait with the head dim of each: q, k, v, and dO."""
 MEASURED_TENSORS = {"forward_split": 1, "backward_split": 0}
 """How many of those, the first ones, are only measured: the main kernel splits rows that one CTA alone reads."""
+
+PADDED_TENSORS = {
+    "forward_pad": ("head_dim", "head_dim", "head_dim_v"),
+    "forward_unpad": ("head_dim_v",),
+    "backward_pad": ("head_dim", "head_dim", "head_dim_v", "head_dim_v", "head_dim_v"),
+    "backward_unpad": ("head_dim", "head_dim", "head_dim_v"),
+}
+"""The ops that copy rows of any head dim and strides to padded ones, or back, and the trait with the head dim of each
+tensor: q, k, v (and dO, O); O; dQ, dK, dV."""
 
 ARCHS = ("sm80", "sm90")
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -41,7 +51,8 @@ SPLITS = ("parts", "shares")
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
 DROPOUTS = ("flash", "mem_efficient")
 ROW_BYTES = 16
-"""Rows of head-dim elements, and their strides, are multiples of so many bytes, unless the traits are unaligned."""
+"""Rows of head-dim elements, and their strides, are multiples of so many bytes, but where padding copies read or write
+the call's own."""
 MAX_HEAD_DIM = 576
 """The largest head dim that any kernel takes; each kernel's ``supports`` has its own."""
 
@@ -50,7 +61,6 @@ _DIMS = re.compile(r"d(\d+)(?:x(\d+))?")
 # The optional words of a name. A word that is not here names a user's epilogue.
 _TOKENS: dict[str, tuple[str, object]] = {
     **{precision: ("precision", precision) for precision in PRECISIONS},
-    "unaligned": ("aligned", False),
     **{mask: ("mask", mask) for mask in MASKS},
     "softcap": ("softcap", True),
     "alibi": ("alibi", True),
@@ -73,7 +83,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "tree": ("tree", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
-_BEFORE_EPILOGUES = ("precision", "aligned", "mask", "softcap", "alibi", "bias")
+_BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
     "sinks": ("forward", "kvcache", "combine", "combine_shares"),
@@ -94,6 +104,11 @@ def head_dim_multiple(dtype: str) -> int:
     return ROW_BYTES // ELEMENT_BYTES[dtype]
 
 
+def aligned_head_dim(dtype: str, head_dim: int) -> int:
+    """The least head dim of at least ``head_dim`` whose rows are whole 16 bytes."""
+    return -(-head_dim // head_dim_multiple(dtype)) * head_dim_multiple(dtype)
+
+
 def head_dims_text(multiple: int, most: int) -> str:
     """How errors name the accepted head dims."""
     return f"1 to {most}" if multiple == 1 else f"multiples of {multiple} up to {most}"
@@ -107,12 +122,10 @@ class Traits:
         op: the operation, one of ``OPS``.
         arch: the kernel's generation. An ``sm80`` kernel (cp.async, mma.sync) also runs on sm86, sm89 and sm90.
         dtype: element type of q, k, v and o.
-        head_dim: elements of a row of q and k, up to 576; a multiple of 16 bytes unless unaligned.
+        head_dim: elements of a row of q and k, up to 576; whole 16 bytes, but of the padding copies any.
         head_dim_v: elements of a row of v and o; ``0`` stands for ``head_dim``.
         precision: of the products in fp32: ``""`` for that of fp32, ``"tf32"`` for operands rounded to tf32's
             11 significant bits.
-        aligned: rows of q, k, v and o start at multiples of 16 bytes and are contiguous. If not, elements may lie
-            anywhere, and head dims be any.
         mask: ``""``, or the band of keys a query sees. ``causal`` and ``window`` align the last query with the last
             key (bottom right), the ``_top_left`` ones the first query with the first key.
         softcap: scores pass through ``cap * tanh(score / cap)``.
@@ -150,7 +163,6 @@ class Traits:
     head_dim: int
     head_dim_v: int = 0
     precision: str = ""
-    aligned: bool = True
     mask: str = ""
     softcap: bool = False
     alibi: bool = False
@@ -193,7 +205,7 @@ class Traits:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
                 )
-        multiple = head_dim_multiple(self.dtype) if self.aligned else 1
+        multiple = 1 if self.op in PADDED_TENSORS else head_dim_multiple(self.dtype)
         for name in ("head_dim", "head_dim_v"):
             dim = getattr(self, name)
             if not (isinstance(dim, int) and 0 < dim <= MAX_HEAD_DIM and dim % multiple == 0):
@@ -290,14 +302,14 @@ class Traits:
         return Traits(op, lse_grad=lse_grad, **kept)
 
     def split_fp32(self, op: str) -> "Traits":
-        """Traits of ``"forward_split"`` or ``"backward_split"``: precision, dims, varlen and alignment alone.
+        """Traits of ``"forward_split"`` or ``"backward_split"``: precision, dims and varlen alone.
 
         Raises:
             ValueError: another op.
         """
         if op not in SPLIT_TENSORS:
             raise ValueError(f"op is {op!r}; accepted: {', '.join(map(repr, SPLIT_TENSORS))}")
-        names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen", "aligned")
+        names = ("dtype", "head_dim", "head_dim_v", "precision", "varlen")
         return Traits(op, "sm80", **{name: getattr(self, name) for name in names})
 
     @property

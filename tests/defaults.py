@@ -57,8 +57,6 @@ class Default:
 
 # Other head dims and dtypes, and several epilogues together.
 FURTHER = [
-    "forward-sm80-bf16-d59-unaligned-causal",
-    "forward-sm80-fp32-d59-unaligned",
     "forward-sm80-bf16-d320",
     "forward-sm80-bf16-d576x512-causal",
     "forward-sm90-bf16-d512x8-causal",
@@ -81,7 +79,6 @@ FURTHER = [
     "backward-sm80-fp32-d256-causal",
     "backward-sm80-fp32-d512-causal",
     "backward-sm80-bf16-d512-causal",
-    "backward-sm80-bf16-d59-unaligned",
     "forward-sm80-bf16-d96-causal-softcap",
     "forward-sm90-fp16-d64-causal-dropout",
     "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",

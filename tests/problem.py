@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_attn import attention, attention_varlen, reference
 from cute_attn.api.attention import resolve_mask
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.traits import ELEMENT_BYTES, Traits
+from cute_attn.traits import Traits, aligned_head_dim
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 LAYOUTS = ("contiguous", "padded", "heads_first", "fused", "expanded", "odd_strides", "far")
@@ -74,15 +74,13 @@ class Case:
         return self.head_dim_v or self.head_dim
 
     def traits(self, arch: str, op: str = "forward") -> Traits:
-        """The traits of its kernel for ``arch``; a backward has the bias's gradient."""
-        whole = 16 // ELEMENT_BYTES[self.dtype]
+        """The traits of its kernel for ``arch``; a backward has the bias's gradient. Odd head dims are padded."""
         return Traits(
             op=op,
             arch=arch,
             dtype=self.dtype,
-            head_dim=self.head_dim,
-            head_dim_v=self.size_v,
-            aligned=self.head_dim % whole == 0 == self.size_v % whole,
+            head_dim=aligned_head_dim(self.dtype, self.head_dim),
+            head_dim_v=aligned_head_dim(self.dtype, self.size_v),
             mask=resolve_mask(self.causal, self.window)[0],
             softcap=self.softcap > 0,
             alibi=bool(self.alibi),

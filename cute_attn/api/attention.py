@@ -60,9 +60,8 @@ def attention(
     q : Tensor (batch, seqlen_q, nheads, head_dim)
         fp16, bf16 or fp32 on CUDA, any float dtype on the CPU. head_dim goes up to 576, seqlens go up to 2**30 - 2**13.
         Fastest are 16 bits and head dims up to 256, where rows are contiguous and whole 16 bytes that start at
-        multiples of 16. Rows that start anywhere, and other last strides than 1, take another kernel; nothing is
-        copied, but in the forward of head dims above 256. Under autocast fp32 tensors are cast, as by PyTorch's
-        attention.
+        multiples of 16. Tensors of other rows are copied, padded to whole 16 bytes. Under autocast fp32 tensors are
+        cast, as by PyTorch's attention.
     k : Tensor (batch, seqlen_k, nheads_kv, head_dim)
         As q. nheads is a multiple of nheads_kv: consecutive query heads share a key head.
     v : Tensor (batch, seqlen_k, nheads_kv, head_dim_v)

@@ -37,7 +37,7 @@ def print_table(
     target: Target = None,
     as_json: AsJson = False,
 ) -> None:
-    """Dtypes, generations, head dims, alignment, dropout and bias: the kernel's default tile, or why there is none."""
+    """Dtypes, generations, head dims, dropout and bias: the kernel's default tile, or why there is none."""
     from cute_attn.lab.dispatch_table import grid, mem_efficient
     from cute_attn.tiles import TARGETS
 

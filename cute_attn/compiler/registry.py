@@ -30,9 +30,10 @@ from cute_attn.kernels.head_dim_512_sm90 import ForwardLargeSm90
 from cute_attn.kernels.kvcache_sm80 import KvcacheSm80
 from cute_attn.kernels.kvcache_sm90 import KvcacheSm90
 from cute_attn.kernels.limits import LARGE_HEAD_DIM
+from cute_attn.kernels.pad_rows import PadRows
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import TARGETS, Tile
-from cute_attn.traits import PARTS, SPLIT_TENSORS, Traits
+from cute_attn.traits import PADDED_TENSORS, PARTS, SPLIT_TENSORS, Traits
 
 KERNELS: dict[tuple[str, str, str], Any] = {
     ("forward", "sm80", ""): ForwardSm80,
@@ -53,6 +54,7 @@ KERNELS: dict[tuple[str, str, str], Any] = {
     ("combine_shares", "sm90", ""): CombineShares,
     ("forward_split", "sm80", ""): SplitFp32,
     ("backward_split", "sm80", ""): SplitFp32,
+    **{(op, "sm80", ""): PadRows for op in PADDED_TENSORS},
     ("forward", "sm80", "terms"): ForwardTerms,
     ("forward", "sm80", "fallback"): ForwardFallback,
 }
@@ -196,6 +198,10 @@ def defaults() -> list[tuple[Traits, str]]:
             continue
         if op in SPLIT_TENSORS:
             pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), targets[-1]))
+            continue
+        if op in PADDED_TENSORS:
+            pairs.append((Traits(op, arch, "bf16", 59, varlen=True), targets[-1]))
+            pairs.append((Traits(op, arch, "fp32", 574), targets[0]))
             continue
         for head_dim in (32, 64, 96, 128, 192, 256):
             for mask in ("", "causal"):

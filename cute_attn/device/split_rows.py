@@ -15,29 +15,21 @@ has registers for, and then the next ones as these become free."""
 
 
 @cute.jit
-def load_row(
-    x: cute.Tensor, start: Int64, dim: Constexpr, cols: Constexpr, lane: Int32, aligned: Constexpr
-) -> cute.Tensor:
+def load_row(x: cute.Tensor, start: Int64, dim: Constexpr, cols: Constexpr, lane: Int32) -> cute.Tensor:
     """A thread's elements of a row, (4, vectors), 0 beyond ``dim``; coordinates are clamped, without a branch.
 
     Args:
         x: rows along its last mode; of its other modes nothing is looked at.
         start: the element at which the row starts.
         dim, cols: columns of the row, and with those of 0 after them, a multiple of 32.
-        aligned: whether rows start at multiples of 16 bytes, and columns are contiguous.
     """
     width: Constexpr = LANES * VECTOR
     values = cute.make_rmem_tensor(cute.make_layout((VECTOR, cols // width)), Float32)
     for j in cutlass.range_constexpr(cute.size(values, mode=[1])):
         col = lane * VECTOR + j * width
-        if cutlass.const_expr(aligned):
-            at = start + cutlass.min(col, dim - VECTOR)
-            source = x.iterator + cute.assume(at, divby=VECTOR)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), values[None, j])
-        else:
-            for e in cutlass.range_constexpr(VECTOR):
-                at = start + Int64(cutlass.min(col + e, dim - 1)) * x.stride[cute.rank(x) - 1]
-                values[e, j] = cute.make_tensor(x.iterator + at, cute.make_layout(1))[0]
+        at = start + cutlass.min(col, dim - VECTOR)
+        source = x.iterator + cute.assume(at, divby=VECTOR)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), values[None, j])
         if cutlass.const_expr((j + 1) * width > dim):
             for e in cutlass.range_constexpr(VECTOR):
                 exists = Boolean(col + e < dim)
@@ -56,7 +48,6 @@ def split_tile(
     thread: Int32,
     threads: Constexpr,
     count: Constexpr,
-    aligned: Constexpr,
 ) -> None:
     """Write the terms of rows ``row0`` on of x, (seqlen, dim), to ``target``: shared memory, after which none waits.
 
@@ -66,7 +57,6 @@ def split_tile(
         factor: a power of two.
         thread: of ``threads``, which share the rows.
         count: of terms.
-        aligned: as of :func:`load_row`.
     """
     rows, cols = cute.size(target, mode=[0]), cute.size(target, mode=[1]) // count
     lane, step = thread % LANES, threads // LANES
@@ -78,7 +68,7 @@ def split_tile(
         for i in cutlass.range_constexpr(together):
             row = row0 + (first + i) * step + thread // LANES
             start = Int64(cutlass.min(row, seqlen - 1)) * x.stride[0]
-            values.append(load_row(x, start, dim, cols, lane, aligned))
+            values.append(load_row(x, start, dim, cols, lane))
         for i in cutlass.range_constexpr(together):
             row = (first + i) * step + thread // LANES
             for j in cutlass.range_constexpr(cols // (LANES * VECTOR)):

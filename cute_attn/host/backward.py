@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import fused_qkv, memory, plans
+from cute_attn.host import fused_qkv, memory, padding, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import (
@@ -50,6 +50,7 @@ from cute_attn.host.memory import (
     overwritten,
     rows_are_regular,
 )
+from cute_attn.host.padding import Copies
 from cute_attn.host.slots import prepared
 from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
 from cute_attn.host.split_fp32 import SplitLauncher, can_split
@@ -166,8 +167,7 @@ class BackwardLauncher:
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
         parts: how many of those of q, k and v become parts of one tensor where q, k and v, or k and v, are; or 0.
         varlen: whether rows of those may belong to no sequence.
-        aligned: whether the kernels read whole 16 bytes of rows.
-        copy: which of grad_out and out have strides that such kernels do not read.
+        copy: which of grad_out and out have strides that kernels do not read.
         views: as of :class:`cute_attn.host.launcher.Launcher`.
         workspace: or None where there is nothing to compute.
         bias: or None without its gradient.
@@ -175,6 +175,7 @@ class BackwardLauncher:
         seqlens: lengths for the main kernel and for the others, or None where some are tensors.
         score_args: the epilogues' arguments, or None where each call makes its own.
         rest: the call's arguments that are not tensors.
+        padding: launches with padded copies, where no kernel reads the tensors as they are; or None.
         sign, softmax_scale: as of :class:`cute_attn.host.launcher.Launcher`.
         repeats: as of :class:`cute_attn.host.launcher.Launcher`, of calls that pack gradients the second.
     """
@@ -190,7 +191,6 @@ class BackwardLauncher:
     strides: tuple[tuple[int, ...], ...]
     parts: int
     varlen: bool
-    aligned: bool
     copy: tuple[bool, bool]
     views: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
     workspace: Workspace | None
@@ -203,6 +203,7 @@ class BackwardLauncher:
     dropout_p: float
     score_args: ScoreArgs | None
     rest: tuple
+    padding: "PaddedBackward | None" = None
     sign: int = 1
     repeats: tuple[Repeats, Repeats] | None = None
 
@@ -251,12 +252,6 @@ class BackwardLauncher:
         """A ``BackwardSchedule``."""
         return self.num_splits, self.split_stride, counter, self.multiprocessors
 
-    def _queries(self, call: Call) -> tuple[Tensor, int] | None:
-        """Of unaligned rows in 16 bits q, and how many of its heads a key head has; for the convert."""
-        if self.aligned or call.q.element_size() != 2:
-            return None
-        return call.q, call.q.shape[-2] // call.k.shape[-2]
-
     def _launch(
         self,
         call: Call,
@@ -267,17 +262,18 @@ class BackwardLauncher:
     ) -> Gradients:
         q = call.q
         given = into or NOTHING
+        if self.padding is not None:
+            return self.padding.launch(self, call, grads, outputs, into, steps)
         if self.main is None or self.workspace is None:
             steps.also()
             return self._without_keys(call, grads[1], outputs[1], given)
         call = call.with_positive_scale()
         grad_out, out = grads[0], outputs[0]
-        if self.aligned:
-            if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
-                check_alignment(*call[:3])
-            if not (is_aligned(grad_out) and is_aligned(out)):
-                steps.unlike_others()
-            grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
+        if not are_aligned(call):  # a launcher that is kept under other tensors' metadata
+            check_alignment(*call[:3])
+        if not (is_aligned(grad_out) and is_aligned(out)):
+            steps.unlike_others()
+        grad_out, out = _readable(grad_out, self.copy[0]), _readable(out, self.copy[1])
         lse = outputs[1]
         if lse.stride(-1) != 1:
             lse = lse.clone(memory_format=torch.contiguous_format)
@@ -330,7 +326,7 @@ class BackwardLauncher:
         self._main((*call[:3], grad_out), shared, steps)
         if self.convert is not None:
             scale = self.softmax_scale / keep
-            steps.launch(self.convert, accumulators, dq, part_seqlens, scale, self._queries(call))
+            steps.launch(self.convert, accumulators, dq, part_seqlens, scale)
             if self.sign != 1:
                 steps.also()
                 dq.mul_(self.sign)
@@ -406,6 +402,68 @@ class BackwardLauncher:
         return (*zeros, dsinks)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedBackward:
+    """The backward of a call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`.
+
+    Attributes:
+        launcher: of the padded call.
+        copied: which of q, k, v, grad_out and out are.
+        pad, unpad: of those; of dq, dk and dv.
+        cut: which of dq, dk and dv have another head dim than the padded call's.
+    """
+
+    launcher: BackwardLauncher
+    copied: tuple[bool, ...]
+    pad: Copies
+    unpad: Copies
+    cut: tuple[bool, ...]
+
+    @staticmethod
+    def of(
+        call: Call,
+        copied: tuple[bool, ...],
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        needed: tuple[bool, ...],
+        deterministic: bool,
+    ) -> "PaddedBackward":
+        """For a call of whose q, k and v those are ``copied``."""
+        tensors = (*call[:3], grad_out, out)
+        copied = (*copied, *padding.to_copy((grad_out, out)))
+        padding.check_rows(dict(zip(("q", "k", "v", "grad_out", "out"), tensors, strict=True)), copied)
+        with torch.cuda.device(call.q.device):
+            pad = Copies.of("backward_pad", call, [x.shape for x in tensors])
+            unpad = Copies.of("backward_unpad", call, [x.shape for x in call[:3]])
+            *own, wide_grad, wide_out = pad.empty(tensors, copied)
+        padded = Call._make((*own, *call[3:]))
+        made = _make_launcher(padded, wide_grad, grad_lse, wide_out, needed, deterministic)
+        return PaddedBackward(made, copied, pad, unpad, tuple(not padding.is_whole(x) for x in call[:3]))
+
+    def launch(
+        self,
+        outer: BackwardLauncher,
+        call: Call,
+        grads: tuple[Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor],
+        into: Gradients | None,
+        steps: Steps,
+    ) -> Gradients:
+        """As :meth:`BackwardLauncher.run` of ``outer``, whose field this is."""
+        given = into or NOTHING
+        results = outer._allocate(call, given, outer._packs(call[:3], into), steps)
+        cut = [cut or not padding.is_writable(x) for cut, x in zip(self.cut, results, strict=True)]
+        written: Any = (*(None if cut else x for cut, x in zip(cut, results, strict=True)), *given[3:])
+        copies = self.pad.pad((*call[:3], grads[0], outputs[0]), self.copied, steps)
+        padded = Call._make((*copies[:3], *call[3:]))
+        found = self.launcher._launch(padded, (copies[3], grads[1]), (copies[4], outputs[1]), written, steps)
+        wide = [x if cut else None for cut, x in zip(cut, found, strict=False)]
+        self.unpad.unpad(wide, results, steps)
+        own = (x if wanted else None for x, wanted in zip(results, outer.needed, strict=False))
+        return (*own, *found[3:])  # type: ignore[return-value]
+
+
 def _seqlens(call: Call) -> tuple[Any, Any]:
     """Lengths for the main kernel, and for the preprocess and the convert, which read no keys' lengths."""
     from cute_attn.device.seqlen import Seqlens
@@ -477,7 +535,7 @@ def check_given(
 
 
 def _readable(x: Tensor, copy: bool) -> Tensor:
-    """``x``, or a copy where kernels of aligned rows cannot read its strides or its address."""
+    """``x``, or a copy where kernels cannot read its strides or its address."""
     if copy or not is_aligned(x):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -544,7 +602,7 @@ def launcher_for(
 def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> tuple[Hashable, ...]:
     """What a backward's plan depends on beside its tensors' metadata. inputs: q to rng_state."""
     bias = inputs[_BIAS]
-    starts = are_aligned(inputs), bias is None or is_aligned(bias)
+    starts = are_aligned(inputs) or tuple(map(is_aligned, inputs[:3])), bias is None or is_aligned(bias)
     return "backward", options, needed, torch.are_deterministic_algorithms_enabled(), starts
 
 
@@ -582,7 +640,8 @@ def _make_launcher(
     deterministic: bool,
 ) -> BackwardLauncher:
     shapes = tuple(tuple(x.shape) for x in call[:3])
-    sign, rest, aligned = call.scale_sign, call[NUM_TENSORS + 1 :], call.aligned
+    given, copied = call, padding.to_copy(call[:3], [is_aligned(x) for x in call[:3]])
+    sign, rest = call.scale_sign, call[NUM_TENSORS + 1 :]
     call = call.with_positive_scale()
     backward_launcher = BackwardLauncher(
         preprocess=None,
@@ -596,7 +655,6 @@ def _make_launcher(
         strides=tuple(map(contiguous_strides, shapes)),
         parts=0,
         varlen=call.varlen,
-        aligned=aligned,
         copy=(not rows_are_regular(grad_out), not rows_are_regular(out)),
         views=(),
         workspace=None,
@@ -613,15 +671,17 @@ def _make_launcher(
     )
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return backward_launcher
+    if any(copied):
+        packed = fused_qkv.parts_packed(call[:3]) if all(needed[:3]) else 0
+        made = PaddedBackward.of(given, copied, grad_out, grad_lse, out, needed, deterministic)
+        return replace(backward_launcher, padding=made, parts=packed)
     from cute_attn import compiler
     from cute_attn.tiles import padded
 
     bias = BiasGradient.of(call, deterministic) if needed[3] else None
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(
-            call, target, op="backward", bias_grad=bias is not None, aligned=backward_launcher.aligned
-        )
+        kernel = choose_kernel(call, target, op="backward", bias_grad=bias is not None)
         if getattr(kernel.tile, "in_terms", False):
             kernel = _in_terms_or_whole(kernel, call, grad_out, target)
         traits, tile = kernel.traits, kernel.tile

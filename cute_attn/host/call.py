@@ -308,7 +308,6 @@ class Call(NamedTuple):
         *,
         op: str = "forward",
         bias_grad: bool = False,
-        aligned: bool = True,
     ) -> Traits:
         """Traits of a forward or backward kernel of ``arch``; bias_grad: it computes the bias's gradient."""
         return Traits(
@@ -318,7 +317,6 @@ class Call(NamedTuple):
             head_dim=int(self.q.shape[-1]),
             head_dim_v=int(self.v.shape[-1]),
             precision=self.precision,
-            aligned=aligned,
             mask=self.mask,
             softcap=self.softcap > 0,
             alibi=self.alibi_slopes is not None,

@@ -241,7 +241,7 @@ def _list(items: Sequence[Any]) -> str:
 def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
     """Raise for what the kernels do not support: dtypes, head dims, strides, sizes. Assumes :func:`check`.
 
-    unaligned: some kernel takes rows of any head dim and strides.
+    unaligned: whether rows may have any head dim and strides, as a call's are padded.
     """
     if call.q.dtype not in KERNEL_DTYPES:
         raise TypeError(

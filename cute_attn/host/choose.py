@@ -16,7 +16,6 @@ def choose_kernel(
     *,
     op: str = "forward",
     bias_grad: bool = False,
-    aligned: bool = True,
 ) -> Any:
     """The kernel with its tile: the newest generation that supports the call on ``target``, or the one that it names.
 
@@ -40,7 +39,7 @@ def choose_kernel(
             variant = ""
         try:
             kernel = registry.lookup(
-                call.traits(arch, variant, op=op, bias_grad=bias_grad, aligned=aligned),
+                call.traits(arch, variant, op=op, bias_grad=bias_grad),
                 tile or None,
                 target,
             )

@@ -35,7 +35,7 @@ def is_wanted(call: Call, kernel: Any, query_blocks: int, multiprocessors: int) 
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
         return False
-    if not kernel.traits.aligned or kernel.traits.top_left or call.return_softmax:
+    if kernel.traits.top_left or call.return_softmax:
         return False
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False

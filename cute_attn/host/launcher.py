@@ -6,7 +6,7 @@ launch.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.host import memory, plans
+from cute_attn.host import memory, padding, plans
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
 from cute_attn.host.choose import choose_kernel
@@ -29,8 +29,8 @@ from cute_attn.host.memory import (
     is_aligned,
     regular_strides,
     rows_are_regular,
-    rows_are_whole,
 )
+from cute_attn.host.padding import Copies
 from cute_attn.host.slots import prepared
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
@@ -55,10 +55,10 @@ class Launcher(Repeatable):
         sign, softmax_scale: the call's scale as kernels have it: see :meth:`Call.with_positive_scale`.
         rest: the call's arguments that are not tensors.
         options: ``rest`` for the key of a backward; None where the call names a class of a user's.
-        aligned: whether the kernel takes q, k and v that start at multiples of 16 bytes only, which metadata does not
-            show; another one takes the others.
+        aligned: whether calls may come whose q, k or v does not start at a multiple of 16 bytes, which metadata does
+            not show: these are padded.
         divided: a ``kvcache_launcher.Plan`` that divides keys among CTAs, in place of ``function``; or None.
-        of_copies: the launcher of aligned copies, where no kernel reads q, k and v as they are; or None.
+        padding: launches with padded copies, where no kernel reads q, k and v as they are; or None.
         repeats: as of :class:`cute_attn.host.launch.Repeatable`.
     """
 
@@ -78,7 +78,7 @@ class Launcher(Repeatable):
     aligned: bool = False
     divided: Any = None
     sign: int = 1
-    of_copies: "Launcher | None" = None
+    padding: "PaddedForward | None" = None
     repeats: Repeats | None = None
 
     def launch(
@@ -110,16 +110,16 @@ class Launcher(Repeatable):
     def _launch(
         self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor | None, steps: Steps
     ) -> Outputs:
+        if self.padding is not None:
+            return self.padding.launch(self, tensors, epilogue_tensors, into, steps)
         if self.sign != 1:
             tensors = ((tensors[0] * self.sign).contiguous(), *tensors[1:])
         q, k, v = tensors[:3]
         if self.aligned and not are_aligned(tensors):
             steps.unlike_others()
             call = self._call(tensors, epilogue_tensors)
-            return _unaligned_launcher(self, call)._launch(tensors, epilogue_tensors, into, steps)
+            return _padded_launcher(self, call).launch(tensors, epilogue_tensors, into)
         out = steps.empty(q, self.shapes[0], self.strides[0], q.dtype) if into is None else into
-        if self.of_copies is not None:
-            return self._launch_copies(tensors, epilogue_tensors, out, steps)
         lse = steps.empty(q, self.shapes[1], self.strides[1], torch.float32)
         if self.prefill:
             steps.also()
@@ -150,18 +150,6 @@ class Launcher(Repeatable):
         call = self._call(tensors, epilogue_tensors)
         return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *call.by_definition())
 
-    def _launch_copies(
-        self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...], into: Tensor, steps: Steps
-    ) -> Outputs:
-        """Launch with aligned copies of q, k, v and the output, of whose columns the first are the call's."""
-        assert self.of_copies is not None
-        steps.also()
-        copies = aligned_copies((*tensors[:3], into))
-        _, lse, softmax = self.of_copies._launch(
-            (*copies[:3], *tensors[3:]), epilogue_tensors, copies[3], steps
-        )
-        return into.copy_(copies[3][..., : into.shape[-1]]), lse, softmax
-
     def _call(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Call:
         """The call's with a positive scale; ``tensors`` have the sign."""
         call = Call._make((*tensors, epilogue_tensors, *self.rest))
@@ -182,6 +170,57 @@ class Launcher(Repeatable):
         from cute_attn.host import divided
 
         return divided.launch(self.divided, self._call(self._viewed(tensors)), out, lse, steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedForward:
+    """A call whose q, k or v no kernel reads as they are: see :mod:`cute_attn.host.padding`.
+
+    Attributes:
+        launcher: of the padded call.
+        copied: which of q, k and v are.
+        pad, unpad: of q, k and v; of out.
+        cuts: whether out has another head dim than the padded call's.
+    """
+
+    launcher: Launcher
+    copied: tuple[bool, ...]
+    pad: Copies
+    unpad: Copies
+    cuts: bool
+
+    @staticmethod
+    def of(call: Call, copied: tuple[bool, ...]) -> "PaddedForward":
+        """For a call of which those are ``copied``."""
+        padding.check_rows({"q": call.q, "k": call.k, "v": call.v}, copied)
+        with torch.cuda.device(call.q.device):
+            pad = Copies.of("forward_pad", call, [x.shape for x in call[:3]])
+            unpad = Copies.of("forward_unpad", call, [call.output_shapes()[0]])
+            padded = Call._make((*pad.empty(call[:3], copied), *call[3:]))
+        return PaddedForward(_make_launcher(padded), copied, pad, unpad, not padding.is_whole(call.v))
+
+    def launch(
+        self,
+        outer: Launcher,
+        tensors: Tensors,
+        epilogue_tensors: tuple[Tensor, ...],
+        into: Tensor | None,
+        steps: Steps,
+    ) -> Outputs:
+        """As :meth:`Launcher.run` of ``outer``, whose field this is."""
+        q = tensors[0]
+        out = steps.empty(q, outer.shapes[0], outer.strides[0], q.dtype) if into is None else into
+        if outer.prefill and into is None:  # rows without an owner, too
+            steps.also()
+            out.zero_()
+        copies = self.pad.pad(tensors[:3], self.copied, steps)
+        cuts = self.cuts or not padding.is_writable(into)
+        written = steps.empty(q, *self.unpad.layouts[0], q.dtype) if cuts else out
+        launch = self.launcher._launch
+        _, lse, softmax = launch((*copies, *tensors[3:]), epilogue_tensors, written, steps)
+        if cuts:
+            self.unpad.unpad([written], [out], steps, tensors[3])
+        return out, lse, softmax
 
 
 def are_aligned(tensors: Tensors) -> bool:
@@ -245,36 +284,22 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
 
 
-MAX_UNALIGNED_HEAD_DIM = 256
-"""The largest head dim of which a forward kernel reads rows that start anywhere."""
-
-
-def aligned_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies, with zeros up to a head dim of whole 16 bytes."""
-    copies = []
-    for x in tensors:
-        whole = ALIGNMENT_BYTES // x.element_size()
-        wide = x.new_zeros((*x.shape[:-1], -(-x.shape[-1] // whole) * whole))
-        wide[..., : x.shape[-1]].copy_(x)
-        copies.append(wide)
-    return copies
-
-
-def _unaligned_launcher(launcher: Launcher, call: Call) -> Launcher:
-    """The launcher for calls of a launcher's metadata whose q, k or v does not start at a multiple of 16 bytes."""
-    key = ("unaligned forward", launcher)
+def _padded_launcher(launcher: Launcher, call: Call) -> Launcher:
+    """The launcher for calls of a launcher's metadata of which q, k or v start as in ``call``, some unaligned."""
+    starts = tuple(map(is_aligned, call[:3]))
+    key = ("padded forward", launcher, starts)
     known = plans.find(key, ())
     if known is not None:
         return known.plan
-    made = _make_launcher(call, aligned=False)
+    made = _make_launcher(call, starts)
     return plans.keep(key, (), replace(made, shapes=launcher.shapes, strides=launcher.strides))
 
 
-def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
-    """aligned: q, k and v start at multiples of 16 bytes."""
+def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
+    """starts: whether q, k and v start at multiples of 16 bytes, as they do by default."""
     check(call)
     check_for_kernels(call, unaligned=True)
-    aligned = aligned and all(map(rows_are_whole, call[:3]))
+    given, copied = call, padding.to_copy(call[:3], starts)
     sign, rest, call = call.scale_sign, call[NUM_TENSORS + 1 :], call.with_positive_scale()
     out_shape, lse_shape = call.output_shapes()
     launcher = Launcher(
@@ -299,12 +324,12 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
     from cute_attn.compiler import registry
     from cute_attn.device.seqlen import Seqlens
 
-    if not aligned and max(call.q.shape[-1], call.v.shape[-1]) > MAX_UNALIGNED_HEAD_DIM:
-        q, k, v = aligned_copies(call[:3])
-        return replace(launcher, of_copies=_make_launcher(call._replace(q=q, k=k, v=v)))
+    if any(copied):
+        prefill = call.seqused_q is not None
+        return replace(launcher, padding=PaddedForward.of(given, copied), prefill=prefill)
     with torch.cuda.device(call.q.device):
         target = compiler.default_target("sm80")
-        kernel = choose_kernel(call, target, aligned=aligned)
+        kernel = choose_kernel(call, target)
         blocks, processors = check_query_blocks(call, kernel), multiprocessors(call.q.get_device())
         if kernel.traits.arch == "sm90":
             check_steps(call, blocks, kernel.tile, processors)
@@ -332,9 +357,9 @@ def _make_launcher(call: Call, *, aligned: bool = True) -> Launcher:
         seqlens=Seqlens
         if any(x is not None for x in lengths)
         else prepared(function, Seqlens(*lengths, *call.longest)),
-        views=tuple(views(call, aligned)),
+        views=tuple(views(call)),
         score_args=ScoreArgs.of(kernel, call, function),
-        aligned=aligned,
+        aligned=True,
         prefill=call.seqused_q is not None,
     )
 
@@ -357,18 +382,15 @@ def check_query_blocks(call: Call, kernel: Any) -> int:
     return call.batch * packs * blocks
 
 
-def views(call: Call, aligned: bool = True) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias.
-
-    aligned: of kernels of aligned rows; others take any strides of q, k and v.
-    """
+def views(call: Call) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Strides that kernels need: regular ones of dimensions of size 1, and 0 to broadcast slopes and bias."""
     shapes = {
         "alibi_slopes": (call.batch, call.nheads),
         "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
     }
     for name in ("q", "k", "v", *shapes):
         x = getattr(call, name)
-        if x is None or (name not in shapes and (not aligned or rows_are_regular(x))):
+        if x is None or (name not in shapes and rows_are_regular(x)):
             continue
         shape = shapes.get(name, tuple(x.shape))
         if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:

@@ -38,7 +38,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.rows.new_rows import Angles, NewKeys, Queries
-from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
+from cute_attn.traits import MEASURED_TENSORS, PADDED_TENSORS, SPLIT_TENSORS, Traits
 from cute_attn.work.key_parts import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
@@ -56,9 +56,8 @@ def rows_fake(dtype: Any, ndim: int) -> cute.Tensor:
 
 
 def head_rows_fake(traits: Traits) -> cute.Tensor:
-    """q, k, v, o or a gradient of them: rows as :func:`rows_fake`, or unaligned."""
-    dtype, ndim = CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4
-    return rows_fake(dtype, ndim) if traits.aligned else strided_fake(dtype, ndim)
+    """q, k, v, o or a gradient of them."""
+    return rows_fake(CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4)
 
 
 def plain_fake(dtype: Any, ndim: int) -> cute.Tensor:
@@ -112,6 +111,25 @@ def split_fp32_fake_args(traits: Traits) -> tuple:
         tuple(rows_fake(cutlass.Float16, 4 if traits.varlen else 5) for _ in range(split)),
         make_fake_tensor(Int32, (count, 2, cute.sym_int()), stride=(cute.sym_int64(), cute.sym_int64(), 1)),
         scales_fake(),
+    )
+
+
+def pad_rows_fake_args(traits: Traits) -> tuple:
+    """``__call__``'s arguments of the padding copies, without the stream.
+
+    mSource, mTarget: tensors of rows, see ``PADDED_TENSORS``; those of one are padded, contiguous with 16-byte aligned
+    rows, and those of the other of any head dim and strides. which: a bit for each tensor that is copied.
+    mCuSeqlens: of the rows of packed queries that become O; None for other copies.
+    """
+    dtype, ndim = CUTE_DTYPES[traits.dtype], 3 if traits.varlen else 4
+    count = len(PADDED_TENSORS[traits.op])
+    anywhere, padded = (tuple(make(dtype, ndim) for _ in range(count)) for make in (strided_fake, rows_fake))
+    pads = traits.op.endswith("_pad")
+    bounded = traits.varlen and traits.op == "forward_unpad"
+    return (
+        *((anywhere, padded) if pads else (padded, anywhere)),
+        Int32(0),
+        plain_fake(Int32, 1) if bounded else None,
     )
 
 
@@ -179,17 +197,14 @@ def backward_fake_args(traits: Traits, score_args: tuple) -> tuple:
 def convert_fake_args(traits: Traits) -> tuple:
     """``__call__``'s arguments of the convert, without the stream.
 
-    mDQaccum, mDQ, seqlens, scale, queries. scale: rp * softmax_scale. Of seqlens only the queries' are read. queries:
-    mQ and the number of query heads of a key head, or None unless rows are unaligned, in 16 bits.
+    mDQaccum, mDQ, seqlens, scale. scale: rp * softmax_scale. Of seqlens only the queries' are read.
     """
     ndim = 3 if traits.varlen else 4
-    starts_anywhere = not traits.aligned and traits.element_bytes == 2
     return (
         workspace_fake(ndim),
         head_rows_fake(traits),
         seqlens_fake(traits),
         Float32(0.0),
-        (head_rows_fake(traits), Int32(0)) if starts_anywhere else None,
     )
 
 

@@ -7,7 +7,7 @@ loads the fragments that thread t of the main kernel's CTAs added, sums them, co
 to shared memory, from where rows are stored 16 bytes at a time.
 
 Limits: fp16, bf16 and fp32; head dims up to 576; rows of dQ 16-byte aligned with a contiguous last dimension, otherwise
-of any strides; or unaligned, of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the
+of any strides. The tile is the main kernel's; ``cute_attn.outputs.dq_order`` has the
 fields that matter.
 """
 
@@ -21,8 +21,6 @@ from cutlass.cute.nvgpu import warp
 
 import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
-from cute_attn.device.skewed_rows import heads_start_alike
-from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.kernels.arguments import CUTE_DTYPES, convert_fake_args
 from cute_attn.kernels.limits import beyond
 from cute_attn.outputs import dq_order as dq
@@ -48,9 +46,7 @@ class BackwardConvert:
             return f"it computes backward_convert, not {traits.op}"
         if traits != traits.part(traits.op):
             return f"it uses no score features; accepted: {traits.part(traits.op)}"
-        return beyond(
-            traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes, unaligned=True
-        )
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:
@@ -103,24 +99,17 @@ class BackwardConvert:
         mDQ: cute.Tensor,
         seqlens: Seqlens,
         scale: Float32,
-        queries: tuple | None,
         stream: cuda.CUstream,
     ) -> None:
         """Launch. Shapes: see ``cute_attn.kernels.arguments``; scale: rp * softmax_scale.
 
-        queries: of unaligned rows in 16 bits Q, and how many query heads a key head has: they say where dQ's columns
-        lie, see ``dq_order.queries_stay``.
         Writes all rows of dQ that belong to a sequence; rows beyond seqused_q become 0.
         """
         tile = self.tile
         nheads = mDQ.shape[1] if self.traits.varlen else mDQ.shape[2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.tile_m)
         grid = QueryGrid.make(m_blocks, nheads, nheads)
-        mQ, alike = None, None
-        if cutlass.const_expr(queries is not None and dq.queries_stay(self.traits, tile)):
-            mQ, group = queries  # type: ignore[misc]
-            alike = heads_start_alike(mQ, group)
-        self.kernel(mDQaccum, mDQ, seqlens, scale, grid, mQ, alike).launch(
+        self.kernel(mDQaccum, mDQ, seqlens, scale, grid).launch(
             grid=[m_blocks * nheads * seqlens.batch(mDQ), 1, 1],
             block=[tile.mma_threads, 1, 1],
             stream=stream,
@@ -137,8 +126,6 @@ class BackwardConvert:
         seqlens: Seqlens,
         scale: Float32,
         grid: QueryGrid,
-        mQ: cute.Tensor | None,
-        alike: Int32 | None,
     ) -> None:
         traits, tile = self.traits, self.tile
         thread, _, _ = cute.arch.thread_idx()
@@ -160,16 +147,11 @@ class BackwardConvert:
                     acc = self.load(mDQaccum, query_tile, row0, index, thread)
                     self.to_shared(acc, s_dq, scale, thread)
                 cute.arch.barrier()
-                rows_dq, first_col = self.rows_of(mDQ, query_tile), Int32(0)
-                if cutlass.const_expr(mQ is not None):
-                    rows_q = UnalignedRows(
-                        self.rows_of(mQ, query_tile), traits.head_dim, thread, tile.mma_threads, alike
-                    )
-                    first_col = rows_q.first_col()
-                self.store_rows(s_dq, rows_dq, index, query_tile.row0, used, exist, thread, first_col)
+                rows_dq = self.rows_of(mDQ, query_tile)
+                self.store_rows(s_dq, rows_dq, index, query_tile.row0, used, exist, thread)
 
     def rows_of(self, m: cute.Tensor, query_tile: QueryTile) -> cute.Tensor:
-        """The rows of Q or dQ of a work tile's sequence and head."""
+        """The rows of dQ of a work tile's sequence and head."""
         return sequence(m, query_tile.batch, query_tile.head, query_tile.info.offset_q, self.traits.varlen)
 
     @cute.jit
@@ -211,40 +193,26 @@ class BackwardConvert:
         used: Int32,
         exist: Int32,
         thread: Int32,
-        first_col: Int32,
     ) -> None:
         """Store pass ``index`` of ``used`` rows from ``row0`` on, then zeros up to ``exist`` rows, at most tile_m.
 
-        Adjacent threads store adjacent vectors of 16 bytes, or of unaligned rows elements, which lie from ``first_col``
-        on, of all passes.
+        Adjacent threads store adjacent vectors of 16 bytes.
         """
         tile: Constexpr = self.tile
-        length: Constexpr = 16 // self.traits.element_bytes if self.traits.aligned else 1
+        length: Constexpr = 16 // self.traits.element_bytes
         cols: Constexpr = padded(self.traits.head_dim) // dq.passes(tile)
         per_row: Constexpr = min(cols, self.traits.head_dim - index * cols) // length
         total: Constexpr = tile.tile_m * per_row
         vector = cute.make_rmem_tensor(cute.make_layout(length), self.dtype)
         target_row0 = rows_dq.iterator + cute.assume(Int64(row0) * rows_dq.stride[0], divby=length)
-        if cutlass.const_expr(self.traits.aligned):
-            target_row0 += index * cols
-            for first in cutlass.range_constexpr(0, total, tile.mma_threads):
-                row, col = (first + thread) // per_row, (first + thread) % per_row * length
-                if row < cutlass.min(exist, tile.tile_m):
-                    offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=length)
-                    cute.autovec_copy(
-                        cute.make_tensor(s_dq.iterator + offset, cute.make_layout(length)), vector
-                    )
-                    if cutlass.const_expr(self.traits.seqused_q):
-                        if row >= used:
-                            vector.fill(0.0)
-                    target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=length)
-                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
-        else:
-            for i in cutlass.range(thread, tile.tile_m * cols, tile.mma_threads, unroll=4):
-                row, col = i // cols, index * cols + i % cols - first_col
-                if (row < exist) & (col >= 0) & (col < self.traits.head_dim):
-                    vector[0] = s_dq[row, i % cols]
+        target_row0 += index * cols
+        for first in cutlass.range_constexpr(0, total, tile.mma_threads):
+            row, col = (first + thread) // per_row, (first + thread) % per_row * length
+            if row < cutlass.min(exist, tile.tile_m):
+                offset = cute.assume(cute.crd2idx((row, col), s_dq.layout), divby=length)
+                cute.autovec_copy(cute.make_tensor(s_dq.iterator + offset, cute.make_layout(length)), vector)
+                if cutlass.const_expr(self.traits.seqused_q):
                     if row >= used:
-                        vector[0] = self.dtype(0.0)
-                    target = target_row0 + (row * rows_dq.stride[0] + col * rows_dq.stride[1])
-                    cute.make_tensor(target, cute.make_layout(1))[0] = vector[0]
+                        vector.fill(0.0)
+                target = target_row0 + cute.assume(row * rows_dq.stride[0] + col, divby=length)
+                cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))

@@ -13,7 +13,7 @@ whole blocks of ``tile_m``, get lse_log2 = +inf and minus_d = 0: P and its gradi
 negated because the accumulator of dP may start from it.
 
 Limits: fp16, bf16 and fp32; head dims up to 576; rows of dO and O 16-byte aligned with a contiguous last dimension,
-otherwise of any strides; or unaligned, of any strides. dLSE of any strides.
+otherwise of any strides. dLSE of any strides.
 """
 
 from dataclasses import dataclass
@@ -92,9 +92,7 @@ class BackwardPreprocess:
             return f"it computes backward_preprocess, not {traits.op}"
         if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
             return f"it uses no score features; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
-        return beyond(
-            traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes, unaligned=True
-        )
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:
@@ -214,17 +212,9 @@ class BackwardPreprocess:
             first = rows.iterator + cute.assume(Int64(row) * rows.stride[0], divby=length)
             for j in cutlass.range_constexpr(tile.vectors(traits)):
                 col = (thread % per_row + j * per_row) * length
-                if cutlass.const_expr(traits.aligned):
-                    col = cutlass.min(col, traits.head_dim_v - length)
-                    source = cute.make_tensor(
-                        first + cute.assume(col, divby=length), cute.make_layout(length)
-                    )
-                    cute.autovec_copy(source, values[None, j, i])
-                else:
-                    for e in cutlass.range_constexpr(length):
-                        element = rows.iterator + Int64(row) * rows.stride[0]
-                        element += Int64(cutlass.min(col + e, traits.head_dim_v - 1)) * rows.stride[1]
-                        values[e, j, i] = cute.make_tensor(element, cute.make_layout(1))[0]
+                col = cutlass.min(col, traits.head_dim_v - length)
+                source = cute.make_tensor(first + cute.assume(col, divby=length), cute.make_layout(length))
+                cute.autovec_copy(source, values[None, j, i])
         return values
 
     @cute.jit
@@ -272,7 +262,7 @@ class BackwardPreprocess:
     ) -> None:
         """Zero the rows of (total, heads, head_dim) outside all sequences; CTA ``block`` takes every blocks-th."""
         begin, end = cu_seqlens[0], cu_seqlens[cu_seqlens.shape[0] - 1]
-        length = self.tile.length(self.traits) if self.traits.aligned else 1
+        length = self.tile.length(self.traits)
         per_head = gradient.shape[2] // length
         zeros = cute.make_rmem_tensor(cute.make_layout(length), gradient.element_type)
         zeros.fill(0.0)
@@ -280,12 +270,8 @@ class BackwardPreprocess:
             row = i if i < begin else i + end - begin
             for j in cutlass.range(thread, gradient.shape[1] * per_head, self.tile.num_threads, unroll=1):
                 start = Int64(row) * gradient.stride[0] + Int64(j // per_head) * gradient.stride[1]
-                if cutlass.const_expr(self.traits.aligned):
-                    target = gradient.iterator + cute.assume(start + j % per_head * length, divby=length)
-                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(length)))
-                else:
-                    start += Int64(j % per_head) * gradient.stride[2]
-                    cute.make_tensor(gradient.iterator + start, cute.make_layout(1))[0] = zeros[0]
+                target = gradient.iterator + cute.assume(start + j % per_head * length, divby=length)
+                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(length)))
 
     @cute.jit
     def sum_rows(self, do: cute.Tensor, o: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
@@ -309,14 +295,9 @@ class BackwardPreprocess:
         )
         total = Float32(0.0)
         for j in cutlass.range_constexpr(self.tile.vectors(self.traits)):
-            if cutlass.const_expr(not self.traits.aligned):
-                for e in cutlass.range_constexpr(length):
-                    exists = (thread % per_row + j * per_row) * length + e < dv
-                    do[e, j, i] = do[e, j, i] if exists else do.element_type(0.0)
-                    o[e, j, i] = o[e, j, i] if exists else o.element_type(0.0)
             products = do[None, j, i].load().to(Float32) * o[None, j, i].load().to(Float32)
             part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
-            if cutlass.const_expr(self.traits.aligned and (j + 1) * per_row * length > dv):
+            if cutlass.const_expr((j + 1) * per_row * length > dv):
                 part = part if (thread % per_row + j * per_row) * length < dv else Float32(0.0)
             total += part
         return total

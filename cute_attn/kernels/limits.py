@@ -13,24 +13,20 @@ def beyond(
     dtypes: tuple[str, ...] = HALF,
     most: int = LARGE_HEAD_DIM,
     multiple: int = 8,
-    unaligned: bool = False,
 ) -> str | None:
     """Why a kernel with these limits cannot serve ``traits``, or None.
 
     Args:
         dtypes: of q, k, v and o.
         most: the largest head dim.
-        multiple: of the head dims, where rows are aligned.
-        unaligned: whether rows may be unaligned.
+        multiple: of the head dims.
     """
     if traits.dtype not in dtypes:
         return f"dtype is {traits.dtype}; accepted: {', '.join(dtypes)}"
-    if not traits.aligned and not unaligned:
-        return "rows are unaligned; accepted: aligned ones"
     for name in ("head_dim", "head_dim_v"):
         dim = getattr(traits, name)
-        if dim > most or (traits.aligned and dim % multiple):
-            return f"{name} is {dim}; accepted: {head_dims_text(multiple if traits.aligned else 1, most)}"
+        if dim > most or dim % multiple:
+            return f"{name} is {dim}; accepted: {head_dims_text(multiple, most)}"
     return None
 
 

@@ -16,8 +16,7 @@ another kernel has to compute then, and never changes a result.
 
 A CTA takes rows at equal distances, eight adjacent threads a row. Both kernels are bound by memory bandwidth.
 
-Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides; or
-unaligned, of any strides.
+Limits: fp32; head dims up to 576; rows 16-byte aligned with a contiguous last dimension, otherwise of any strides.
 """
 
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute, memory
 
+from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import LANES, VECTOR, load_row
 from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, scale_exponent, split
 from cute_attn.kernels.arguments import split_fp32_fake_args
@@ -33,35 +33,6 @@ from cute_attn.kernels.limits import beyond
 from cute_attn.tiles import padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import MAX_HEAD_DIM, SPLIT_TENSORS, Traits, head_dim_multiple
-
-
-@dataclass(frozen=True)
-class RowPlaces:
-    """Where rows of (batch, seqlen, heads, dim), or (total, heads, dim), start; heads run fastest."""
-
-    heads: cute.FastDivmodDivisorV2
-    seqlen: cute.FastDivmodDivisorV2
-    count: Int32
-
-    @staticmethod
-    def make(tensor: cute.Tensor) -> "RowPlaces":
-        """On the host. Divisors of a tensor without elements are 1 instead of 0."""
-        *outer, seqlen, heads, _ = tensor.shape
-        of_heads, of_seqlen = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (heads, seqlen))
-        count = Int32(seqlen) * heads
-        for size in outer:
-            count = count * size
-        return RowPlaces(of_heads, of_seqlen, count)
-
-    def start(self, tensor: cute.Tensor, row: Int32) -> Int64:
-        """The element at which ``row`` starts."""
-        row, head = divmod(row, self.heads)
-        if cute.rank(tensor) == 3:
-            return Int64(row) * tensor.stride[0] + Int64(head) * tensor.stride[1]
-        batch, row = divmod(row, self.seqlen)
-        return (
-            Int64(batch) * tensor.stride[0] + Int64(row) * tensor.stride[1] + Int64(head) * tensor.stride[2]
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +52,7 @@ class SplitFp32:
         if traits != traits.split_fp32(traits.op):
             return f"it uses no score features; accepted: {traits.split_fp32(traits.op)}"
         multiple = head_dim_multiple("fp32")
-        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple, unaligned=True)
+        return beyond(traits, dtypes=("fp32",), most=MAX_HEAD_DIM, multiple=multiple)
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> SplitFp32Tile:
@@ -229,4 +200,4 @@ class SplitFp32:
 
     def load(self, x: cute.Tensor, places: RowPlaces, row: Int32, dim: int, lane: Int32) -> cute.Tensor:
         """A thread's elements of a row."""
-        return load_row(x, places.start(x, row), dim, padded(dim), lane, self.traits.aligned)
+        return load_row(x, places.start(x, row), dim, padded(dim), lane)

@@ -78,13 +78,15 @@ class Entry:
         return "_".join([*words, self.arch])
 
     def traits(self) -> Traits:
-        """What serves as much as this kernel: its largest head dim, a bias with a gradient, and its dropout."""
+        """What serves as much as this kernel: its largest head dim, a bias with a gradient, and its dropout.
+
+        Rows that are not whole 16 bytes are padded before it.
+        """
         return Traits(
             "backward",
             "sm80",
             self.dtype,
             min(self.max_head_dim, MAX_HEAD_DIM if not self.aligned else 512),
-            aligned=self.aligned,
             mask="causal",
             bias=self.dtype,
             bias_grad=True,
@@ -140,13 +142,13 @@ def blocks_a_multiprocessor(target: str, shared_memory_bytes: int, registers: in
 
 
 def grid(op: str, arch: str | None, target: str | None) -> list[Row]:
-    """dtype x generation x head dims x alignment x dropout x bias; ``target``: by default the generation's newest."""
+    """dtype x generation x head dims x dropout x bias; ``target``: by default the generation's newest."""
     rows = []
     archs = ARCHS if arch is None else (arch,)
-    for dtype, of, dims, aligned, dropout, bias in product(
-        DTYPES, archs, HEAD_DIMS, (True, False), ("", "mem_efficient"), (False, True)
+    for dtype, of, dims, dropout, bias in product(
+        DTYPES, archs, HEAD_DIMS, ("", "mem_efficient"), (False, True)
     ):
-        traits = Traits(op, of, dtype, *dims, aligned=aligned, dropout=dropout, bias=dtype if bias else "")
+        traits = Traits(op, of, dtype, *dims, dropout=dropout, bias=dtype if bias else "")
         if bias and op == "backward":
             traits = replace(traits, bias_grad=True)
         rows.append(row(traits, target or registry.RUNS_ON[of][-1]))

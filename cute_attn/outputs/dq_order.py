@@ -10,8 +10,7 @@ kernel reads them in the same order. Both derive it here, from the traits and fr
     dq_vector       floats that one reduction adds
     dq_passes       (sm80) parts of head_dim with an accumulator each, one after the other in memory
 
-:func:`block_floats`, :func:`passes`, :func:`queries_stay` and :func:`accumulator_shape` run anywhere, the others
-inside a trace.
+:func:`block_floats`, :func:`passes` and :func:`accumulator_shape` run anywhere, the others inside a trace.
 """
 
 from typing import Any
@@ -21,7 +20,6 @@ from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 import layouts
 from cute_attn.device.seqlen import workspace_rows
-from cute_attn.device.skewed_rows import has_room
 from cute_attn.tiles import padded
 from cute_attn.traits import Traits
 
@@ -36,13 +34,6 @@ def block_floats(traits: Traits, tile: Any) -> int:
 def passes(tile: Any) -> int:
     """Parts of head_dim with an accumulator each."""
     return getattr(tile, "dq_passes", 1)
-
-
-def queries_stay(traits: Traits, tile: Any) -> bool:
-    """Whether unaligned rows of Q that start alike stay where they are copied, and dQ's columns lie where Q's do."""
-    if traits.aligned or traits.element_bytes != 2 or traits.arch != "sm80" or tile.columns:
-        return False
-    return has_room(tile.tile_m, padded(traits.head_dim), traits.head_dim, tile.mma_threads)
 
 
 def accumulator_shape(traits: Traits, tile: Any) -> tuple[int, int]:

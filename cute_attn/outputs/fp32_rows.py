@@ -15,13 +15,10 @@ def store_pairs(
     row0: Int32,
     seqlen: Int32,
     head_dim: Constexpr,
-    aligned: Constexpr,
 ) -> None:
     """Store fp32 results to o, (seqlen, head_dim), from registers.
 
-    Args:
-        acc_rows: (rows, columns) as ``score_map`` has them; of the tile that starts at ``row0``.
-        aligned: whether rows of o start at multiples of 16 bytes; else single elements are stored.
+    acc_rows: (rows, columns) as ``score_map`` has them; of the tile that starts at ``row0``.
     """
     pair = cute.make_rmem_tensor(2, Float32)
     for r in cutlass.range_constexpr(cute.size(acc_rows, mode=[0])):
@@ -30,16 +27,10 @@ def store_pairs(
             start = o.iterator + Int64(row) * o.stride[0]
             for c in cutlass.range_constexpr(0, cute.size(acc_rows, mode=[1]), 2):
                 col = score_map.thr_col + score_map.modes.cols[c]
-                if cutlass.const_expr(aligned):
-                    if col < head_dim:
-                        pair[0], pair[1] = acc_rows[r, c], acc_rows[r, c + 1]
-                        target = (start + Int64(col)).align(8)
-                        cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
-                else:
-                    for i in cutlass.range_constexpr(2):
-                        if col + i < head_dim:
-                            element = start + Int64(col + i) * o.stride[1]
-                            cute.make_tensor(element, cute.make_layout(1))[0] = acc_rows[r, c + i]
+                if col < head_dim:
+                    pair[0], pair[1] = acc_rows[r, c], acc_rows[r, c + 1]
+                    target = (start + Int64(col)).align(8)
+                    cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
 
 
 @cute.jit
@@ -51,12 +42,10 @@ def store_vectors(
     seqlen: Int32,
     col0: Int32,
     head_dim: Constexpr,
-    aligned: Constexpr,
 ) -> None:
     """Store P V with :class:`cute_attn.device.gemm_terms.Fp32Values` to o, (seqlen, head_dim), by vectors of four.
 
-    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column. aligned: whether
-    vectors of o start at multiples of 16 bytes; else single elements are stored.
+    rows: the offset of each of the thread's rows from its first one, ``row0``; col0: its first column.
     """
     vector = cute.make_rmem_tensor(4, Float32)
     for r in cutlass.range_constexpr(len(rows)):
@@ -66,15 +55,9 @@ def store_vectors(
                 col = col0 + (COLUMNS * group + 4 * half)
                 for j in cutlass.range_constexpr(4):
                     vector[j] = acc[half + 2 * (r % 2), r // 2, 4 * group + j]
-                if cutlass.const_expr(aligned):
-                    if (row < seqlen) & (col < head_dim):
-                        target = cute.make_tensor(
-                            (o.iterator + cute.crd2idx((Int64(row), col), o.layout)).align(16),
-                            cute.make_layout(4),
-                        )
-                        cute.autovec_copy(vector, target)
-                else:
-                    for j in cutlass.range_constexpr(4):
-                        if (row < seqlen) & (col + j < head_dim):
-                            at = o.iterator + cute.crd2idx((Int64(row), Int64(col + j)), o.layout)
-                            cute.make_tensor(at, cute.make_layout(1))[0] = vector[j]
+                if (row < seqlen) & (col < head_dim):
+                    target = cute.make_tensor(
+                        (o.iterator + cute.crd2idx((Int64(row), col), o.layout)).align(16),
+                        cute.make_layout(4),
+                    )
+                    cute.autovec_copy(vector, target)

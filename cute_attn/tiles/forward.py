@@ -206,13 +206,6 @@ class ForwardSm80Tile(WarpTile):
         bias = acc_s // (1 if traits.bias == "fp32" else 2) if traits.bias else 0
         return acc_o + acc_s + acc_s // 8 + q + bias // 2 + 24
 
-    def _unaligned_reason(self, traits: Traits) -> str | None:
-        warps = self.num_warps if traits.element_bytes == 4 else max(self.num_warps // 2 * 2, 2)
-        plain = replace(self, num_warps=warps, share_qk_smem=False, key_groups=1, pack_heads=1, warps_n=1)
-        if traits.aligned or self == plain:
-            return None
-        return f"tile is {self}; accepted for unaligned rows: {plain}"
-
     def _warps_n_reason(self, traits: Traits) -> str | None:
         if self.warps_n < 1 or self.num_warps % self.warps_n:
             return f"warps_n is {self.warps_n}; accepted: a divisor of {self.num_warps} warps"
@@ -232,7 +225,7 @@ class ForwardSm80Tile(WarpTile):
     def shape_reason(self, traits: Traits) -> str | None:
         if reason := self.num_warps_reason():
             return reason
-        if reason := self._warps_n_reason(traits) or self._unaligned_reason(traits):
+        if reason := self._warps_n_reason(traits):
             return reason
         if self.tile_m <= 0 or self.tile_m % (16 * self.warps_m):
             return f"tile_m is {self.tile_m}; accepted: multiples of 16 rows for each of {self.warps_m} warps"
@@ -299,10 +292,6 @@ class ForwardTermsTile(ForwardSm80Tile):
         if traits.fp32_terms == 2 and self.qk_unroll not in (1, 2):
             return f"qk_unroll is {self.qk_unroll}; accepted: 1 or 2 steps for fp32 in two terms"
         return super().shape_reason(traits)
-
-    def _unaligned_reason(self, traits: Traits) -> str | None:
-        """None: rows of terms are aligned, wherever those of q, k and v start."""
-        return None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from cute_attn.host.backward import (
 )
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
+from cute_attn.traits import PADDED_TENSORS
+from tests.padded_rows import copy_rows
 from tests.problem import Case
 
 BF16 = torch.bfloat16
@@ -47,6 +49,7 @@ class Torch:
         kernels = {"backward": self.main}
         kernels |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
         kernels |= {"backward_split": self.split}
+        kernels |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, *rows: copy_rows(traits, *rows))
         tile = tile or registry.lookup(traits, None, target).tile
         return Compiled(kernels[traits.op], traits, tile, self.launched)
 
@@ -205,8 +208,7 @@ class Torch:
             own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
 
     @classmethod
-    def convert(cls, traits, tile, accumulators, dq, seqlens, scale, queries):
-        assert (queries is None) == (traits.aligned or traits.element_bytes != 2)
+    def convert(cls, traits, tile, accumulators, dq, seqlens, scale):
         width = padded(traits.head_dim)
         for b, (rows, all_rows), _, first in cls.sequences(traits, tile, seqlens, dq):
             (dq if traits.varlen else dq[b])[all_rows] = 0
@@ -275,6 +277,12 @@ CASES = {
     "sinks-varlen-seqused": replace(VARLEN, seqused_q=(3, 0, 66, 1), sinks="bf16"),
     "sinks-no-keys": replace(SMALL, seqlen_k=0, sinks="fp32"),
     "sinks-varlen-no-keys": replace(VARLEN, lengths_k=(0, 0, 0, 0), seqused_q=(3, 0, 60, 1), sinks="fp32"),
+    "odd": replace(SMALL, head_dim=43, head_dim_v=21, causal=True),
+    "odd-v-bias": replace(SMALL, head_dim_v=21, bias="fp32", bias_broadcast="b"),
+    "odd-padded-dropout": replace(
+        SMALL, head_dim=33, head_dim_v=24, layout="padded", dropout_p=0.25, dropout_mask="mem_efficient"
+    ),
+    "odd-varlen-sinks": replace(VARLEN, head_dim=59, head_dim_v=59, seqused_q=(3, 0, 66, 1), sinks="fp32"),
     "no-queries": replace(SMALL, seqlen_q=0),
     "no-keys": replace(SMALL, seqlen_k=0),
     "one-by-one": replace(SMALL, seqlen_q=1, seqlen_k=1, batch=1, layout="odd_strides"),
@@ -343,7 +351,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize("name", ["causal", "bias-over-hq", "varlen", "no-keys"])
+@pytest.mark.parametrize("name", ["causal", "bias-over-hq", "varlen", "odd", "no-keys"])
 def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
     """Kernels get a positive one and q times the sign; gradients are those of the call."""
     problem = CASES[name].build("cpu")
@@ -363,6 +371,74 @@ def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
         torch.testing.assert_close(own.float() / size, right / size, atol=0.02, rtol=0.02)
     for traits, _, arguments in torch_kernels.launched:
         assert traits.op != "backward" or arguments[10] == (0.3 if scale else 1.0)
+
+
+def shifted(x, elements):
+    """``x`` so many elements behind a multiple of 16 bytes."""
+    return torch.empty(x.numel() + elements, dtype=x.dtype)[elements:].view(x.shape).copy_(x)
+
+
+NEEDED = (True, True, True, False, False)
+
+
+def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
+    """Calls of the same metadata whose tensors start elsewhere have plans of their own."""
+    call = the_call(SMALL.build("cpu"))
+    out, lse, _ = operators.forward_cpu(call)
+    grad_out = torch.randn(out.shape).to(BF16)
+    right = gradients(call, grad_out, None, out, lse, NEEDED)
+    for names in (("q",), ("k", "v"), ("q", "k", "v"), ("v",)) * 2:
+        moved = call._replace(**{name: shifted(getattr(call, name), 1) for name in names})
+        torch_kernels.launched.clear()
+        found = gradients(moved, grad_out, None, out, lse, NEEDED)
+        assert all(map(torch.equal, found[:3], right[:3]))
+        ops = [traits.op for traits, _, _ in torch_kernels.launched]
+        assert ops == ["backward_pad", "backward_preprocess", "backward", "backward_convert"]
+        which = torch_kernels.launched[0][2][2]
+        assert which == sum(1 << "qkv".index(name) for name in names)
+        main = torch_kernels.launched[2][2]
+        assert [main[i] is getattr(call, name) for i, name in enumerate("qkv")] == [
+            name not in names for name in "qkv"
+        ]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_given_gradients_of_padded_calls(torch_kernels, odd):
+    """Kernels write those that they can; of others the padding's inverse writes every element."""
+    problem = replace(SMALL, head_dim=43, head_dim_v=21) if odd else SMALL
+    call = the_call(problem.build("cpu"))
+    call = call._replace(q=shifted(call.q, 3))
+    out, lse, _ = operators.forward_cpu(call)
+    grad_out = torch.randn(out.shape).to(BF16)
+    right = gradients(call, grad_out, None, out, lse, NEEDED)
+    into = (None, torch.empty_like(call.k), call.v.new_empty((*call.v.shape, 2))[..., 1], None, None)
+    found = gradients(call, grad_out, None, out, lse, NEEDED, into)
+    assert found[1] is into[1] and found[2] is into[2]
+    assert all(map(torch.equal, found[:3], right[:3]))
+    traits, _, (_, targets, which, _) = torch_kernels.launched[-1]
+    assert traits.op == "backward_unpad" and which == (0b111 if odd else 0b100) and targets[2] is into[2]
+
+
+def test_packed_gradients_of_padded_calls(torch_kernels):
+    qkv = torch.randn(2, 21, 3, 4, 43).to(BF16)
+    q, k, v = qkv.unbind(2)
+    call = the_call(replace(SMALL, head_dim=43, head_dim_v=43, seqlen_k=21, nheads_kv=4).build("cpu"))
+    call = call._replace(q=q, k=k, v=v)
+    out, lse, _ = operators.forward_cpu(call)
+    grad_out = torch.randn(out.shape).to(BF16)
+    right = gradients(call, grad_out, None, out, lse, NEEDED)
+    found = gradients(call, grad_out, None, out, lse, NEEDED, backward.NOTHING)[:3]
+    assert all(map(torch.equal, found, right[:3]))
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    assert all(x.stride() == q.stride() for x in found)
+
+
+def test_more_rows_than_are_counted_are_refused(torch_kernels, monkeypatch):
+    monkeypatch.setattr("cute_attn.host.padding.MAX_ROWS", 2 * 21 * 4 - 1)
+    call = the_call(replace(SMALL, head_dim=43).build("cpu"))
+    out, lse, _ = operators.forward_cpu(call)
+    with pytest.raises(ValueError, match="q has rows of heads, 168 in all; accepted on CUDA: up to 167"):
+        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
 
 
 FP32 = replace(SMALL, dtype="fp32")

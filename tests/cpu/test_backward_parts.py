@@ -414,7 +414,6 @@ def convert(
     seqused: cute.Tensor | None,
     sizes: cute.Tensor,
     scale: Float32,
-    first_col: Int32,
     kernel: Constexpr,
 ):
     """Every CTA and thread of the kernel, one step after the other."""
@@ -436,7 +435,7 @@ def convert(
             rows = sequence(mDQ, batch, head, info.offset_q, varlen)
             for thread in cutlass.range(tile.mma_threads, unroll=1):
                 used = info.seqlen_q - row0
-                kernel.store_rows(s_dq, rows, 0, row0, used, exist - row0, thread, first_col)
+                kernel.store_rows(s_dq, rows, 0, row0, used, exist - row0, thread)
 
 
 @cute.jit
@@ -473,10 +472,7 @@ CONVERTS = {
     "along-m": ("sm90-along-m", (130,), None, False),
     "along-n": ("sm90-along-n", (65, 63), None, True),
     "transposed": ("sm90-transposed", (81, 20), (81, 19), True),
-    "unaligned": ("sm80-warps-2x2", (33, 70), None, True),
 }
-FIRST_COLS = {"unaligned": 2}
-"""Of rows that start anywhere: the column of a row's first element in the accumulators."""
 
 
 @pytest.mark.parametrize("name", CONVERTS)
@@ -484,10 +480,7 @@ def test_convert_on_every_thread(name):
     torch.manual_seed(0)
     order, lengths, used, varlen = CONVERTS[name]
     arch, head_dim, tile = ORDERS[order]
-    first_col = FIRST_COLS.get(name, 0)
-    head_dim -= first_col + 1 if first_col else 0
-    options = {"varlen": varlen, "seqused_q": used is not None, "aligned": not first_col}
-    traits = Traits("backward_convert", arch, "fp16", head_dim, **options)
+    traits = Traits("backward_convert", arch, "fp16", head_dim, varlen=varlen, seqused_q=used is not None)
     batch, longest, total, heads, scale, m = len(lengths), max(lengths), sum(lengths), 2, 0.375, tile.tile_m
     starts = [0, *itertools.accumulate(lengths)]
     plane = (heads,) if varlen else (batch, heads)
@@ -501,7 +494,7 @@ def test_convert_on_every_thread(name):
 
     summed = (accumulators[0] + accumulators[1] + accumulators[2]) * scale
     summed = summed.half().reshape(*plane, blocks * m, padded(head_dim))
-    summed = summed[..., first_col : first_col + head_dim]
+    summed = summed[..., :head_dim]
     expected = torch.full_like(out, math.nan)
     for b in range(batch):
         n = min(used[b], lengths[b]) if used else lengths[b]
@@ -520,8 +513,8 @@ def test_convert_on_every_thread(name):
     )
     sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
     kernel = HostConvert(traits, tile)
-    cute.compile[ARCH[arch]](convert, *given, *ends, sizes, Float32(scale), Int32(first_col), kernel)(
-        *given, *ends, sizes, scale, first_col
+    cute.compile[ARCH[arch]](convert, *given, *ends, sizes, Float32(scale), kernel)(
+        *given, *ends, sizes, scale
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 

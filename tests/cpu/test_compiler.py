@@ -386,7 +386,6 @@ OTHER = {
     "paged": True,
     "batch_idx": True,
     "precision": "tf32",
-    "aligned": False,
     "leftpad": True,
     "varlen_k": True,
     "tree": True,

@@ -10,7 +10,7 @@ from cute_attn.compiler import compile
 from cute_attn.lab import sass
 from cute_attn.lab.proxies import proxy_order
 from cute_attn.lab.sass import BYTES, Code, StepNotFound
-from cute_attn.traits import SPLIT_TENSORS
+from cute_attn.traits import PADDED_TENSORS, SPLIT_TENSORS
 from tests.defaults import Default, cover, covering, every, representative
 
 # Instructions that kernels must have, in PTX and in SASS.
@@ -21,6 +21,7 @@ PTX = {
     "backward_convert": ("ld.global", "ld.shared", "st.global"),
     "append": ("ld.global.v4", "st.global.v4"),
     **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
+    **dict.fromkeys(PADDED_TENSORS, ("ld.global", "st.global.v")),
     "combine": ("ld.global.v4", "ex2.approx", "st.global"),
     "combine_shares": ("ld.global.v4", "ex2.approx", "st.global"),
 }
@@ -31,6 +32,7 @@ SASS = {
     "backward_convert": ("LDG", "LDS", "STG"),
     "append": ("LDG", "STG"),
     **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
+    **dict.fromkeys(PADDED_TENSORS, ("LDG", "STG")),
     "combine": ("LDG", "LDS", "MUFU", "STG"),
     "combine_shares": ("LDG", "LDS", "MUFU", "STG"),
 }
@@ -89,8 +91,6 @@ def test_default_builds_without_spills(default):
     if (traits.op, traits.arch) == ("forward", "sm90"):
         assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
     words = PTX.get(traits.op) or PTX[traits.arch]
-    if not traits.aligned:
-        words = tuple(word.replace("cp.async.cg", "cp.async.ca") for word in words)
     assert not [word for word in words if word not in compiled.ptx]
 
 

@@ -28,17 +28,14 @@ FEATURES = "-causal-softcap-alibi-bias_fp32-dropout"
 EVERY = [
     *((f"terms-fp32-d{dim}{rest}", "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
     *((f"terms-fp32-d{dim}-window-bias_fp32-dropout_mem_efficient", "sm90") for dim in (64, 96, 128, 256)),
-    *(
-        (f"terms-fp32-{dims}", "sm90")
-        for dims in ("d320", "d512", "d576x512-causal", "d59-unaligned-varlen-seqused_q")
-    ),
+    *((f"terms-fp32-{dims}", "sm90") for dims in ("d320", "d512", "d576x512-causal", "d60-varlen-seqused_q")),
     *((f"terms-fp32-d{dim}", target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
     *((f"exact-fp32-d{dim}-causal", "sm90") for dim in (64, 128, 256)),
     *((TF32.format(dim) + rest, "sm90") for dim in (32, 64, 96, 128, 192, 256) for rest in ("", FEATURES)),
     *((TF32.format(dim) + "-bias_fp32", "sm90") for dim in (64, 128, 320)),
     *((TF32.format(dim), "sm90") for dim in ("320", "512", "576x512")),
     *((TF32.format(dim), target) for dim in (64, 128, 256) for target in ("sm80", "sm86")),
-    ("terms-fp32-d59-tf32-unaligned-varlen-seqused_q", "sm90"),
+    ("terms-fp32-d60-tf32-varlen-seqused_q", "sm90"),
     ("exact-fp32-d64-tf32-causal", "sm90"),
 ]
 
@@ -76,7 +73,7 @@ def single(*shape, precision="", **changes):
 
 
 def wanted(params, target="sm90"):
-    kernel = choose_kernel(params, target, aligned=params.q.shape[-1] % 4 == 0)
+    kernel = choose_kernel(params, target)
     return SpeculativeKernels.wanted(params, kernel, target)
 
 
@@ -84,11 +81,9 @@ LARGE = {
     "plain": single(1024, 2048, (16, 16)),
     "packed": single(1024, 1024, (16, 2), 128, batch=3, packed=True, causal=True),
     "d36": single(2048, 4096, (16, 16), 36),
-    "unaligned": single(2048, 4096, (16, 16), 35),
     "d256": single(1024, 1024, (16, 16), 256),
     "d512": single(1024, 1024, (16, 16), 512),
     "tf32": single(1024, 2048, (16, 16), precision="tf32"),
-    "tf32, unaligned": single(1024, 2048, (16, 16), 123, precision="tf32"),
     "tf32, d512": single(1024, 1024, (16, 16), 512, precision="tf32"),
     "small, by name": single(64, 64, kernel="sm80:terms"),
     "fallback, by name": single(64, 64, kernel="sm80:fallback"),
@@ -131,13 +126,13 @@ def assert_declared(declared, given):
         emulate._check(declared, given)
 
 
-@pytest.mark.parametrize("name, head_dim", [("plain", 36), ("packed", 36), ("unaligned", 35), ("tf32", 36)])
+@pytest.mark.parametrize("name, head_dim", [("plain", 36), ("packed", 36), ("tf32", 36)])
 def test_launches_have_the_arguments_that_kernels_declare(name, head_dim):
     packed, count = name == "packed", 1 if name == "tf32" else 2
     q, k, v = (torch.randn(2, n, h, head_dim) for n, h in ((5, 4), (3, 2), (3, 2)))
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    traits = Traits("forward", "sm80", "fp32", head_dim, aligned=name != "unaligned", varlen=packed)
+    traits = Traits("forward", "sm80", "fp32", head_dim, varlen=packed)
     traits = replace(traits, precision="tf32" if count == 1 else "")
     launched = []
     functions = [

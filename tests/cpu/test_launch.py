@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ import tvm_ffi
 
 from cute_attn.host import counters, memory
 from cute_attn.host.launch import NOW, Recording, Repeats
+from cute_attn.host.padding import Copies
+from cute_attn.traits import Traits
+from tests.padded_rows import copy_rows
 
 
 def as_torch(x):
@@ -112,6 +116,37 @@ def test_views_of_an_input_follow_it():
     for seed in range(3):
         x, y = inputs(seed)
         assert torch.equal(calls(x, y)[0], x[1:])
+    assert calls.in_steps == 1
+
+
+def test_padded_copies_are_part_of_a_record():
+    """Of an input that is copied, twice, and one that is not; the copied one may start anywhere."""
+    layouts = (((4, 1, 8), (8, 8, 1)),) * 3
+    pad, unpad = (
+        Copies(kernel(partial(copy_rows, Traits(op, "sm80", "fp32", 5, 8, varlen=True))), layouts[:count])
+        for op, count in (("forward_pad", 3), ("backward_unpad", 3))
+    )
+
+    @kernel
+    def add(x, y, out):
+        out.copy_(x + y)
+
+    def padded(x, y, steps):
+        out = steps.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
+        wide = steps.empty(x, *layouts[0], x.dtype)
+        _, second, third = pad.pad((x, x, y), (True, True, False), steps)
+        assert third is y
+        steps.launch(add, second, y, wide)
+        unpad.unpad((wide, None, None), (out, None, None), steps)
+        return (out,)
+
+    calls = Calls(padded)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        y, storage = torch.randn(4, 1, 8, generator=generator), torch.randn(40, generator=generator)
+        x = storage[1 + seed : 21 + seed].view(4, 1, 5)
+        (found,) = calls(x, y)
+        assert torch.equal(found, x + y[..., :5])
     assert calls.in_steps == 1
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import warnings
 import weakref
@@ -23,6 +24,8 @@ from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check_steps
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
+from cute_attn.traits import PADDED_TENSORS
+from tests.padded_rows import copy_rows
 
 BF16 = torch.bfloat16
 
@@ -233,12 +236,14 @@ COUNTERS = torch.zeros(4, dtype=torch.int32)
 
 
 class Recorder:
-    """Replaces the compiler and every kernel that it builds."""
+    """Replaces the compiler and every kernel that it builds; padding copies are torch's."""
 
     def __init__(self):
         self.built, self.launched = [], []
 
     def build(self, kernel, target):
+        if kernel.traits.op in PADDED_TENSORS:
+            return SimpleNamespace(function=functools.partial(copy_rows, kernel.traits))
         self.built.append((kernel.traits, kernel.tile, target))
         return self
 
@@ -312,26 +317,57 @@ def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
             assert [x.data_ptr() for x in given] == [bias.data_ptr()]
 
 
+@pytest.mark.parametrize("dim", [301, 43])
 @pytest.mark.parametrize("given", [False, True])
-def test_large_unaligned_rows_are_copied(recorder, monkeypatch, given):
+def test_rows_of_odd_head_dims_are_padded(recorder, monkeypatch, given, dim):
     """The kernel gets aligned rows, zeros behind them, and the call what it writes in front."""
     q, k, v = (
-        randn(2, 9, 4, 301, dtype=BF16),
-        randn(2, 11, 2, 301, dtype=BF16),
+        randn(2, 9, 4, dim, dtype=BF16),
+        randn(2, 11, 2, dim, dtype=BF16),
         randn(2, 11, 2, 4, dtype=BF16),
     )
     monkeypatch.setattr(recorder, "launched", Writes())
-    out = q.new_full((2, 9, 4, 4), 9.0) if given else None
+    out = q.new_full((2, 9, 4, 4, 2), 9.0)[..., 0] if given else None
+    wide = -(-dim // 8) * 8
     for _ in range(2):
         found, lse = attention(q, k, v, return_lse=True, softmax_scale=-0.5, out=out)
-        m_q, m_k, m_v, m_out, m_lse, *_ = recorder.launched.last
-        assert m_q.shape == (2, 9, 4, 304) and m_v.shape == (2, 11, 2, 8) and m_out.shape == (2, 9, 4, 8)
-        assert m_q[..., :301].equal(-q) and m_k[..., :301].equal(k) and m_v[..., :4].equal(v)
-        assert not any(x[..., d:].any() for x, d in ((m_q, 301), (m_k, 301), (m_v, 4)))
-        assert found.is_contiguous() and found.shape == (2, 9, 4, 4) and m_lse is lse
+        m_q, m_k, m_v, m_out, m_lse, _, scale, *_ = recorder.launched.last
+        assert scale == 0.5
+        assert m_q.shape == (2, 9, 4, wide) and m_v.shape == (2, 11, 2, 8) and m_out.shape == (2, 9, 4, 8)
+        assert m_q[..., :dim].equal(-q) and m_k[..., :dim].equal(k) and m_v[..., :4].equal(v)
+        assert not any(x[..., d:].any() for x, d in ((m_q, dim), (m_k, dim), (m_v, 4)))
+        assert (out is not None or found.is_contiguous()) and found.shape == (2, 9, 4, 4) and m_lse is lse
         assert found.equal(m_out[..., :4]) and (out is None or found is out)
     (built,) = recorder.built
-    assert built[0].name == "forward-sm90-bf16-d304x8"
+    assert built[0].name == f"forward-sm90-bf16-d{wide}x8"
+
+
+def test_only_rows_that_start_anywhere_are_copied(recorder):
+    """Calls of the same metadata, of which one copies q and another k and v."""
+    q, k, v = kernel_inputs()
+    for moved in (("q",), ("k", "v"), ()) * 3:
+        given = {"q": q, "k": k, "v": v}
+        for name in moved:
+            x = given[name]
+            given[name] = torch.empty(x.numel() + 1, dtype=BF16)[1:].view(x.shape).copy_(x)
+        out = attention(**given)
+        m_q, m_k, m_v, m_out, *_ = recorder.launched[-1]
+        assert m_out is out
+        for name, x in zip("qkv", (m_q, m_k, m_v), strict=True):
+            assert x.equal(given[name]) and (x is given[name]) == (name not in moved)
+            assert x.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_rows_of_packed_queries_without_an_owner(recorder, monkeypatch, given):
+    """Padded outputs leave them as they are in a given output; in a new one they are 0 where others may be, too."""
+    monkeypatch.setattr(recorder, "launched", Writes())
+    q, k, v = (randn(12, 4, 43, dtype=BF16) for _ in range(3))
+    cu_q, used = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
+    out = q.new_full(q.shape, 9.0) if given else None
+    found = attention_varlen(q, k, v, cu_q, cu_q, 5, 5, seqused_q=used, out=out)
+    assert found[2:9].equal(recorder.launched.last[3][2:9, :, :43])
+    assert (torch.cat((found[:2], found[9:])) == (9.0 if given else 0.0)).all()
 
 
 class Writes(list):
@@ -704,10 +740,9 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
             attention(q[:, :, :3], k, v)
     attention(q, k, v)
     storage = torch.zeros(q.numel() + 1, dtype=BF16)
-    for _ in range(2):  # the same metadata, but another kernel
+    for _ in range(2):  # the same metadata, but a copy
         attention(storage[1:].view(q.shape), k, v)
-    assert len(recorder.launched) == 3
-    assert [traits.aligned for traits, _, _ in recorder.built] == [True, False]
+    assert [m_q is q for m_q, *_ in recorder.launched] == [True, False, False]
 
 
 def test_unsupported_traits(recorder):

@@ -190,7 +190,6 @@ class Machine:
             strides=tuple(map(contiguous_strides, shapes)),
             parts=0,
             varlen=params.varlen,
-            aligned=True,
             copy=(False, False),
             views=tuple(launcher.views(params)),
             workspace=Workspace.of(params, 64, 32, 1),

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from cutlass import Float16, Float32, Int32, Int64, cute
 
+from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import split_tile
 from cute_attn.device.terms import power_of_two
 from cute_attn.kernels.fp32_sm80 import ForwardTerms
-from cute_attn.kernels.split_fp32 import RowPlaces, SplitFp32
+from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.tiles.split_fp32 import SplitFp32Tile
 from cute_attn.traits import Traits
@@ -41,18 +42,15 @@ def write_numbers(out: cute.Tensor, count: cutlass.Constexpr):
 
 
 @cute.jit
-def write_parts(
-    shape: cutlass.Constexpr, dim_step: cutlass.Constexpr, kernel: cutlass.Constexpr, out: cute.Tensor
-):
+def write_parts(shape: cutlass.Constexpr, kernel: cutlass.Constexpr, out: cute.Tensor):
     """Rows of arbitrary numbers at the start of ``out``, then their terms, by all threads of all CTAs."""
     *outer, dim = shape
-    steps, step = [], dim * dim_step
+    steps, step = [], dim
     for n in reversed(outer):
         steps.insert(0, Int64(step))
         step *= n
     x = cute.make_tensor(
-        cute.recast_ptr(out.iterator, dtype=Float32),
-        cute.make_layout(shape, stride=(*steps, 1 if dim_step == 1 else Int64(dim_step))),
+        cute.recast_ptr(out.iterator, dtype=Float32), cute.make_layout(shape, stride=(*steps, 1))
     )
     write_numbers(out, step)
     count = kernel.traits.fp32_terms
@@ -67,19 +65,16 @@ def write_parts(
             )
 
 
-@pytest.mark.parametrize(
-    "shape, dim_step, count",
-    [((2, 5, 3, 40), 1, 2), ((7, 2, 36), 1, 2), ((2, 3, 1, 33), 2, 2), ((2, 5, 3, 40), 1, 1)],
-)
-def test_parts_of_all_rows(shape, dim_step, count):
+@pytest.mark.parametrize("shape, count", [((2, 5, 3, 40), 2), ((7, 2, 36), 2), ((2, 5, 3, 40), 1)])
+def test_parts_of_all_rows(shape, count):
     rows, dim = int(np.prod(shape[:-1])), shape[-1]
-    extra = ("" if count == 2 else "-tf32") + ("" if dim_step == 1 else "-unaligned")
+    extra = "" if count == 2 else "-tf32"
     traits = Traits.parse(f"forward_split-sm80-fp32-d{dim}{extra}" + ("-varlen" if len(shape) == 3 else ""))
     kernel = SplitFp32(traits, SplitFp32Tile(num_threads=32, blocks=2))
-    step = rows * dim * dim_step
+    step = rows * dim
     words = rows * padded(dim) * count // 2
-    found = run_on_host(lambda out: write_parts(shape, dim_step, kernel, out), step + words)
-    x = found[:step].view(np.float32).reshape(rows, dim, dim_step)[..., 0]
+    found = run_on_host(lambda out: write_parts(shape, kernel, out), step + words)
+    x = found[:step].view(np.float32).reshape(rows, dim)
     assert (x < 0).any() and (np.abs(x) < 0.07).any()
     terms = found[step:].view(np.float16).reshape(rows, count, padded(dim))
     hi, lo, exponent = in_parts(x)
@@ -95,7 +90,6 @@ def write_tile(
     dim: cutlass.Constexpr,
     first_row: cutlass.Constexpr,
     kernel: cutlass.Constexpr,
-    aligned: cutlass.Constexpr,
     out: cute.Tensor,
 ):
     """``size`` rows of arbitrary numbers at the start of ``out``, every second one of a tensor; then terms of a tile of
@@ -103,7 +97,7 @@ def write_tile(
     write_numbers(out, size)
     x = cute.make_tensor(
         cute.recast_ptr(out.iterator, dtype=Float32),
-        cute.make_layout((size // 2 // dim, dim), stride=(Int64(2 * dim), 1 if aligned else Int64(1))),
+        cute.make_layout((size // 2 // dim, dim), stride=(Int64(2 * dim), 1)),
     )
     terms, tile = kernel.traits.fp32_terms, kernel.tile
     target = cute.make_tensor(
@@ -114,7 +108,7 @@ def write_tile(
     for thread in cutlass.range(tile.num_threads):
         split_tile(
             *(x, Int32(first_row), rows, target[None, None, 0], dim, factor, Int32(thread)),
-            *(tile.num_threads, terms, aligned),
+            *(tile.num_threads, terms),
         )
 
 
@@ -124,7 +118,6 @@ def write_tile(
         ("d128", ForwardTermsTile(64, 32, 4)),
         ("d36", ForwardTermsTile(32, 16, 2)),
         ("d64-tf32", ForwardTermsTile(128, 64, 8)),
-        ("d35-unaligned", ForwardTermsTile(32, 16, 2)),
     ],
 )
 def test_parts_of_a_tile_in_shared_memory(name, tile):
@@ -135,7 +128,7 @@ def test_parts_of_a_tile_in_shared_memory(name, tile):
     size = 2 * rows * dim
     size += -size % 256  # the tile's alignment
     found = run_on_host(
-        lambda out: write_tile(size, dim, first_row, kernel, traits.aligned, out),
+        lambda out: write_tile(size, dim, first_row, kernel, out),
         size + tile.tile_m * terms * cols // 2,
         alignment=1024,
     )

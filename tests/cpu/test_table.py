@@ -60,7 +60,7 @@ def test_the_command_prints_both_tables():
     rows = json.loads(run("--like", "mem_efficient", "--json").stdout)
     assert len(rows) == len(mem_efficient(None)) == 162
     rows = json.loads(run("--arch", "sm80", "--target", "sm86", "--json").stdout)
-    assert {one["target"] for one in rows} == {"sm86"} and len(rows) == 3 * 8 * 2 * 2 * 2
+    assert {one["target"] for one in rows} == {"sm86"} and len(rows) == 3 * 8 * 2 * 2
     assert "fp32_aligned_64x64_k32_sm80" in run("--like", "mem_efficient").stdout
 
 

@@ -30,12 +30,12 @@ ENDS = {
     "d59": (59, 1, 59, 0),
     "d59-two-heads": (59, 2, 59, 0),
     "d62": (62, 1, 62, 0),
-    "d59-alike": (59, 1, 60, 0),
-    "d57-alike": (57, 1, 60, 1),
-    "d121-alike": (121, 1, 124, 3),
+    "d59-every-8-bytes": (59, 1, 60, 0),
+    "d57-every-8-bytes": (57, 1, 60, 1),
+    "d121-every-8-bytes": (121, 1, 124, 3),
 }
-"""Head dim, heads, elements from a head to the next one, and before the first one. The last row of d59 ends, or starts,
-between two words, and rows that start alike end between multiples of 8 bytes."""
+"""Head dim, heads, elements from a head to the next one, and before the first one: rows start and end between words,
+and between multiples of 8 bytes."""
 
 
 def run_ends() -> None:

@@ -176,19 +176,19 @@ def spread(x, shift, gap):
     return rows[..., :dim].copy_(x)
 
 
-ALIKE = [
+BETWEEN_HEADS = [
     Case("d59-causal", seqlen_q=203, seqlen_k=333, nheads_kv=4, head_dim=59, causal=True),
     Case("d61x57-groups", seqlen_q=130, seqlen_k=192, nheads=8, nheads_kv=4, head_dim=61, head_dim_v=57),
     Case("d93-one-stage", seqlen_q=70, seqlen_k=256, nheads_kv=4, head_dim=93, dtype="fp16"),
     Case("d123-varlen", lengths_q=(70, 0, 133), lengths_k=(90, 41, 256), nheads_kv=4, head_dim=123),
     Case("d3", seqlen_q=70, seqlen_k=130, nheads_kv=4, head_dim=3, dtype="fp16"),
 ]
-"""4 heads of K and V: rows are a multiple of 8 bytes apart, and the heads start at all four remainders by 8."""
+"""4 heads of K and V, which start at all four remainders by 8 bytes."""
 
 
-@pytest.mark.parametrize("case", ALIKE, ids=lambda case: case.name)
-def test_rows_that_start_alike(case):
-    """Neighbouring heads are infinite. Of 4 or 8 heads rows start alike, of 5 they do not."""
+@pytest.mark.parametrize("case", BETWEEN_HEADS, ids=lambda case: case.name)
+def test_rows_among_infinities(case):
+    """Neighbouring heads are infinite, and elements beside rows; nothing of them is read."""
     problem = case.build("cuda")
     exact, plain, plain32 = (
         problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)

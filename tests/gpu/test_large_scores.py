@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_attn import attention, attention_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
-from cute_attn.traits import Traits, head_dim_multiple
+from cute_attn.traits import Traits
 from tests.checks import CANCELLATION, GRADIENT, check
 from tests.gpu.archs import runnable_archs
 from tests.problem import Case, Problem
@@ -145,7 +145,7 @@ LARGE = [
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("of", LARGE, ids=lambda case: case.name)
 def test_unaligned_rows_of_large_head_dims(of: Case, given: bool) -> None:
-    """The forward takes aligned copies, and writes what it is given; gradients follow."""
+    """Kernels take padded copies, and the call has what it was given; gradients follow."""
     problem = of.build("cuda")
     if of.name.endswith("odd-strides"):
         apart = [torch.empty((*x.shape[:-1], 323), device="cuda", dtype=x.dtype) for x in problem.tensors]
@@ -170,16 +170,10 @@ def test_unaligned_rows_of_large_head_dims(of: Case, given: bool) -> None:
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """The forward of aligned copies, and the backward of the rows as they are."""
+    """The forward and the backward of padded copies."""
     of = params.get("of")
     if of is None:
         return
-    whole = head_dim_multiple(of.dtype)
-    dims = {
-        name: -(-dim // whole) * whole for name, dim in (("head_dim", of.head_dim), ("head_dim_v", of.size_v))
-    }
-    yield replace(of.traits("sm80"), aligned=True, **dims), None, target
-    backward = replace(of.traits("sm80", "backward"), aligned=False)
-    yield from (
-        (traits, tile, target) for traits, tile in kernels_of(registry.lookup(backward, None, target))
-    )
+    yield of.traits("sm80"), None, target
+    main = registry.lookup(of.traits("sm80", "backward"), None, target)
+    yield from ((traits, tile, target) for traits, tile in kernels_of(main))

@@ -47,15 +47,6 @@ def test_parts(precision):
         check_parts(x, own, scale)
 
 
-def test_unaligned_packed_rows():
-    q, k, v = (randn(77, 3, 67, seed=i)[..., 1:] for i in range(3))
-    v = v[..., 2:36:2]
-    name = "backward_split-sm80-fp32-d66x17-unaligned-varlen"
-    tensors = (q, k, v, 3 * v)
-    for x, own, scale in zip(tensors, *split(tensors, name), strict=True):
-        check_parts(x, own, scale)
-
-
 @pytest.mark.parametrize("what", ["row", "huge", "inf", "nan", "zero", "least row"])
 def test_which_tensors_fit(what):
     q, k, v = (randn(1, 1000, 2, 96, seed=i) for i in range(3))

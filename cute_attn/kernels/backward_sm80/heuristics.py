@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cute_attn.device.skewed_rows import has_room
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
@@ -196,23 +195,13 @@ def _rows(table: Rows, traits: Traits, pressure: int) -> list[BackwardSm80Tile]:
 def _half_tiles(traits: Traits, target: str) -> list[BackwardSm80Tile]:
     """Of 16-bit elements."""
     table = {"sm80": _HALF_SM80, "sm90": _HALF}.get(target, _HALF_SMALL)
-    largest = max(traits.head_dim, traits.head_dim_v)
     pressure = max(_pressure(traits), _least_pressure(traits, target))
-    if traits.aligned or (target == "sm90" and pressure == 0 and _rows_stay(traits, table)):
-        return _rows(table, traits, pressure)
-    # Copies of rows that start anywhere take registers.
-    own = []
-    if largest <= 64 and pressure <= 1 and table is not _HALF_SMALL:
-        few = target == "sm90" and pressure == 0 and traits.head_dim == traits.head_dim_v
-        own = [_in_regs(32, (0, 0, 4)) if few else _in_regs(32, (1, 0, 2))]
-    more = largest <= 64 or (largest <= 128 and target == "sm80")
-    return [*own, *_rows(table, traits, max(pressure, 4 if more else 3))]
+    return _rows(table, traits, pressure)
 
 
 def _fp32_tiles(traits: Traits) -> list[BackwardSm80Tile]:
     """Of whole fp32 elements."""
-    registers = _pressure(traits) or int(not traits.aligned)
-    return _rows(_TF32, traits, registers) if traits.precision == "tf32" else _rows(_FP32, traits, 0)
+    return _rows(_TF32, traits, _pressure(traits)) if traits.precision == "tf32" else _rows(_FP32, traits, 0)
 
 
 def _tiles_of_terms(traits: Traits, target: str) -> list[BackwardSm80Tile]:
@@ -256,13 +245,6 @@ def _streamed_terms(traits: Traits) -> BackwardSm80Tile:
     columns = -(-largest // -(-largest // _MOST_COLUMNS))
     passes = padded(traits.head_dim) // chunk
     return replace(tile, columns=-(-columns // chunk) * chunk, dq_passes=passes)
-
-
-def _rows_stay(traits: Traits, table: Rows) -> bool:
-    """Whether unaligned rows may stay where they are copied, so that copies take few registers."""
-    dim, tile = traits.head_dim, _rows(table, traits, 0)[0]
-    stay = dim == traits.head_dim_v and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
-    return stay and not (traits.windowed and dim <= 64)
 
 
 def _pressure(traits: Traits) -> int:

@@ -25,8 +25,7 @@ their terms, they are split into as many tf32 terms in registers, and P and dS s
 fit shared memory, a tile with ``columns`` streams them: see :mod:`cute_attn.kernels.backward_sm80.streamed`.
 
 Limits: head dims up to 576, padded to multiples of 32, above 256 of 64, in shared memory and registers; rows 16-byte
-aligned with a contiguous last dimension, or unaligned, of any strides, which are read by words or elements and written
-by elements.
+aligned with a contiguous last dimension.
 """
 
 import dataclasses
@@ -41,14 +40,11 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, Int64, Uint32, 
 
 import layouts
 from cute_attn.device.copy import RowCopy, block_of_rows
-from cute_attn.device.element_copy import store_elements
 from cute_attn.device.math import optimization_barrier, rematerialize_each
 from cute_attn.device.probabilities import probabilities, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence, workspace_rows
-from cute_attn.device.skewed_rows import has_room, heads_start_alike, shift_rows
 from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, running_scale
-from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels.arguments import CUTE_DTYPES, backward_fake_args, plain_fake, rows_fake
@@ -59,7 +55,6 @@ from cute_attn.kernels.backward_sm80.params import (
     Gradients,
     MainloopContext,
     ReadAhead,
-    StartAlike,
 )
 from cute_attn.kernels.backward_sm80.products import Operands, Products
 from cute_attn.kernels.backward_sm80.step import step_content
@@ -97,7 +92,7 @@ class BackwardSm80:
         if (traits.op, traits.arch) != ("backward", "sm80"):
             return f"it computes backward-sm80, not {traits.op}-{traits.arch}"
         multiple = 16 // traits.element_bytes
-        reason = beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple, unaligned=True)
+        reason = beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=multiple)
         return reason or EpilogueChain.decline(traits)
 
     @classmethod
@@ -234,30 +229,19 @@ class BackwardSm80:
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV)
-        alike = self.start_alike(mQ, mDO, mK.shape[-2])
         scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
             0, cute.ceil_div(rows, self.tile.tile_n), order.num_splits.divisor, unroll=1
         ):
-            params = BackwardParams(*tensors, seqlens, *scalars, alike, score_args, order, skipped, scales)
+            params = BackwardParams(*tensors, seqlens, *scalars, score_args, order, skipped, scales)
             self.kernel(params).launch(
                 grid=[order.blocks, self.tile.parts(self.traits), 1],
                 block=[self.tile.num_threads, 1, 1],
                 stream=stream,
                 min_blocks_per_mp=1,  # or ptxas may halve the registers, and spill, for a second block
             )
-
-    def start_alike(self, mQ: cute.Tensor, mDO: cute.Tensor, nheads_kv: Int32) -> StartAlike:
-        """Of unaligned rows in 16 bits, which of Q's and dO's may stay where they are copied."""
-        traits, tile, group = self.traits, self.tile, mQ.shape[-2] // cutlass.max(nheads_kv, 1)
-        if traits.element_bytes != 2 or traits.aligned:
-            return StartAlike(None, None)
-        of_q = heads_start_alike(mQ, group) if dq.queries_stay(traits, tile) else None
-        dim = traits.head_dim_v
-        stays = not tile.columns and has_room(tile.tile_m, padded(dim), dim, tile.num_threads)
-        return StartAlike(of_q, heads_start_alike(mDO, group) if stays else None)
 
     # ---- device ----
 
@@ -295,8 +279,6 @@ class BackwardSm80:
         self.load_keys(params.mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
         self.load_keys(params.mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(not self.products.loads_vectors):
-            self.finish_keys(params, smem, key_tile, head_kv, key0, thread)
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
@@ -372,9 +354,8 @@ class BackwardSm80:
         self.stage_gradient(gradients.dk, of_dk, mma_dkv, smem.dk, thread)
         self.stage_gradient(gradients.dv, of_dv, mma_dkv, smem.dv, thread)
         cute.arch.barrier()
-        col_q, col_do = self.first_cols(params, key_tile, key_tile.head_dkv * params.heads)
-        self.store_gradient(smem.dk, params.mDK, traits.head_dim, key_tile, key0, keys, thread, col_q)
-        self.store_gradient(smem.dv, params.mDV, traits.head_dim_v, key_tile, key0, keys, thread, col_do)
+        self.store_gradient(smem.dk, params.mDK, traits.head_dim, key_tile, key0, keys, thread)
+        self.store_gradient(smem.dv, params.mDV, traits.head_dim_v, key_tile, key0, keys, thread)
 
     @cute.jit
     def stage_gradient(
@@ -395,16 +376,12 @@ class BackwardSm80:
         key0: Int32,
         keys: Int32,
         thread: Int32,
-        first_col: Int32,
     ) -> None:
-        """dK or dV from shared to global memory: vectors of 16 bytes; of unaligned rows elements, from a column on."""
+        """dK or dV from shared to global memory, in vectors of 16 bytes."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, self.traits.varlen)
-        if cutlass.const_expr(not self.traits.aligned):
-            store_elements(s, g, key0, keys, thread, self.tile.num_threads, first_col)
-        else:
-            tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
-            RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
+        tile = block_of_rows(g, key0 // tile_n, tile_n, cols)
+        RowCopy(self.gmem_copy(head_dim, False), thread, cols, head_dim).copy(s, tile, keys, False)
 
     # ---- shared memory and loads ----
 
@@ -457,54 +434,11 @@ class BackwardSm80:
         """Start loading a block of K or V; keys out of the sequence's bounds become zeros."""
         tile_n, cols = self.tile.tile_n, padded(head_dim)
         g = sequence(m, key_tile.batch, head_kv, key_tile.info.offset_k, self.traits.varlen)
-        if cutlass.const_expr(not self.products.loads_vectors):
-            rows = UnalignedRows(g, head_dim, thread, self.tile.num_threads)
-            rows.start(s[None, None, 0], key0, key_tile.info.seqlen_k - key0, False)
-        else:
-            row_copy = RowCopy(
-                self.gmem_copy(head_dim, True), thread, cols, self.products.loaded_columns(head_dim)
-            )
-            for term in cutlass.range_constexpr(self.stored_terms):
-                tile = block_of_rows(term_of(g, term, cols), key0 // tile_n, tile_n, cols)
-                row_copy.copy(tile, s[None, None, term], key_tile.info.seqlen_k - key0, False)
-
-    @cute.jit
-    def first_cols(self, params: BackwardParams, key_tile: KeyTiles, head: Int32) -> tuple[Int32, Int32]:
-        """The columns where rows of Q and of dO lie in shared memory; head: a query head of the CTA."""
-        traits, alike, cols = self.traits, params.alike, []
-        of_q, of_do = (params.mQ, traits.head_dim, alike.q), (params.mDO, traits.head_dim_v, alike.do)
-        for m, dim, one in (of_q, of_do):
-            g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, traits.varlen)
-            cols.append(UnalignedRows(g, dim, Int32(0), self.tile.num_threads, one).first_col())
-        return cols[0], cols[1]
-
-    @cute.jit
-    def finish_keys(
-        self,
-        params: BackwardParams,
-        smem: BackwardSm80Storage,
-        key_tile: KeyTiles,
-        head_kv: Int32,
-        key0: Int32,
-        thread: Int32,
-    ) -> None:
-        """Of unaligned rows, wait for a thread's copies of K and V, and bring them to the columns of Q and dO.
-
-        Then dK's and dQ's columns lie where Q's do, and dV's where dO's do: in one place for all query heads of a CTA.
-        A barrier follows.
-        """
-        traits, threads, info = self.traits, self.tile.num_threads, key_tile.info
-        cute.arch.cp_async_wait_group(0)
-        of_k, of_v = (params.mK, smem.k, traits.head_dim), (params.mV, smem.v, traits.head_dim_v)
-        for m, s, dim in (of_k, of_v):
-            g = sequence(m, key_tile.batch, head_kv, info.offset_k, traits.varlen)
-            UnalignedRows(g, dim, thread, threads).finish(s[None, None, 0], key0, info.seqlen_k - key0)
-        if cutlass.const_expr(params.alike.any):
-            cols = self.first_cols(params, key_tile, key_tile.head_dkv * params.heads)
-            if (cols[0] | cols[1]) != 0:
-                cute.arch.barrier()
-                for s, col in zip((smem.k, smem.v), cols, strict=True):
-                    shift_rows(s[None, None, 0], col, thread, threads)
+        columns = self.products.loaded_columns(head_dim)
+        row_copy = RowCopy(self.gmem_copy(head_dim, True), thread, cols, columns)
+        for term in cutlass.range_constexpr(self.stored_terms):
+            tile = block_of_rows(term_of(g, term, cols), key0 // tile_n, tile_n, cols)
+            row_copy.copy(tile, s[None, None, term], key_tile.info.seqlen_k - key0, False)
 
     def query_loads(
         self,
@@ -516,21 +450,19 @@ class BackwardSm80:
         thread: Int32,
     ) -> tuple[BlockLoad, BlockLoad]:
         """Q with LSE, and dO with D, of one head."""
-        varlen, alike = self.traits.varlen, params.alike
+        varlen = self.traits.varlen
 
-        def load(m, head_dim, s, stride, m_row, s_row, alike):
+        def load(m, head_dim, s, stride, m_row, s_row):
             g = sequence(m, key_tile.batch, head, key_tile.info.offset_q, varlen)
             g_row = workspace_rows(m_row, key_tile.batch, head, row0, 1, varlen)
             seqlen, threads = key_tile.info.seqlen_q, self.tile.num_threads
-            columns, vectors = self.products.loaded_columns(head_dim), self.products.loads_vectors
-            tensors = (g, vectors, columns, s, smem.number(stride), g_row, s_row)
-            return BlockLoad(*tensors, seqlen, thread, threads, self.stored_terms, alike)
+            columns = self.products.loaded_columns(head_dim)
+            tensors = (g, columns, s, smem.number(stride), g_row, s_row)
+            return BlockLoad(*tensors, seqlen, thread, threads, self.stored_terms)
 
         return (
-            load(params.mQ, self.traits.head_dim, smem.q, "rows_q", params.mLSElog2, smem.lse, alike.q),
-            load(
-                params.mDO, self.traits.head_dim_v, smem.do, "rows_do", params.mMinusD, smem.minus_d, alike.do
-            ),
+            load(params.mQ, self.traits.head_dim, smem.q, "rows_q", params.mLSElog2, smem.lse),
+            load(params.mDO, self.traits.head_dim_v, smem.do, "rows_do", params.mMinusD, smem.minus_d),
         )
 
     # ---- the main loop ----
@@ -545,8 +477,6 @@ class BackwardSm80:
             band = ctx.state.band
             ctx.smem.spill(dq=ctx.dq_blocks.toint(), **{name: getattr(band, name) for name in BAND})
             ctx.smem.spill(**{name: getattr(blocks, name) for name in BLOCKS})
-            if cutlass.const_expr(not self.products.loads_vectors):
-                ctx.smem.spill(rows_q=ctx.load_q.g.iterator.toint(), rows_do=ctx.load_do.g.iterator.toint())
             ctx.load_q.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_q))
             ctx.load_do.start(blocks.begin, self.stage(blocks.begin, self.tile.stages_do))
             cute.arch.cp_async_commit_group()
@@ -565,8 +495,6 @@ class BackwardSm80:
         """One query block."""
         tile = self.tile
         cute.arch.cp_async_wait_group(0)
-        ctx.load_q.finish(block, self.stage(block, tile.stages_q))
-        ctx.load_do.finish(block, self.stage(block, tile.stages_do))
         cute.arch.barrier()
         self.start_next(ctx, block, tile.stages_q == 2, tile.stages_do == 2)
         factors_ds = tuple(self.scores(ctx, block, piece) for piece in range(tile.pieces))

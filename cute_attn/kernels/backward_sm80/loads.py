@@ -9,7 +9,6 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize
-from cute_attn.device.unaligned_rows import UnalignedRows
 
 
 @dataclass(frozen=True)
@@ -17,66 +16,28 @@ class BlockLoad:
     """One head's Q with LSE, or dO with D: in global memory, and their stages in shared memory."""
 
     g: cute.Tensor  # (seqlen_q, head_dim)
-    aligned: Constexpr  # whether 16 bytes of a row may be copied at once
     valid_cols: Constexpr  # head_dim
     s: cute.Tensor  # (queries, padded head_dim, piece and stage)
-    spilled: cute.Tensor  # to shared memory: the stride of g's rows, or of unaligned ones g's address
+    spilled: cute.Tensor  # to shared memory: the stride of g's rows
     g_row: cute.Tensor  # LSE or D of the padded rows
     s_row: cute.Tensor  # (tile_m, stage)
     seqlen_q: Int32
     thread: Int32
     num_threads: Constexpr
     stored_terms: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
-    alike: Int32 | None = None  # of unaligned rows, see ``UnalignedRows``
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
         """Start loading query block ``block``. Queries out of bounds become zeros, since 0 * NaN would be NaN."""
         tile_m = cute.size(self.s_row, mode=[0])
-        more: Constexpr = 0 if self.aligned else 1  # row, behind a whole block
-        if (block + 1) * tile_m + more <= self.seqlen_q:
+        if (block + 1) * tile_m <= self.seqlen_q:
             self.rows(block, stage, True)
         else:
             self.rows(block, stage, False)
         self.row_statistics(block, stage)
 
     @cute.jit
-    def finish(self, block: Int32, stage: Int32) -> None:
-        """After a thread's copies have arrived, and before the barrier that publishes them: unaligned rows may move."""
-        if cutlass.const_expr(not self.aligned):
-            row0 = block * cute.size(self.s_row, mode=[0])
-            self._unaligned.finish(self._stage(stage), row0, self.seqlen_q - row0)
-
-    @property
-    def _unaligned(self) -> UnalignedRows:
-        """The loads of unaligned rows."""
-        dtype = self.g.element_type
-        space, align = cute.AddressSpace.gmem, dtype.width // 8
-        start = cute.make_ptr(dtype, self.spilled[0], space, assumed_align=align)
-        g = cute.make_tensor(start, self.g.layout)
-        return UnalignedRows(g, self.valid_cols, self.thread, self.num_threads, self.alike)
-
-    def _stage(self, stage: Int32) -> cute.Tensor:
-        """All pieces of a stage as one tile, (tile_m, padded head_dim)."""
-        layout = self.s.layout
-        (rows, cols, _), (row, col, _) = layout.outer.shape, layout.outer.stride
-        pieces = cute.size(self.s_row, mode=[0]) // cute.size(self.s, mode=[0])
-        distance = cute.size(self.s, mode=[0]) * cute.size(self.s, mode=[1])
-        outer = cute.make_layout(((rows, pieces), cols), stride=((row, distance), col))
-        start = self.s.iterator + cute.crd2idx((0, 0, stage * pieces), layout.outer)
-        return cute.make_tensor(start, cute.make_composed_layout(layout.inner, layout.offset, outer))
-
-    @cute.jit
     def rows(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
-        """Q or dO of ``block``; ``whole``: all its rows are in bounds, and if unaligned the next one."""
-        if cutlass.const_expr(self.aligned):
-            self.vectors(block, stage, whole)
-        else:
-            row0 = block * cute.size(self.s_row, mode=[0])
-            self._unaligned.start(self._stage(stage), row0, self.seqlen_q - row0, whole)
-
-    @cute.jit
-    def vectors(self, block: Int32, stage: Int32, whole: Constexpr) -> None:
         """Q or dO of ``block``, 16 bytes at a time; ``whole``: all its rows are in bounds.
 
         A thread's vectors lie whole periods of the swizzle apart: one address in shared memory serves all of them.

@@ -17,22 +17,6 @@ from cute_attn.work.key_tiles import KeyTileOrder, KeyTiles, key_tile_of
 
 
 @dataclass(frozen=True)
-class StartAlike:
-    """Whether all rows of Q, and of dO, start alike: they stay where they are copied.
-
-    None where they are moved, or always aligned.
-    """
-
-    q: Int32 | None
-    do: Int32 | None
-
-    @property
-    def any(self) -> bool:
-        """Whether rows of one of them may stay."""
-        return self.q is not None or self.do is not None
-
-
-@dataclass(frozen=True)
 class BackwardParams:
     """A launch: tensors and lengths as of ``cute_attn.kernels.arguments``, and what follows from them."""
 
@@ -52,7 +36,6 @@ class BackwardParams:
     nheads: Int32
     heads: Int32  # query heads of a CTA
     head_splits: Int32
-    alike: StartAlike
     score_args: tuple
     order: KeyTileOrder
     skipped: Int32  # key blocks of each CTA that launches before this one computed

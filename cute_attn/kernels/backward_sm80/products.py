@@ -98,11 +98,6 @@ class Products:
         """How many products on tensor cores make one."""
         return len(PRODUCTS[self.count])
 
-    @property
-    def loads_vectors(self) -> bool:
-        """Whether 16 bytes of a row of an operand may be copied at once; those of fp16 terms always."""
-        return self.traits.aligned or self.tile.in_terms
-
     def loaded_columns(self, head_dim: int) -> int:
         """Columns of an operand in global memory; fp16 terms are padded with zeros."""
         return padded(head_dim) if self.tile.in_terms else head_dim

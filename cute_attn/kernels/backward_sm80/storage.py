@@ -13,7 +13,7 @@ BLOCKS = ("full_begin", "full_end", "end")
 SPILLED = ("rows_q", "rows_do", "dq", "block", *BAND, *BLOCKS)
 """CTA-uniform numbers spilled to shared memory by hand, as 64 bits. Compilers keep what comes from a kernel's arguments
 in registers through the whole loop, and spill it; shared memory is read again after every barrier. rows_q, rows_do: the
-stride of aligned rows, the address of unaligned ones."""
+stride of rows."""
 
 FACTORS = ("s", "dp", "dv", "q", "k")
 """Of the sums of products of operands in terms: of S, dP and dV, and of Q and K alone."""

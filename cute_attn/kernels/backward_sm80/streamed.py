@@ -19,7 +19,6 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.band import Band
-from cute_attn.device.element_copy import load_elements, store_elements
 from cute_attn.device.gemm import SmemResult, below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
@@ -338,35 +337,28 @@ class Streamed:
         """Start loading a chunk of a term; what is out of bounds becomes zeros, since 0 * NaN would be NaN."""
         if cutlass.const_expr(self.tile.in_terms):  # what follows from it takes no register in the products
             thread = below_1024(rematerialize(thread))
-        if cutlass.const_expr(not self.kernel.products.loads_vectors):
-            shape = (g.shape[0], cutlass.max(g.shape[1] - col0, 0))
-            own = cute.make_tensor(
-                g.iterator + Int64(col0) * g.stride[1], cute.make_layout(shape, stride=g.stride)
+        length = 128 // s.element_type.width
+        per_row = self.chunk // length
+        step = self.tile.num_threads // per_row
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), s.element_type, num_bits_per_copy=128
+        )
+        row, col = thread // per_row, thread % per_row * length
+        in_columns = col0 + col < g.shape[1]
+        exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
+        for m in cutlass.range_constexpr(0, cute.size(s, mode=[0]), step):
+            exists[0, 0] = in_columns & (row + m < rows)
+            source = Int64(row0 + row + m) * g.stride[0] + Int64(col0 + col)
+            if cutlass.const_expr(term > 0):
+                source += term * g.shape[1]
+            target = cute.crd2idx((row + m, col), s.layout)
+            vector = cute.make_layout(((length, 1), 1))
+            cute.copy(
+                atom,
+                cute.make_tensor(g.iterator + cute.assume(source, divby=length), vector),
+                cute.make_tensor((s.iterator + target).align(16), vector),
+                pred=exists,
             )
-            load_elements(own, row0, rows, s, thread, self.tile.num_threads)
-        else:
-            length = 128 // s.element_type.width
-            per_row = self.chunk // length
-            step = self.tile.num_threads // per_row
-            atom = cute.make_copy_atom(
-                cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), s.element_type, num_bits_per_copy=128
-            )
-            row, col = thread // per_row, thread % per_row * length
-            in_columns = col0 + col < g.shape[1]
-            exists = cute.make_rmem_tensor(cute.make_layout((1, 1)), Boolean)
-            for m in cutlass.range_constexpr(0, cute.size(s, mode=[0]), step):
-                exists[0, 0] = in_columns & (row + m < rows)
-                source = Int64(row0 + row + m) * g.stride[0] + Int64(col0 + col)
-                if cutlass.const_expr(term > 0):
-                    source += term * g.shape[1]
-                target = cute.crd2idx((row + m, col), s.layout)
-                vector = cute.make_layout(((length, 1), 1))
-                cute.copy(
-                    atom,
-                    cute.make_tensor(g.iterator + cute.assume(source, divby=length), vector),
-                    cute.make_tensor((s.iterator + target).align(16), vector),
-                    pred=exists,
-                )
 
     @cute.jit
     def load_statistics(self, ctx: StreamedContext, block: Int32) -> None:
@@ -445,21 +437,12 @@ class Streamed:
             cute.arch.barrier()
             col0 = (part * self.chunks + j) * self.chunk
             left = g.shape[1] - col0
-            if cutlass.const_expr(not kernel.traits.aligned):
-                if left > 0:
-                    shape = (g.shape[0], cutlass.min(left, self.chunk))
-                    layout = cute.make_layout(shape, stride=g.stride)
-                    own = cute.make_tensor(g.iterator + Int64(col0) * g.stride[1], layout)
-                    store_elements(s, own, key0, keys, thread, tile.num_threads)
-            else:
-                vector = cute.make_rmem_tensor(cute.make_layout(length), kernel.dtype)
-                for i in cutlass.range(thread, tile.tile_n * per_row, tile.num_threads, unroll=1):
-                    row, col = i // per_row, i % per_row * length
-                    if (row < keys) & (col < left):
-                        offset = cute.assume(cute.crd2idx((row, col), s.layout), divby=length)
-                        cute.autovec_copy(
-                            cute.make_tensor(s.iterator + offset, cute.make_layout(length)), vector
-                        )
-                        first = Int64(key0 + row) * g.stride[0] + Int64(col0 + col)
-                        target = g.iterator + cute.assume(first, divby=length)
-                        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))
+            vector = cute.make_rmem_tensor(cute.make_layout(length), kernel.dtype)
+            for i in cutlass.range(thread, tile.tile_n * per_row, tile.num_threads, unroll=1):
+                row, col = i // per_row, i % per_row * length
+                if (row < keys) & (col < left):
+                    offset = cute.assume(cute.crd2idx((row, col), s.layout), divby=length)
+                    cute.autovec_copy(cute.make_tensor(s.iterator + offset, cute.make_layout(length)), vector)
+                    first = Int64(key0 + row) * g.stride[0] + Int64(col0 + col)
+                    target = g.iterator + cute.assume(first, divby=length)
+                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(length)))

@@ -54,15 +54,6 @@ _HALF: Rows[ForwardSm80Tile] = (
     (256, 5, _tile(64, 32, 4, 1, 4)),
 )
 _FIT_ALWAYS = [_tile(64, 32, 4, 1), _tile(32, 32, 2, 1)]
-_UNALIGNED = (
-    (32, _tile(128, 64, 4, 2)),
-    (64, None),
-    (96, _tile(128, 64, 4, 1, 1)),
-    (192, None),
-    (256, _tile(128, 64, 8, 1)),
-)
-"""(head_dim_v, tile or None) in place of the first row above for rows that start anywhere, whose copies take registers.
-At head dims 59 and 123 tiles of 256 rows are no faster."""
 
 # fp32 in tf32, by precision, of small calls and where parts do not serve: two CTAs or eight warps a multiprocessor. Not
 # searched.
@@ -120,8 +111,6 @@ _DIVIDED_FP32 = [
 def preferred_tiles(traits: Traits) -> list[ForwardSm80Tile]:
     """Best first."""
     dim, pressure, fp32 = traits.head_dim_v, register_pressure(traits), traits.dtype == "fp32"
-    if not traits.aligned:
-        return _unaligned_tiles(traits)
     if dim > (224 if fp32 and not traits.precision else 256):
         few = _DIVIDED_FEW_REGISTERS if pressure == 0 else []
         return _DIVIDED_FP32 if fp32 else [*few, *_DIVIDED]
@@ -135,17 +124,6 @@ def rows(table: Rows[T], dim: int, pressure: int) -> list[T]:
     own = next(largest for largest, _, _ in table if dim <= largest)
     least = min(highest for largest, highest, _ in table if largest == own and highest >= pressure)
     return [tile for largest, highest, tile in table if (largest, highest) == (own, least)]
-
-
-def _unaligned_tiles(traits: Traits) -> list[ForwardSm80Tile]:
-    dim, pressure = traits.head_dim_v, register_pressure(traits)
-    if traits.dtype == "fp32":
-        exact = not traits.precision and dim > 192
-        return [_tile(64, 16, 4, 1, 1), *_FIT_ALWAYS_FP32] if exact else _FIT_ALWAYS_FP32
-    tiles = rows(_HALF, dim, pressure)
-    if tiles == rows(_HALF, dim, 0):
-        tiles = [next(tile for largest, tile in _UNALIGNED if dim <= largest) or tiles[0]]
-    return [*tiles, *rows(_HALF, dim, MOST), *_FIT_ALWAYS]
 
 
 MOST = 5

@@ -27,11 +27,10 @@ tile and the columns of V and O, and exchange row maxima, P, and once at the end
     O = rescaled O + P V[j]
 
 In fp32 both products are of tf32 terms, see ``cute_attn.device.gemm_terms``, or in large calls of fp16 ones, see
-``cute_attn.kernels.fp32_sm80``. Rows that start anywhere are copied by words, see ``cute_attn.device.word_rows``, or by
-8 bytes, see ``cute_attn.device.skewed_rows``.
+``cute_attn.kernels.fp32_sm80``.
 
 Limits: head dims up to 576, padded in shared memory and registers, of rows of whole 16 bytes that start at multiples of
-16; up to 256 of rows that do not.
+16.
 """
 
 import dataclasses
@@ -45,13 +44,10 @@ from cutlass import Constexpr, Float16, Float32, Int32, Int64, Uint32, cute, mem
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.element_copy import store_elements
 from cute_attn.device.gemm import SmemResult, gemm, gemm_rs
 from cute_attn.device.math import add, fmax, optimization_barrier, quad_reduce, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.device.skewed_rows import has_room, rows_start_alike
-from cute_attn.device.unaligned_rows import UnalignedRows
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.softmax import OnlineSoftmax
@@ -62,7 +58,7 @@ from cute_attn.kernels.forward_sm80.heuristics import (
     tiles_for_few_rows,
 )
 from cute_attn.kernels.forward_sm80.key_groups import GroupResults, KeyGroup
-from cute_attn.kernels.forward_sm80.loads import BlockLoad, UnalignedLoad
+from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, MainloopContext, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import RowExchange
@@ -94,8 +90,6 @@ class ForwardSm80:
         """Why this kernel cannot serve ``traits``, or None."""
         if (traits.op, traits.arch) != ("forward", "sm80"):
             return f"it computes forward-sm80, not {traits.op}-{traits.arch}"
-        if not traits.aligned:
-            return beyond(traits, dtypes=DTYPES, multiple=1, unaligned=True)
         return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=head_dim_multiple(traits.dtype))
 
     @classmethod
@@ -106,11 +100,11 @@ class ForwardSm80:
     def for_lengths(self, seqlen_q: int, seqlen_k: int, group: int, target: str = "sm80") -> "ForwardSm80":
         """This kernel, which has its default tile, with the tile for sequences of at most these lengths.
 
-        ``group``: query heads per key head. In fp32, for large head dims and unaligned rows the default tile does not
-        depend on them, and a variant keeps its own, whose layouts may be others.
+        ``group``: query heads per key head. In fp32 and for large head dims the default tile does not depend on them,
+        and a variant keeps its own, whose layouts may be others.
         """
         traits = self.traits
-        if self.single or self.tile.warps_n > 1 or not traits.aligned or traits.variant:
+        if self.single or self.tile.warps_n > 1 or traits.variant:
             return self
         few = tiles_for_few_rows(self.traits, target)
         tile = tile_for_lengths(self.traits, seqlen_q, group, few, self.tile)
@@ -157,11 +151,6 @@ class ForwardSm80:
     def row_widths(self) -> tuple[int, int]:
         """Elements of a row of Q and K, and of V, as they are loaded."""
         return self.traits.head_dim, self.traits.head_dim_v
-
-    @property
-    def loads_aligned(self) -> bool:
-        """Whether rows of Q, K and V start at multiples of 16 bytes."""
-        return self.traits.aligned
 
     @property
     def single(self) -> bool:
@@ -258,8 +247,7 @@ class ForwardSm80:
         # A kernel argument takes no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mO, mLSE, seqlens)
-        alike = self.start_alike(mQ, mK, mV)
-        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales, alike)
+        return ForwardParams(*tensors, softmax_scale, score_args, scale_log2, grid, nheads, scales)
 
     def query_grid(
         self, seqlens: Seqlens, batch: Int32, nheads: Int32, nheads_kv: Int32, schedule: ForwardSchedule
@@ -271,16 +259,6 @@ class ForwardSm80:
             return grid
         key_bytes = sum(self.row_widths) * self.dtype.width // 8
         return grid.longest_first(seqlens, batch, key_bytes, schedule.multiprocessors * TILES_OF_A_SECTION)
-
-    def start_alike(self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor) -> tuple:
-        """Whether rows of Q, of K and of V start alike; Nones where they are moved, or always aligned."""
-        if self.loads_aligned or self.single:
-            return None, None, None
-        tile, (dim, dim_v) = self.tile, self.row_widths
-        return tuple(
-            rows_start_alike(m) if has_room(rows, padded(width), width, tile.num_threads) else None
-            for m, rows, width in ((mQ, tile.tile_m, dim), (mK, tile.tile_n, dim), (mV, tile.tile_n, dim_v))
-        )
 
     # ---- device ----
 
@@ -312,9 +290,6 @@ class ForwardSm80:
             ctx = self.mainloop_context(
                 operands, load_k, load_v, blocks, state, row0, params.scale_log2, shared, group
             )
-            if cutlass.const_expr(not self.loads_aligned):
-                load_q = self.unaligned_load(q, shared.q, width, info.seqlen_q, thread)
-                ctx = self.with_rows_in_place(ctx, load_q, params.alike)
             self.load_queries(q, mQ, tile, ctx)
             self.main_loop(ctx)
             if cutlass.const_expr(self.tile.key_groups > 1):
@@ -369,39 +344,11 @@ class ForwardSm80:
 
     def block_load(
         self, m: cute.Tensor, s: cute.Tensor, head_dim: int, tile: QueryTile, group: KeyGroup
-    ) -> BlockLoad | UnalignedLoad:
+    ) -> BlockLoad:
         """The loads of one head's K or V."""
         g = sequence(m, tile.batch, tile.head_kv, tile.info.offset_k, self.traits.varlen)
-        if not self.loads_aligned:
-            return self.unaligned_load(g, s, head_dim, tile.info.seqlen_k, group.thread)
         row_copy = RowCopy(self.gmem_load(head_dim), group.thread, padded(head_dim), head_dim)
         return BlockLoad(row_copy, g, s, tile.info.seqlen_k, group)
-
-    def unaligned_load(
-        self, g: cute.Tensor, s: cute.Tensor, head_dim: int, seqlen: Int32, thread: Int32
-    ) -> UnalignedLoad:
-        """The loads of one head's Q, K or V, of rows that start anywhere."""
-        return UnalignedLoad(UnalignedRows(g, head_dim, thread, self.tile.num_threads), s, seqlen)
-
-    def with_rows_in_place(
-        self, ctx: MainloopContext, load_q: UnalignedLoad, alike: tuple
-    ) -> MainloopContext:
-        """Loads of unaligned rows: those of K and V that start alike stay where they are copied.
-
-        Then O's columns lie where V's do, and O is stored from there on; Q is brought to where K lies.
-        """
-        of_q, of_k, of_v = alike
-        # Columns beside V make columns beside O, which are not stored.
-        rows_k = dataclasses.replace(ctx.load_k.rows, alike=of_k)
-        rows_v = dataclasses.replace(ctx.load_v.rows, alike=of_v, cleaned=False)
-        rows_q = load_q.rows.at_column(rows_k.first_col(), of_q)
-        one_stage = self.tile.num_stages == 1
-        return dataclasses.replace(
-            ctx,
-            load_q=dataclasses.replace(load_q, rows=rows_q),
-            load_k=dataclasses.replace(ctx.load_k, rows=rows_k),
-            load_v=dataclasses.replace(ctx.load_v, rows=rows_v, last_may_be_whole=one_stage),
-        )
 
     def mainloop_context(
         self,
@@ -448,9 +395,7 @@ class ForwardSm80:
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Start loading Q; if K reuses its memory, wait and read it."""
-        if cutlass.const_expr(not self.loads_aligned):
-            ctx.load_q.start(ctx.row0 // self.tile.tile_m, 0, False)
-        elif ctx.group.is_first:
+        if ctx.group.is_first:
             d, _ = self.row_widths
             rows = (tile.info.seqlen_q - ctx.row0) * self.tile.pack_heads
             copy = self.row_copy(self.gmem_load(d), d, tile, ctx.thread)
@@ -464,9 +409,6 @@ class ForwardSm80:
     def read_queries(self, ctx: MainloopContext, later: Constexpr) -> None:
         """Wait for Q, after whose load ``later`` ones have been committed, and read it if it is kept in registers."""
         cute.arch.cp_async_wait_group(later)
-        if cutlass.const_expr(not self.loads_aligned):
-            ctx.load_q.finish(ctx.row0 // self.tile.tile_m, 0)
-            ctx.load_q.bring_to(ctx.load_k)
         cute.arch.barrier()
         if cutlass.const_expr(self.tile.keeps_q):
             ctx.operands.q.load_all()
@@ -498,7 +440,7 @@ class ForwardSm80:
         blocks = ctx.blocks
         self.start_loads(ctx)
         # A step's barrier is one of its group, and the first group has loaded Q for all.
-        waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1 or not self.loads_aligned
+        waits_for_q = self.tile.keeps_q or self.tile.key_groups > 1
         if cutlass.const_expr(waits_for_q and not self.tile.share_qk_smem):
             self.read_queries(ctx, max(self.tile.num_stages - 1, 1))
         block = self.steps(ctx, blocks.end - 1, blocks.full_end, True)
@@ -553,13 +495,11 @@ class ForwardSm80:
     def step_one_stage(self, ctx: MainloopContext, block: Int32, masked: Constexpr) -> None:
         """One key block; each load overlaps the other operand's product."""
         cute.arch.cp_async_wait_group(0)
-        ctx.load_k.finish(block, 0)
         ctx.group.barrier()
         ctx.load_v.start(block, 0, not masked)
         cute.arch.cp_async_commit_group()
         acc_s, loaded = self.scores(ctx, block, Int32(0))
         cute.arch.cp_async_wait_group(0)
-        ctx.load_v.finish(block, 0)
         ctx.group.barrier()
         if block > ctx.blocks.begin:
             self.find_pages(ctx, block - 1)
@@ -573,8 +513,6 @@ class ForwardSm80:
         stages: Constexpr = self.tile.num_stages
         stage = self.stage(block)
         cute.arch.cp_async_wait_group(stages - 2)
-        ctx.load_k.finish(block, stage)
-        ctx.load_v.finish(block, stage)
         ctx.group.barrier()
         ahead = block - (stages - 1)
         if ahead >= ctx.blocks.begin:
@@ -814,7 +752,7 @@ class ForwardSm80:
         row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
         v = self.products.v_operand(tiled_mma, ctx.shared, thread)
         col = v.first_col(thread) + thread % 4 * 8
-        store_vectors(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv, self.traits.aligned)
+        store_vectors(o, ctx.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv)
 
     @cute.jit
     def store_half(
@@ -830,10 +768,6 @@ class ForwardSm80:
         s_o = ctx.shared.o[None, None, 0]
         cute.copy(store, mine.retile(fragment), mine.partition_D(s_o))
         ctx.group.barrier()
-        if cutlass.const_expr(self.traits.aligned):
-            g_o = self.rows(o, mO, dv, tile.row0)
-            rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
-            self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)
-        else:
-            rows, first_col = tile.info.seqlen_q - tile.row0, ctx.load_v.rows.first_col()
-            store_elements(s_o, o, tile.row0, rows, thread, self.tile.num_threads, first_col)
+        g_o = self.rows(o, mO, dv, tile.row0)
+        rows = (tile.info.seqlen_q - tile.row0) * self.tile.pack_heads
+        self.row_copy(self.gmem_store(dv), dv, tile, thread).copy(s_o, g_o, rows, False)

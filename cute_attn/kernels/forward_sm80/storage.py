@@ -29,7 +29,6 @@ class ForwardParams:
     grid: QueryGrid
     nheads: Int32
     scales: cute.Tensor | None  # of q, k and v, for kernels that follow a split into fp16 terms
-    alike: tuple = (None, None, None)  # whether rows of q, k and v start alike, of unaligned ones in 16 bits
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class MainloopContext:
     """What the steps of the main loop need of the CTA's work tile."""
 
     operands: Operands
-    load_k: Any  # a ``BlockLoad``, a ``PagedLoad`` or an ``UnalignedLoad``
+    load_k: Any  # a ``BlockLoad`` or a ``PagedLoad``
     load_v: Any
     blocks: BlockRange
     state: ScoreState
@@ -75,4 +74,3 @@ class MainloopContext:
     shared: SharedMemory
     acc_o: cute.Tensor
     acc_o_rows: cute.Tensor  # acc_o as (rows, head_dim_v)
-    load_q: Any = None  # an ``UnalignedLoad`` of unaligned rows

@@ -31,9 +31,7 @@ def tiles_of_terms(traits: Traits) -> list[ForwardTermsTile]:
     """Tiles for fp32 in fp16 terms, best first."""
     if traits.fp32_terms == 1:  # its main loop is that of 16-bit tensors
         d, dv = padded(traits.head_dim), padded(traits.head_dim_v)
-        half = dataclasses.replace(
-            traits, dtype="fp16", precision="", aligned=True, head_dim=d, head_dim_v=dv
-        )
+        half = dataclasses.replace(traits, dtype="fp16", precision="", head_dim=d, head_dim_v=dv)
         return [ForwardTermsTile(**vars(tile)) for tile in preferred_tiles(half)]
     if traits.head_dim_v > 256:
         return _DIVIDED

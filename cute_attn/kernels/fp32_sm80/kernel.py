@@ -8,8 +8,7 @@ input, without a number that the host reads.
 
 The main loop is :mod:`cute_attn.kernels.forward_sm80.kernel`'s, on rows of twice as many elements of 16 bits. A row of
 Q is read by one CTA alone, which splits it on its way to shared memory: terms in global memory would be written and
-read for nothing. Scores and the output are in natural units, so that epilogues are the same. Rows of K and V may start
-anywhere, since their terms are aligned.
+read for nothing. Scores and the output are in natural units, so that epilogues are the same.
 
 Under a causal mask work tiles come longest first, see :meth:`cute_attn.work.query_tiles.QueryGrid.longest_first`.
 
@@ -231,11 +230,6 @@ class ForwardTerms(FollowsSplit):
         traits = self.traits
         return traits.fp32_terms * padded(traits.head_dim), traits.fp32_terms * padded(traits.head_dim_v)
 
-    @property
-    def loads_aligned(self) -> bool:
-        """Rows of terms always are."""
-        return True
-
     @cute.jit
     def load_queries(self, q: cute.Tensor, mQ: cute.Tensor, tile: QueryTile, ctx: MainloopContext) -> None:
         """Q's terms to shared memory, while the first key blocks load; the first step's barrier follows."""
@@ -243,7 +237,7 @@ class ForwardTerms(FollowsSplit):
         traits, factor = self.traits, inverse_of_power_of_two(ctx.operands.scales[0])
         target, threads = ctx.shared.q[None, None, 0], self.tile.num_threads
         rows = (ctx.row0, tile.info.seqlen_q, target, traits.head_dim)
-        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms, traits.aligned)
+        split_tile(q, *rows, factor, ctx.thread, threads, traits.fp32_terms)
 
     def start_loads(self, ctx: MainloopContext) -> None:
         """They are before Q's."""
@@ -269,5 +263,4 @@ class ForwardTerms(FollowsSplit):
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         columns: Constexpr = padded(self.traits.head_dim_v)
         own = ScoreMap.make(ctx.operands.tiled_mma, self.tile.tile_m, columns, thread)
-        dv, aligned = self.traits.head_dim_v, self.traits.aligned
-        store_pairs(o, ctx.acc_o_rows, own, tile.row0, tile.info.seqlen_q, dv, aligned)
+        store_pairs(o, ctx.acc_o_rows, own, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)

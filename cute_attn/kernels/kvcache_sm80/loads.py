@@ -62,9 +62,6 @@ class PagedLoad:
             source = cute.make_tensor(start + cute.assume(Int64(first[1]), divby=8), vectors)
             cute.copy(copy.tiled_copy, source, targets[None, m, None], pred=exists[None, 0, None])
 
-    def finish(self, block: Int32, stage: Int32 | int) -> None:
-        """After a thread's copies of ``block`` have arrived: they are where they belong."""
-
     def _rows(self) -> tuple:
         """(row, column) of the thread's first element of a block, and how many rows further the next ones are."""
         copy = self.row_copy

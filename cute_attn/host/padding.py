@@ -1,0 +1,128 @@
+"""Calls with rows that kernels do not load: of head dims that are no whole 16 bytes, of other strides, at any address.
+
+Such q, k and v become padded copies in one launch, the kernels compute with these as with any others, and one launch
+brings what they write to the call's head dim. The backward copies grad_out and out as well. Tensors whose rows kernels
+load stay where they are. Zeros in a head dim change no score, and the softmax scale stays the call's.
+
+Workspace: of each tensor that is copied, and of each result with a head dim that is no whole 16 bytes, its size with
+the head dim rounded up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from cute_attn.host import memory
+from cute_attn.host.call import DTYPE_NAMES, Call
+from cute_attn.host.checks import check_count
+from cute_attn.host.launch import Layout, Steps
+from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, rows_are_regular, rows_are_whole
+from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
+
+MAX_ROWS = 2**31 - 2**16
+"""The most rows of a tensor that is copied, a row being one head's of one query or key."""
+
+
+def to_copy(tensors: Sequence[Tensor], starts: Sequence[bool] = ()) -> tuple[bool, ...]:
+    """Of which tensors kernels do not load the rows; starts: whether each starts at a multiple of 16 bytes."""
+    return tuple(
+        not (rows_are_whole(x) and start)
+        for x, start in zip(tensors, starts or (True,) * len(tensors), strict=True)
+    )
+
+
+def is_writable(given: Tensor | None) -> bool:
+    """Whether kernels write the rows of a tensor that was given, or of a new one."""
+    return given is None or (rows_are_regular(given) and is_aligned(given))
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Launches of :class:`cute_attn.kernels.pad_rows.PadRows` for one of its ops.
+
+    Attributes:
+        function: launches the kernel.
+        layouts: shapes and strides of the padded tensors.
+    """
+
+    function: Callable[..., None]
+    layouts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(op: str, call: Call, shapes: Sequence[Sequence[int]]) -> "Copies":
+        """For a call's tensors, or results, of these shapes, in the order of ``PADDED_TENSORS``."""
+        from cute_attn import compiler
+        from cute_attn.compiler import registry
+
+        dims, dtype = (call.q.shape[-1], call.v.shape[-1]), DTYPE_NAMES[call.q.dtype]
+        traits = Traits(op, "sm80", dtype, *dims, varlen=call.varlen)
+        target = compiler.default_target("sm80")
+        function = compiler.build(registry.lookup(traits, None, target), target).function
+        wide = [(*shape[:-1], aligned_head_dim(dtype, shape[-1])) for shape in shapes]
+        return Copies(function, tuple((shape, contiguous_strides(shape)) for shape in wide))
+
+    def empty(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
+        """``tensors`` as :meth:`pad` returns them, without their values: for the plan of a call."""
+        return [
+            memory.new_empty_strided(x, *layout, x.dtype) if wanted else x
+            for x, layout, wanted in zip(tensors, self.layouts, copied, strict=True)
+        ]
+
+    def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool], steps: Steps) -> list[Tensor]:
+        """``tensors``, of some of them padded copies, all in one allocation: each is whole 16 bytes."""
+        if not any(copied):
+            return list(tensors)
+        sizes = [math.prod(shape) * wanted for (shape, _), wanted in zip(self.layouts, copied, strict=True)]
+        together = steps.empty(tensors[0], (sum(sizes),), (1,), tensors[0].dtype)
+        firsts = accumulate(sizes, initial=0)
+        padded = [
+            as_strided(together, *layout, first) if wanted else None
+            for layout, first, wanted in zip(self.layouts, firsts, copied, strict=False)
+        ]
+        self._launch(tensors, padded, None, steps)
+        return [x if copy is None else copy for x, copy in zip(tensors, padded, strict=True)]
+
+    def unpad(
+        self,
+        padded: Sequence[Tensor | None],
+        results: Sequence[Tensor | None],
+        steps: Steps,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
+        """Write results from their padded ones, where there are such.
+
+        cu_seqlens: of packed queries, of whose O rows without an owner stay as they are; other results have none.
+        """
+        if any(x is not None for x in padded):
+            self._launch(padded, results, cu_seqlens, steps)
+
+    def _launch(
+        self,
+        sources: Sequence[Tensor | None],
+        targets: Sequence[Tensor | None],
+        cu_seqlens: Tensor | None,
+        steps: Steps,
+    ) -> None:
+        """Of pairs of two tensors; the kernel looks at none of the others, in whose places it gets any tensors."""
+        both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
+        some = both.index(True)
+        arguments = (
+            tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
+            for tensors in (sources, targets)
+        )
+        steps.launch(self.function, *arguments, sum(wanted << i for i, wanted in enumerate(both)), cu_seqlens)
+
+
+def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:
+    """Raise ValueError where a tensor that is copied has too many rows."""
+    for (name, x), wanted in zip(named.items(), copied, strict=True):
+        if wanted:
+            check_count(f"{name} has rows of heads", math.prod(x.shape[:-1]), MAX_ROWS)
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether the head dim of ``x`` is whole 16 bytes."""
+    return x.shape[-1] % head_dim_multiple(DTYPE_NAMES[x.dtype]) == 0

@@ -1,0 +1,262 @@
+"""Copies of rows that start anywhere to rows that kernels load, and back. Runs on every target.
+
+    pad      y[row, col] = x[row, col], and 0 in the columns of y beyond those of x
+    unpad    y[row, col] = x[row, col] for the columns of y
+
+Attention kernels load rows of whole 16 bytes that start at multiples of 16 bytes. Rows of other head dims (59, 123,
+201), strides or addresses are padded before them in one launch, q, k and v together, in the backward dO and O as well;
+and what those kernels write is brought to the call's head dim in one launch behind them. A head dim of zeros changes no
+score and no gradient, and the kernels between compute with the call's own softmax scale.
+
+A CTA takes one tensor's rows, a multiple of eight: so padded rows of a CTA are one run of memory that starts at a
+multiple of 16 bytes, and so are rows of any head dim that lie one right after the other. Adjacent threads store
+adjacent 8 bytes of such a run, from elements that they load one by one, all of them before they store any. A thread
+finds a row by two divisions with factors made on the host. Where unpadded rows that are written do not form such a
+run, adjacent threads store adjacent elements. The copies are bound by memory bandwidth.
+
+Rows of packed queries that no sequence owns are padded as all others are. Of O, whose rows without an owner a call
+leaves as they are, only those between the first and the last cumulative length are written.
+
+Limits: fp16, bf16 and fp32; head dims up to 576; padded tensors are contiguous, the others have any strides.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute
+
+from cute_attn.device.row_places import RowPlaces
+from cute_attn.kernels.arguments import pad_rows_fake_args
+from cute_attn.kernels.limits import beyond
+from cute_attn.tiles.pad_rows import PadRowsTile
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PADDED_TENSORS, Traits, aligned_head_dim
+
+
+@dataclass(frozen=True)
+class PadRows:
+    """Padding copies of (traits, tile); ``__call__`` launches them."""
+
+    traits: Traits
+    tile: PadRowsTile
+
+    # ---- what it serves ----
+
+    @classmethod
+    def supports(cls, traits: Traits) -> str | None:
+        """Why this kernel cannot serve ``traits``, or None."""
+        if traits.op not in PADDED_TENSORS:
+            return f"it computes {' and '.join(PADDED_TENSORS)}, not {traits.op}"
+        plain = Traits(
+            traits.op, "sm80", traits.dtype, traits.head_dim, traits.head_dim_v, varlen=traits.varlen
+        )
+        if traits != plain:
+            return f"it uses no score features; accepted: {plain}"
+        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=1)
+
+    @classmethod
+    def default_tile(cls, traits: Traits, target: str) -> PadRowsTile:
+        """The only default."""
+        return PadRowsTile()
+
+    @property
+    def pads(self) -> bool:
+        """Whether rows are padded, rather than brought back to the call's head dim."""
+        return self.traits.op.endswith("_pad")
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The head dims of the tensors that are not padded, in their order."""
+        return tuple(getattr(self.traits, name) for name in PADDED_TENSORS[self.traits.op])
+
+    def rows(self, dim: int) -> int:
+        """Rows of a CTA, of a tensor with that head dim."""
+        return self.tile.rows(self.traits, dim)
+
+    def blocks(self, places: RowPlaces, dim: int) -> Int32:
+        """CTAs of a tensor with that head dim; the grid may have more, of which row numbers would exceed 32 bits."""
+        return cute.ceil_div(places.count, self.rows(dim))
+
+    def fake_args(self) -> tuple:
+        """The arguments of ``__call__`` for compiling, without the stream."""
+        return pad_rows_fake_args(self.traits)
+
+    # ---- host ----
+
+    @cute.jit
+    def __call__(
+        self, mSource: tuple, mTarget: tuple, which: Int32, mCuSeqlens: cute.Tensor, stream: cuda.CUstream
+    ) -> None:
+        """Launch, one extent of the grid for the tensors. Shapes: see ``cute_attn.kernels.arguments``."""
+        places = tuple(RowPlaces.make(x) for x in (mSource if self.pads else mTarget))
+        blocks = Int32(0)
+        for i in cutlass.range_constexpr(len(mSource)):
+            if which & (1 << i) != 0:
+                blocks = cutlass.max(blocks, self.blocks(places[i], self.dims[i]))
+        self.kernel(mSource, mTarget, places, which, mCuSeqlens).launch(
+            grid=[cutlass.max(blocks, 1), len(mSource), 1],
+            block=[self.tile.num_threads, 1, 1],
+            stream=stream,
+        )
+
+    # ---- device ----
+
+    @cute.kernel
+    def kernel(
+        self, mSource: tuple, mTarget: tuple, places: tuple, which: Int32, mCuSeqlens: cute.Tensor
+    ) -> None:
+        thread = cute.arch.thread_idx()[0]
+        block, tensor, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(len(mSource)):
+            if tensor == i and which & (1 << i) != 0:
+                if cutlass.const_expr(self.pads):
+                    self.pad(mSource[i], mTarget[i], places[i], self.dims[i], block, thread)
+                else:
+                    first, end = self.owned(mTarget[i], places[i], mCuSeqlens)
+                    self.unpad(mSource[i], mTarget[i], places[i], self.dims[i], first, end, block, thread)
+
+    # ---- device code that tests also run on the host ----
+
+    @cute.jit
+    def owned(self, y: cute.Tensor, places: RowPlaces, cu_seqlens: cute.Tensor):
+        """The first row to write, and the end of those rows; a row being one head's."""
+        first, end = Int32(0), places.count
+        if cutlass.const_expr(cu_seqlens is not None):
+            heads = Int32(y.shape[1])
+            first = cu_seqlens[0] * heads
+            end = cu_seqlens[cute.size(cu_seqlens) - 1] * heads
+        return first, end
+
+    @cute.jit
+    def pad(
+        self, x: cute.Tensor, y: cute.Tensor, places: RowPlaces, dim: Constexpr, block: Int32, thread: Int32
+    ) -> None:
+        """Rows of x to padded ones, by one of a CTA's threads."""
+        wide, rows, unit = self.wide(dim), self.rows(dim), self.tile.unit(self.traits)
+        row0, threads = block * rows, self.tile.num_threads
+        if block < self.blocks(places, dim):
+            steps: Constexpr = -(-rows * (wide // unit) // threads)
+            values = cute.make_rmem_tensor(cute.make_layout((unit, steps)), y.element_type)
+            stride = Int64(x.stride[cute.rank(x) - 1])
+            if stride == 1:
+                self.load(x, places, dim, 1, row0, thread, values)
+            else:
+                self.load(x, places, dim, stride, row0, thread, values)
+            for i in cutlass.range_constexpr(steps):
+                row, col = quotient(thread + i * threads, wide // unit)
+                if (row < rows) & (row0 + row < places.count):
+                    store_unit(values[None, i], y, Int64(row0 + row) * wide + col * unit)
+
+    @cute.jit
+    def load(
+        self,
+        x: cute.Tensor,
+        places: RowPlaces,
+        dim: Constexpr,
+        stride: Int64,
+        row0: Int32,
+        thread: Int32,
+        values: cute.Tensor,
+    ) -> None:
+        """A thread's units of padded rows from ``row0`` on, whose elements are ``stride`` apart in x."""
+        unit, steps = cute.size(values, mode=[0]), cute.size(values, mode=[1])
+        values.fill(values.element_type(0.0))
+        for i in cutlass.range_constexpr(steps):
+            row, col = quotient(thread + i * self.tile.num_threads, self.wide(dim) // unit)
+            start = places.start(x, cutlass.min(row0 + row, places.count - 1)) + Int64(col * unit) * stride
+            for e in cutlass.range_constexpr(unit):
+                if col * unit + e < dim:
+                    values[e, i] = element(x, start + e * stride)[0]
+
+    @cute.jit
+    def unpad(
+        self,
+        x: cute.Tensor,
+        y: cute.Tensor,
+        places: RowPlaces,
+        dim: Constexpr,
+        first: Int32,
+        end: Int32,
+        block: Int32,
+        thread: Int32,
+    ) -> None:
+        """Padded rows of x to the rows [first, end) of y, by one of a CTA's threads."""
+        row0, stop = block * self.rows(dim), (block + 1) * self.rows(dim)
+        if block < self.blocks(places, dim):
+            if (first <= row0) & (stop <= end) & is_run(y, dim):
+                self.unpad_run(x, y, dim, row0, thread)
+            else:
+                first, end = cutlass.max(first, row0), cutlass.min(end, stop)
+                self.unpad_elements(x, y, places, dim, first, end, thread)
+
+    @cute.jit
+    def unpad_run(self, x: cute.Tensor, y: cute.Tensor, dim: Constexpr, row0: Int32, thread: Int32) -> None:
+        """To a CTA's rows from ``row0`` on, which lie one right after the other."""
+        unit, threads, wide = self.tile.unit(self.traits), self.tile.num_threads, self.wide(dim)
+        source, target = Int64(row0) * wide, Int64(row0) * dim
+        elements: Constexpr = self.rows(dim) * dim
+        steps: Constexpr = -(-elements // (unit * threads))
+        values = cute.make_rmem_tensor(cute.make_layout((unit, steps)), y.element_type)
+        for i in cutlass.range_constexpr(steps):
+            at = cutlass.min((thread + i * threads) * unit, elements - unit)
+            row, col = quotient(at, dim)
+            for e in cutlass.range_constexpr(unit):
+                values[e, i] = element(x, source + (row * wide + col))[0]
+                col += 1
+                row, col = (row + 1, 0) if col == dim else (row, col)
+        for i in cutlass.range_constexpr(steps):
+            at = (thread + i * threads) * unit
+            if at < elements:
+                store_unit(values[None, i], y, target + at)
+
+    @cute.jit
+    def unpad_elements(
+        self,
+        x: cute.Tensor,
+        y: cute.Tensor,
+        places: RowPlaces,
+        dim: Constexpr,
+        first: Int32,
+        end: Int32,
+        thread: Int32,
+    ) -> None:
+        """To the rows [first, end), of a CTA's, anywhere; there may be none."""
+        for at in cutlass.range(thread, (end - first) * dim, self.tile.num_threads, unroll=2):
+            row, col = quotient(at, dim)
+            start = places.start(y, first + row) + Int64(col) * y.stride[cute.rank(y) - 1]
+            element(y, start)[0] = element(x, Int64(first + row) * self.wide(dim) + col)[0]
+
+    def wide(self, dim: int) -> int:
+        """The head dim that ``dim`` is padded to."""
+        return aligned_head_dim(self.traits.dtype, dim)
+
+
+def element(x: cute.Tensor, offset: Int64) -> cute.Tensor:
+    """One element of ``x``, so many from its first."""
+    return cute.make_tensor(x.iterator + offset, cute.make_layout(1))
+
+
+def store_unit(values: cute.Tensor, y: cute.Tensor, offset: Int64) -> None:
+    """Store ``values`` at a multiple of their size."""
+    unit = cute.size(values)
+    address = (y.iterator + offset).toint()
+    target = cute.make_ptr(
+        y.element_type, address, y.memspace, assumed_align=unit * y.element_type.width // 8
+    )
+    cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(unit)))
+
+
+def quotient(number: Int32, divisor: int) -> tuple[Int32, Int32]:
+    """``divmod`` of a number of at least 0, whose divisor the compiler knows."""
+    whole = Int32(Uint32(number) // Uint32(divisor))
+    return whole, number - whole * divisor
+
+
+def is_run(y: cute.Tensor, dim: int) -> Boolean:
+    """Whether rows of ``y`` lie one right after the other, from a multiple of 8 bytes on."""
+    found = Boolean((y.iterator.toint() & 7) == 0)
+    expected = Int64(1)
+    for mode in reversed(range(cute.rank(y))):
+        found = found & (Int64(y.stride[mode]) == expected)
+        expected = expected * (dim if mode == cute.rank(y) - 1 else y.shape[mode])
+    return found

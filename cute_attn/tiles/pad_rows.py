@@ -1,0 +1,52 @@
+"""Tile of the kernels that copy rows to padded ones, and back."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.tiles.base import Tile, choice
+from cute_attn.traits import PADDED_TENSORS, Traits, aligned_head_dim
+
+
+@dataclass(frozen=True)
+class PadRowsTile(Tile):
+    """Tile of the padding copies.
+
+    Attributes:
+        num_threads: threads of a CTA.
+        units: units of 8 bytes that a thread loads before it stores any, at least, where rows are not very long.
+    """
+
+    num_threads: int = choice(256, 128, 256, 512)
+    units: int = choice(4, 2, 4, 8)
+
+    UNIT_BYTES: ClassVar[int] = 8
+    """What a thread stores at once. Elements of 16 bits are loaded one by one: adjacent threads' loads are then 8 bytes
+    apart, which takes the L1 a third of the time that 16 bytes would."""
+    ROWS: ClassVar[int] = 8
+    """So many rows of any head dim, one right after the other, are whole 16 bytes."""
+
+    def unit(self, traits: Traits) -> int:
+        """Elements of a unit."""
+        return self.UNIT_BYTES // traits.element_bytes
+
+    def rows(self, traits: Traits, head_dim: int) -> int:
+        """Rows of a CTA, of a tensor with that head dim."""
+        units = aligned_head_dim(traits.dtype, head_dim) // self.unit(traits)
+        return max(self.units * self.num_threads // units // self.ROWS, 1) * self.ROWS
+
+    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
+        return {"none": (0, 0)}
+
+    def registers(self, traits: Traits) -> int:
+        longest = max(traits.head_dim, traits.head_dim_v)
+        units = self.rows(traits, longest) * aligned_head_dim(traits.dtype, longest) // self.unit(traits)
+        return 4 * -(-units // self.num_threads) + 40
+
+    def shape_reason(self, traits: Traits) -> str | None:
+        if traits.op not in PADDED_TENSORS:
+            return f"op is {traits.op}; accepted: {', '.join(PADDED_TENSORS)}"
+        if self.num_threads <= 0 or self.num_threads % 32 or self.num_threads > 1024:
+            return f"num_threads is {self.num_threads}; accepted: multiples of 32 up to 1024"
+        if not 1 <= self.units <= 16:
+            return f"units is {self.units}; accepted: 1 to 16"
+        return None
