@@ -544,7 +544,7 @@ class CombineShares(Combine):
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
         seqlens: Seqlens,
-        mask_args: tuple | None,
+        mask_args: Any,
         nheads_kv: Int32,
         slots: Int32,
         stream: cuda.CUstream,
@@ -567,7 +567,7 @@ class CombineShares(Combine):
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
         seqlens: Seqlens,
-        mask_args: tuple | None,
+        mask_args: Any,
         units: CombineUnits,
         slots: Int32,
     ) -> None:
