@@ -254,7 +254,7 @@ def _times_b(
             own = [b.load_b(here, piece, first + k + i) for i in range(at_once)]
             multiply(tiled_mma, total, a[k : k + at_once], own)
         if cutlass.const_expr(len(a[0]) > 1):
-            # What compilers make of a vector and of a loop differs: of each, less for those who have it.
+            # A vector for a single step: as scalars, streamed backwards have 1% more instructions.
             if cutlass.const_expr(row_factors is None and factor is None and len(a) == 1):
                 target.store(target.load() + total.load())
             else:
