@@ -254,7 +254,8 @@ def _times_b(
             own = [b.load_b(here, piece, first + k + i) for i in range(at_once)]
             multiply(tiled_mma, total, a[k : k + at_once], own)
         if cutlass.const_expr(len(a[0]) > 1):
-            if cutlass.const_expr(row_factors is None and factor is None):
+            # A vector for a single step: as scalars, streamed backwards have 1% more instructions.
+            if cutlass.const_expr(row_factors is None and factor is None and len(a) == 1):
                 target.store(target.load() + total.load())
             else:
                 _scale_and_add(target, row_factors, total, factor)

@@ -18,7 +18,7 @@ from layouts.host import offset_table, run_on_host
 # Fragments take static indices, so loops over them are unrolled on purpose.
 
 
-def in_parts(x):
+def terms_of(x):
     """The definition, in numpy: (hi, lo, exponent) of an fp32 array."""
     exponent = 14 - int(np.floor(np.log2(np.abs(x).max())))
     scaled = x * np.float32(2.0**exponent)
@@ -77,7 +77,7 @@ def test_parts_of_all_rows(shape, count):
     x = found[:step].view(np.float32).reshape(rows, dim)
     assert (x < 0).any() and (np.abs(x) < 0.07).any()
     terms = found[step:].view(np.float16).reshape(rows, count, padded(dim))
-    hi, lo, exponent = in_parts(x)
+    hi, lo, exponent = terms_of(x)
     assert exponent == EXPONENT
     np.testing.assert_array_equal(terms[:, 0, :dim], hi)
     assert count == 1 or np.array_equal(terms[:, 1, :dim], lo)

@@ -78,7 +78,7 @@ def test_rows_that_no_sequence_owns(name: str) -> None:
 
 @pytest.mark.parametrize("small", ["q", "k", "v", "grad_out"])
 @pytest.mark.parametrize("name", ["d64-causal"])
-def test_a_row_that_is_too_small_for_one_part(name: str, small: str) -> None:
+def test_a_row_that_is_too_small_for_one_term(name: str, small: str) -> None:
     """The fallback kernel computes, with half the keys of a CTA."""
     problem, start = problem_of(name)
     changed = dict(zip(("q", "k", "v", "grad_out"), (*problem.tensors, start.out), strict=True))
