@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
-from cute_attn.cli.options import AsJson, Name, Target, make_console
+from cute_attn.cli.options import AsJson, Name, Target, make_console, writable_file
 
 Workloads = Annotated[
     list[str] | None,
@@ -21,7 +21,10 @@ Workloads = Annotated[
 ]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Also write the result here, as JSON for `report`.")
+    Path | None,
+    typer.Option(
+        "-o", "--output", callback=writable_file, help="Also write the result here, as JSON for `report`."
+    ),
 ]
 LedgerFile = Annotated[
     Path | None, typer.Option("--ledger", help="The ledger; by default bench/ledger.jsonl of the checkout.")
@@ -209,7 +212,9 @@ def write_report(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Of ab -o, tune -o or bench/results, or a ledger.jsonl.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", callback=writable_file, help="The page.")] = Path(
+        "report.html"
+    ),
     kernels: Annotated[
         bool,
         typer.Option("--kernels/--no-kernels", help="Also layouts and steady steps; builds the kernels."),
@@ -223,7 +228,6 @@ def write_report(
 
 def _write(path: Path | None, values: dict[str, Any]) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ with status 2.
 import importlib.util
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +17,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import cute_attn
+
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
 from cute_attn.cli import code, gpu, hub, run, table
-from cute_attn.cli.options import AsJson, Name, Target, TileText, make_console
+from cute_attn.cli.errors import described
+from cute_attn.cli.options import (
+    AsJson,
+    Name,
+    Names,
+    Target,
+    TileText,
+    Verbose,
+    is_verbose,
+    make_console,
+    writable_folder,
+)
 from cute_attn.traits import Traits
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
 app.add_typer(cache_app, name="cache")
 
@@ -40,12 +54,25 @@ _NOTABLE = {
 
 def main() -> None:
     """Run the command; errors in arguments or files become one sentence."""
+    warnings.formatwarning = _as_a_line
     try:
-        app()
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"error: {message}", file=sys.stderr)
+        app(prog_name="cute-attn")
+    except Exception as error:
+        text = described(error, verbose=is_verbose())
+        if text is None:
+            raise
+        print(text, file=sys.stderr)
         sys.exit(2)
+
+
+_default_format = warnings.formatwarning
+
+
+def _as_a_line(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+    """The package's own warnings, without the place that warns."""
+    if Path(filename).is_relative_to(Path(cute_attn.__file__).parent):
+        return f"warning: {message}\n"
+    return _default_format(message, category, filename, lineno, line)
 
 
 def _load(path: Path) -> None:
@@ -58,6 +85,12 @@ def _load(path: Path) -> None:
     spec.loader.exec_module(module)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cute-attn {cute_attn.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def load(
     files: Annotated[
@@ -66,6 +99,11 @@ def load(
             "--load", help="A Python file that registers your kernels or epilogues; may be repeated."
         ),
     ] = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
+    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     for file in files or ():
         _load(file)
@@ -73,7 +111,7 @@ def load(
 
 @app.command("list")
 def list_kernels(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    names: Names = None,
     target: Target = None,
     as_json: AsJson = False,
 ) -> None:
@@ -148,7 +186,10 @@ def compile_kernel(
     target: Target = None,
     as_json: AsJson = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write PTX, cubin and SASS into this folder.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", callback=writable_folder, help="Write PTX, cubin and SASS into this folder."
+        ),
     ] = None,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
@@ -156,7 +197,6 @@ def compile_kernel(
 
     compiled = compile(name, tile or None, target)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
@@ -313,9 +353,9 @@ def show_kernel(
     name: Name,
     tile: TileText = "",
     target: Target = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write into.")] = Path(
-        "pictures"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
+    ] = Path("pictures"),
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
@@ -361,7 +401,7 @@ def cache_prune(
 
 @cache_app.command("prebuild")
 def cache_prebuild(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    names: Names = None,
     tile: TileText = "",
     target: Target = None,
     workers: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.compiler import cubin as _cubin
+from cute_attn.compiler import html
 from cute_attn.compiler.cache import (
     CUBIN,
     ELSEWHERE,
@@ -148,7 +149,25 @@ class CompiledKernel:
         return _cubin.count_instructions(self.sass)
 
     def __repr__(self) -> str:
-        return f"CompiledKernel({self.name}, {self.tile}, target={self.target})"
+        used = self.resources
+        return (
+            f"CompiledKernel({self.name} on {self.target}, {self.tile.brief()}: {used.registers} registers, "
+            f"{used.shared_memory_bytes:,} bytes of shared memory, {used.spill_store_bytes} bytes spilled)"
+        )
+
+    def _repr_html_(self) -> str:
+        used = self.resources
+        costs = {
+            "tile": self.tile.brief().replace(",", ", "),
+            "registers a thread": str(used.registers),
+            "shared memory a block": f"{used.shared_memory_bytes:,} bytes",
+            "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
+            "local memory a thread": f"{used.local_bytes} bytes",
+            "built": "from the cache" if self.from_cache else f"in {self.seconds:.1f} s",
+        }
+        if self.warnings:
+            costs["ptxas"] = " ".join(self.warnings)
+        return html.table(f"{self.name} on {self.target}", [""], [costs])
 
 
 def compile(
@@ -281,6 +300,8 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
+    from layouts.model import no_arguments
+
     start = time.perf_counter()
     _check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
@@ -288,7 +309,8 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         folder = Path(name)
         places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
+        with no_arguments():
+            compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)
         parts = {
             OBJECT: (folder / OBJECT).read_bytes(),

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import FEATURES, did_you_mean
 
 _REGISTERED: dict[str, type["Epilogue"]] = {}
 
@@ -107,5 +108,6 @@ def user_epilogue(name: str) -> type[Epilogue]:
     """
     if name not in _REGISTERED:
         known = ", ".join(sorted(_REGISTERED)) or "none, before register_epilogue"
-        raise ValueError(f"no epilogue is registered as {name!r}; accepted: {known}")
+        meant = did_you_mean(name, (*FEATURES, *_REGISTERED))
+        raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
     return _REGISTERED[name]

@@ -174,6 +174,100 @@ def test_wrong_calls(run, arguments):
     assert WRONG[arguments] in done.stderr
 
 
+IN_A_FILE = {
+    "at its top": "SIZE = int('abc')",
+    "in an epilogue": """import cute_attn
+
+
+@cute_attn.register_epilogue("broken")
+class Broken(cute_attn.Epilogue):
+    def forward(self, state, tile, loaded):
+        tile.acc[0] = {}["missing"]
+""",
+}
+PLACES = {
+    "at its top": (1, "SIZE = int('abc')", "ValueError: invalid literal for int() with base 10: 'abc'"),
+    "in an epilogue": (7, 'tile.acc[0] = {}["missing"]', "KeyError: 'missing'"),
+}
+
+
+@pytest.mark.parametrize("where", IN_A_FILE)
+def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path, where):
+    file = tmp_path / "mine.py"
+    file.write_text(IN_A_FILE[where])
+    done = run("--load", str(file), "compile", "forward-sm80-bf16-d64-broken")
+    line, source, error = PLACES[where]
+    assert done.returncode == 2 and done.stdout == ""
+    shown = done.stderr.splitlines()
+    assert [text for text in shown if " File " in text] == [
+        text for text in shown if f'"{file}", line {line}' in text and text.endswith(source)
+    ]
+    assert error in shown and "frames of installed packages are hidden; -v shows them" in shown[-1]
+    assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
+
+
+def test_a_sentence_about_a_loaded_file_has_its_line(run, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import cute_attn\ncute_attn.register(object, variant='')\n")
+    done = run("--load", str(file), "list")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first == "error: variant is ''; accepted: a name for the changed kernel, such as 'padded'"
+    assert f'"{file}", line 2' in second and second.endswith("cute_attn.register(object, variant='')")
+
+
+def test_an_error_of_the_package_keeps_its_traceback():
+    """Only what a ``raise`` of the package says is a sentence."""
+    from cute_attn.cli.errors import described
+    from cute_attn.tiles import base
+
+    def failed(call):
+        with pytest.raises(Exception) as caught:
+            call()
+        own = caught.value.__traceback__.tb_next.tb_next  # without this file's frames
+        return described(caught.value.with_traceback(own), verbose=False)
+
+    assert failed(lambda: base._parse("tile_m", "x", int)) == "error: tile field tile_m is 'x'; accepted: int"
+    assert failed(lambda: base.padded("x")) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tune", "forward-sm80-bf16-d64", "--static"),
+        ("report", "absent.json"),
+        ("compile", "forward-sm80-bf16-d64"),
+        ("show", "forward-sm80-bf16-d64"),
+        ("ab", "forward-sm80-bf16-d64"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
+    (tmp_path / "file").touch()
+    done = run(*words, "-o", str(tmp_path / "file" / "result"))
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "error: -o is '" in done.stderr and "that can be written (" in done.stderr
+
+
+def test_an_option_that_may_be_written_is_left_as_it_was(tmp_path):
+    from cute_attn.cli.options import writable_file, writable_folder
+
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    assert writable_file(old).read_text() == "{}"
+    assert not writable_file(tmp_path / "new" / "new.json").exists() and (tmp_path / "new").is_dir()
+    assert list(writable_folder(tmp_path / "folder").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    folder = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    done = processes.run("-m", "cute_attn", *LOAD, "compile", TOY, environment=folder)
+    assert done.returncode == 0 and "registers a thread" in done.stdout
+    assert done.stderr.startswith("warning: compiled kernels stay in this process: the cache ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_cache_switched_off(run):
     done = run("cache", "list", cache="0")
     assert done.returncode == 2 and "CUTE_ATTN_CACHE is '0'" in done.stderr
