@@ -15,12 +15,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import cute_attn
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn.cli import code, gpu, hub, run, table
+from cute_attn.cli import code, doctor, gpu, hub, run, table, words
 from cute_attn.cli.errors import described
 from cute_attn.cli.options import (
     AsJson,
@@ -31,8 +30,10 @@ from cute_attn.cli.options import (
     Verbose,
     is_verbose,
     make_console,
+    show,
     writable_folder,
 )
+from cute_attn.lab.tables import Table
 from cute_attn.traits import Traits
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -113,15 +114,25 @@ def load(
 def list_kernels(
     names: Names = None,
     target: Target = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every default tile, and not only how many there are.")
+    ] = False,
+    features: Annotated[
+        bool, typer.Option("--features", help="The words that a kernel's name may have.")
+    ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Kernels with their default tiles, or why there is none; for NAMEs, or for a choice of traits.
+    """Kernels with their default tiles, or why there is none; without NAMEs, how many defaults each kernel has.
 
     Below a default tile, the tiles that replace it for some calls, and for which.
     """
     from cute_attn.compiler import registry
     from cute_attn.tiles import TARGETS
 
+    if features:
+        show(words.features_table())
+        return
     if target is not None and target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
     if names:
@@ -136,16 +147,47 @@ def list_kernels(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("kernel", "targets", "default tile", "shared memory", "registers", title=_registered())
+    if not names and not everything:
+        show(_counts(target))
+        return
+    table = Table("kernel", "targets", "default tile", "shared memory", "registers")
+    if not is_verbose():
+        table.caption = "fields of tiles that have their class's default are left out; -v shows all"
     for row, targets in _by_target(rows):
         if row["reason"]:
             table.add_row(row["name"], targets, f"[red]{row['reason']}")
         else:
             memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
-            table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
+            table.add_row(row["name"], targets, _shown(row["name"], row["tile"]), memory, registers)
             for other in row["other_tiles"]:
-                table.add_row(f"  for {other['for']}", targets, _spaced(other["tile"]))
-    make_console().print(table)
+                table.add_row(f"  for {other['for']}", targets, _shown(row["name"], other["tile"]))
+    show(table)
+
+
+def _counts(target: str | None) -> Table:
+    """A row a registered kernel: where it runs, how many default tiles the tests know, and one of them."""
+    from cute_attn.compiler import registry
+
+    table = Table("kernel", "runs on", "default tiles", "such as")
+    table.caption = (
+        "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of names, "
+        "`explain forward-sm80` what its fields mean"
+    )
+    tiles: dict[tuple[str, str], set[str]] = {}
+    names: dict[tuple[str, str], list[Traits]] = {}
+    for traits, on in registry.defaults():
+        if on == (target or on):
+            key = (traits.op, traits.arch)
+            tiles.setdefault(key, set()).add(str(registry.lookup(traits, None, on).tile))
+            names.setdefault(key, []).append(traits)
+    for op, arch, variant in registry.KERNELS:
+        label, runs_on = registry.label((op, arch, variant)), " ".join(registry.RUNS_ON[arch])
+        if not variant and (op, arch) in tiles:
+            such = min(names[op, arch], key=lambda one: (one.head_dim != 128, len(one.name)))
+            table.add_row(label, runs_on, str(len(tiles[op, arch])), such.name)
+        elif target in (None, *registry.RUNS_ON[arch]):
+            table.add_row(label, runs_on, "", f"{label}-bf16-d128" if variant else "")
+    return table
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -155,12 +197,6 @@ def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
         key = str([row["name"], row["tile"], row["reason"]])
         groups.setdefault(key, (row, []))[1].append(row["target"])
     return [(row, " ".join(targets)) for row, targets in groups.values()]
-
-
-def _registered() -> str:
-    from cute_attn.compiler import registry
-
-    return "registered: " + ", ".join(map(registry.label, registry.KERNELS))
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -191,6 +227,7 @@ def compile_kernel(
             "-o", "--output", callback=writable_folder, help="Write PTX, cubin and SASS into this folder."
         ),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
     from cute_attn.compiler import compile
@@ -232,7 +269,7 @@ def _costs(compiled: Any) -> dict[str, str]:
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
-        "tile": _spaced(compiled.tile),
+        "tile": _spaced(compiled.tile if is_verbose() else compiled.tile.brief()),
         "registers a thread": str(resources.registers),
         "shared memory a block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
@@ -247,6 +284,16 @@ def _costs(compiled: Any) -> dict[str, str]:
     costs["all instructions"] = f"{sum(instructions.values()):,}"
     costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
     return costs
+
+
+def _shown(name: str, tile: str) -> str:
+    """A tile of a kernel as the command line prints it: without inert fields, unless all were asked for."""
+    if not is_verbose():
+        from cute_attn.compiler import registry
+
+        traits = Traits.parse(name)
+        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile).brief()
+    return _spaced(tile)
 
 
 def _spaced(tile: Any) -> str:
@@ -349,7 +396,7 @@ def bench_kernel(
 
 
 @app.command("show")
-def show_kernel(
+def draw_kernel(
     name: Name,
     tile: TileText = "",
     target: Target = None,
@@ -368,8 +415,11 @@ def show_kernel(
 
 
 @cache_app.command("list")
-def cache_list(as_json: AsJson = False) -> None:
-    """What is on disk, the most recently used first."""
+def cache_list(
+    everything: Annotated[bool, typer.Option("--all", help="Every kernel, and not only how many.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
     cache = _cache()
     entries = cache.entries()
     if as_json:
@@ -378,12 +428,23 @@ def cache_list(as_json: AsJson = False) -> None:
         )
         return
     title = f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    if not everything:
+        counted = Table("kernel", "kernels", "MB", "seconds to build", title=title)
+        counted.caption = "`cute-attn cache list --all` has each of them"
+        groups: dict[str, list[Any]] = {}
+        for entry in entries:
+            groups.setdefault("-".join(entry.meta["name"].split("-")[:2]), []).append(entry)
+        for label, those in sorted(groups.items()):
+            size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
+            counted.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
+        show(counted)
+        return
     table = Table("kernel", "target", "tile", "built in", "key", title=title)
     for entry in entries:
         meta = entry.meta
         tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
         table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
-    make_console().print(table)
+    show(table)
 
 
 @cache_app.command("prune")
@@ -444,3 +505,5 @@ gpu.add_to(app)
 table.add_to(app)
 run.add_to(app)
 hub.add_to(app)
+words.add_to(app)
+doctor.add_to(app)

@@ -1,11 +1,16 @@
 """Arguments and options that several commands share, and where commands print."""
 
+import contextlib
+import os
+import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS
 
@@ -98,3 +103,32 @@ def make_console() -> Console:
     """120 columns where the output is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal's stderr what is being done, and for how long; gives what changes the text."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with live_progress(*columns) as progress:
+        task = progress.add_task(text)
+        yield lambda now: progress.update(task, description=now)
+
+
+def live_progress(*columns: ProgressColumn) -> Progress:
+    """On a terminal's stderr, which it keeps while the compiler replaces the process's; leaves nothing behind."""
+    console = Console(file=sys.stderr)
+    return Progress(*columns, transient=True, console=console, disable=not console.is_terminal)
+
+
+def show(*parts: Any) -> None:
+    """Print, on a terminal through a pager what is longer than its screen."""
+    console = make_console()
+    if console.is_terminal and sys.stdin.isatty():
+        with console.capture() as captured:
+            console.print(*parts, sep="\n")
+        if captured.get().count("\n") >= console.height:
+            os.environ.setdefault("LESS", "-R")
+            with console.pager(styles=True):
+                console.print(*parts, sep="\n")
+            return
+    console.print(*parts, sep="\n")

@@ -26,9 +26,9 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from cute_attn.host.activation import Options
+from cute_attn.lab.tables import Table
 
 _HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cute_attn.cli.options import AsJson, Target, make_console
+from cute_attn.cli.options import AsJson, Target, show
+from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def print_table(
     if as_json:
         print(json.dumps([{**vars(one), "tile": one.tile and str(one.tile)} for one in rows], indent=1))
     else:
-        make_console().print(_table(rows))
+        show(_table(rows))
 
 
 def _table(rows: "Iterable[Row]") -> Table:

@@ -12,6 +12,7 @@ A/B of the winner against the default decides. Timings are kept on disk: a study
 """
 
 import math
+import os
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
+from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
@@ -121,7 +123,11 @@ def tune(
         beside = [
             r for r in needed_kernels(search.default, shapes, search.target) if r[1] != search.space.tile
         ]
-        builds = WorkerBuilds(traits, search.target, shapes, () if static_only else dict.fromkeys(beside))
+        workers = (
+            len(os.sched_getaffinity(0)) if static_only else None
+        )  # nothing is timed, no core is left free
+        needed = () if static_only else dict.fromkeys(beside)
+        builds = WorkerBuilds(traits, search.target, shapes, needed, workers)
         equipment = Equipment(card, builds)
         budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
     study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
@@ -356,9 +362,8 @@ class _Study:
         base, own = self.default_built, entry.built
         if base is None or own is None or not own.estimates or not base.estimates:
             return
-        ratios = [math.log(own.estimates[name] / base.estimates[name]) for name in base.estimates]
         changes = {} if entry.candidate.status == "timed" else {"status": "ranked"}
-        self.mark(entry, estimate=math.exp(statistics.fmean(ratios)), **changes)
+        self.mark(entry, estimate=relative(own.estimates, base.estimates), **changes)
 
     def rank_all(self) -> None:
         for entry in self.entries.values():

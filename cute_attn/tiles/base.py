@@ -51,7 +51,7 @@ class Tile:
     def brief(self) -> str:
         """:meth:`__str__` without the fields that have their class's default, but with the block's size."""
         hidden = self.inert_fields()
-        return ",".join(item for item in str(self).split(",") if item not in hidden)
+        return ",".join(item for item in str(self).split(",") if item not in hidden) or str(self)
 
     @classmethod
     def inert_fields(cls) -> frozenset[str]:

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from cute_attn.traits import Traits
 
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+if TYPE_CHECKING:  # only tensors need it, and loading it takes longer than a verdict
+    import torch
+    from torch import Tensor
+
 HIDDEN = 2048
 TOKENS = 16384
 WINDOW = 1024
@@ -173,11 +173,14 @@ class Workload:
 
     def inputs(self, device: str = "cuda") -> "Inputs":
         """New random tensors of these sizes."""
-        dtype = TORCH_DTYPES[self.dtype]
+        import torch
+
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        dtype = dtypes[self.dtype]
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seqlen)
         keys = (sum(self.lengths_k or self.lengths),) if self.lengths else (self.batch, self.longest_k)
 
-        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        def normal(*shape: int, dtype: "torch.dtype" = dtype) -> "Tensor":
             return torch.randn(shape, device=device, dtype=dtype)
 
         q = normal(*rows, self.nheads, self.head_dim)
@@ -185,11 +188,11 @@ class Workload:
         v = normal(*keys, self.nheads_kv, self.head_dim_v)
         bias = slopes = sinks = cu_seqlens = cu_seqlens_k = None
         if self.bias:
-            bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=TORCH_DTYPES[self.bias])
+            bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=dtypes[self.bias])
         if self.alibi:
             slopes = torch.rand(self.nheads, device=device)
         if self.sinks:
-            sinks = normal(self.nheads, dtype=TORCH_DTYPES[self.sinks])
+            sinks = normal(self.nheads, dtype=dtypes[self.sinks])
         if self.lengths:
             cu_seqlens, cu_seqlens_k = (
                 torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
@@ -205,16 +208,16 @@ class Inputs:
     ``cu_seqlens`` is where varlen sequences' queries start, ``cu_seqlens_k`` where their keys do.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None = None
-    sinks: Tensor | None = None
+    q: "Tensor"
+    k: "Tensor"
+    v: "Tensor"
+    bias: "Tensor | None"
+    alibi_slopes: "Tensor | None"
+    cu_seqlens: "Tensor | None"
+    cu_seqlens_k: "Tensor | None" = None
+    sinks: "Tensor | None" = None
 
-    def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
+    def leaves(self, workload: Workload) -> "tuple[Tensor, ...]":
         """The tensors that a backward computes gradients of; marks them as requiring gradients."""
         tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
         for x in tensors:
