@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what __getattr__ imports on first use, for type checkers an
     from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
     from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
     from cute_attn.epilogues.base import Epilogue, register_epilogue
+    from cute_attn.reference.check_epilogue import check_epilogue
     from cute_attn.traits import Traits
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ _HOME = {
     "register": "compiler.registry",
     "Epilogue": "epilogues.base",
     "register_epilogue": "epilogues.base",
+    "check_epilogue": "reference.check_epilogue",
     "attention": "api.attention",
     "attention_backward": "api.attention",
     "attention_varlen": "api.attention",
@@ -75,6 +77,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",
+    "check_epilogue",
     "compile",
     "defaults",
     "draw_rng_state",

@@ -31,6 +31,7 @@ from cute_attn.cli.options import (
     is_verbose,
     make_console,
     show,
+    working,
     writable_folder,
 )
 from cute_attn.lab.tables import Table
@@ -334,6 +335,8 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     declared = compiled.tile.smem_bytes(traits)
     if compiled.resources.shared_memory_bytes > declared:
         problems.append(f"it takes more shared memory than the {declared} bytes its tile states")
+    if traits.epilogues:
+        problems += _check_epilogues(console, traits)
     runs = torch.cuda.is_available()
     if runs:
         problems += _check_on_gpu(console, traits, tile)
@@ -341,6 +344,32 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
         console.print(f"[red]failed: {'; '.join(problems)}")
         raise typer.Exit(1)
     console.print("passed" if runs else "built, not run: there is no GPU to compare it with the reference on")
+
+
+def _check_epilogues(console: Console, traits: Traits) -> list[str]:
+    """Users' epilogues against their references, on the CPU."""
+    from cute_attn.epilogues.base import example_args
+    from cute_attn.reference.check_epilogue import check_epilogue
+
+    table = Table("epilogue", "compared with its reference", "error", "allowed", "")
+    failed = []
+    for name in traits.epilogues:
+        try:
+            example_args(name, 1, 1, 1, 1)
+        except ValueError as reason:
+            table.add_row(name, f"not compared: {reason}")
+            continue
+        with working(f"running {name} on the CPU"):
+            found = check_epilogue(name)
+        for one in found.comparisons:
+            verdict = "ok" if one.passed else "[red]wrong"
+            table.add_row(name, one.what, f"{one.error:.1e}", f"{one.allowed:.1e}", verdict)
+        if not found.passed:
+            failed.append(f"epilogue {name!r} is not what its reference says")
+        if not found.differentiable:
+            table.add_row(name, "it has no backward: forward kernels alone can use it")
+    console.print(table)
+    return failed
 
 
 def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:

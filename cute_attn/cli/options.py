@@ -102,7 +102,7 @@ def _not_written(path: Path, what: str, error: OSError) -> str:
 def make_console() -> Console:
     """120 columns where the output is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", 120)))
 
 
 @contextlib.contextmanager

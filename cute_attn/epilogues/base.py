@@ -37,6 +37,11 @@ class Epilogue:
         """The arguments of one launch, selected from ``inputs``."""
         return ()
 
+    @classmethod
+    def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+        """Arguments of a call of these sizes, its tensors on the CPU: what checks and timings by name call it with."""
+        return ()
+
     def begin(self, args: tuple, context: ScoreContext) -> Any:
         """Once a work tile, on the device: the state for the other methods, as a tuple or a frozen dataclass."""
         return args
@@ -98,6 +103,22 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
         return cls
 
     return register
+
+
+def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+    """Arguments of the epilogue registered under ``name`` for a call of these sizes.
+
+    Raises:
+        ValueError: it takes arguments, and its class has none for a call.
+    """
+    cls = user_epilogue(name)
+    args, taken = cls.example_args(batch, nheads, seqlen_q, seqlen_k), len(cls().fake_args())
+    if not args and taken:
+        raise ValueError(
+            f"epilogue {name!r} takes {taken} arguments; accepted without them: a class with "
+            "example_args(batch, nheads, seqlen_q, seqlen_k), which returns some"
+        )
+    return args
 
 
 def user_epilogue(name: str) -> type[Epilogue]:

@@ -28,7 +28,11 @@ def findings(*verdicts: Verdict) -> list[str]:
     if len(known) > 1 and len({(one.name, one.target) for one in known}) == 1:
         sentence, best = _comparison(known)
         said.append(sentence)
-    said.append(_bound(best, named=len(known) > 1))
+        said.append(_bound(best, "Its steady step"))
+    elif len(known) == 2:
+        return [_bound(one, f"The steady step of {one.name}{_at(one)}") for one in known]
+    else:
+        said.append(_bound(best, "The steady step"))
     fault = _fault(best)
     return [*said, fault] if fault else said
 
@@ -65,11 +69,14 @@ def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
     return ",".join(own) or brief(one)
 
 
-def _bound(one: Verdict, named: bool) -> str:
+def _at(one: Verdict) -> str:
+    return f" at {one.revision}" if one.revision else ""
+
+
+def _bound(one: Verdict, subject: str) -> str:
     """What bounds its step, and what that suggests."""
     assert one.step is not None
     clocks = one.step.clocks
-    subject = "Its steady step" if named else "The steady step"
     if _waits(one):
         return (
             f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the units need of all resident "

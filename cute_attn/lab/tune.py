@@ -305,8 +305,8 @@ class _Study:
         fit = min(len(self.entries), int(min(of_builds, of_times)))
         declined = self.search.declined.total()
         return (
-            f"{len(self.entries)} candidates, {declined} tiles declined; about {fit} fit "
-            f"{self.end - self.start:.0f} s with {self.builds.workers} builds at a time"
+            f"{_count(len(self.entries), 'candidate')}, {_count(declined, 'tile')} declined; about {fit} fit "
+            f"{self.end - self.start:.0f} s with {_count(self.builds.workers, 'build')} at a time"
             + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
         )
 
@@ -466,7 +466,8 @@ class _Study:
         waiting = ("not reached",) if self.card is None else ("not reached", "built", "ranked")
         late = sum(entry.candidate.status in waiting for entry in self.entries.values())
         if late:
-            self.notes.append(f"{late} candidates were not reached within the budget")
+            were = "was" if late == 1 else "were"
+            self.notes.append(f"{_count(late, 'candidate')} {were} not reached within the budget")
         known = [self.default_built, *(entry.built for entry in self.entries.values())]
         unranked = sorted({built.no_rank for built in known if built and built.no_rank})
         if unranked:
@@ -529,6 +530,10 @@ def _promising(entry: _Entry) -> tuple[bool, float]:
     """To sort what is ready: without spills first, then by the estimate."""
     estimate = entry.candidate.estimate
     return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _first_line(error: Exception) -> str:

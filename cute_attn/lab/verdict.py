@@ -555,7 +555,8 @@ def _bank_conflicts(one: Verdict) -> str:
     conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
-    return f"none in {len(one.copies)} copies" if one.copies else "not counted"
+    copies = "1 copy" if len(one.copies) == 1 else f"{len(one.copies)} copies"
+    return f"none in {copies}" if one.copies else "not counted"
 
 
 def line_table(one: Verdict) -> Table:

@@ -1,5 +1,6 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,8 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from tests import processes
+from cute_attn import defaults, lookup
+from cute_attn.compiler import registry
+from cute_attn.tiles import ForwardSm80Tile
+from cute_attn.traits import FEATURES
+from tests import processes, toy  # noqa: F401  # registers the kernel
 
 TOY = "forward-sm80:toy-bf16-d64"
 LOAD = ("--load", "tests/toy.py")
@@ -18,8 +24,9 @@ LOAD = ("--load", "tests/toy.py")
 def run(tmp_path):
     """Run the command with an empty cache, or with ``cache`` as CUTE_ATTN_CACHE."""
 
-    def run(*arguments, cache="1"):
+    def run(*arguments, cache="1", columns="120"):
         environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "cache"), "CUTE_ATTN_CACHE": cache}
+        environment |= {"COLUMNS": columns}
         return processes.run("-m", "cute_attn", *arguments, environment=environment)
 
     return run
@@ -33,7 +40,88 @@ def ok(done):
 
 def test_list(run):
     text = ok(run("list"))
-    assert "registered: forward-sm80" in text and "forward-sm80-bf16-d128" in text
+    assert text.count("\n") < 40 and "--all" in text
+    rows = {line.split()[1]: line.split() for line in text.splitlines() if line.startswith("│")}
+    assert {registry.label(key) for key in registry.KERNELS} == set(rows)
+    tiles = {
+        str(lookup(traits, None, on).tile)
+        for traits, on in defaults()
+        if (traits.op, traits.arch) == ("forward", "sm80")
+    }
+    assert (
+        f"│ {len(tiles)} " in " ".join(rows["forward-sm80"])
+        and "forward-sm80-bf16-d128" in rows["forward-sm80"]
+    )
+    assert all(traits.name in ok(run("list", "--all")).split() for traits, _ in defaults()[:20])
+
+
+def test_tiles_are_listed_without_what_is_their_default(run):
+    brief, full = (
+        ok(run("list", "forward-sm80-bf16-d128", "--target", "sm90", *more)) for more in ((), ("-v",))
+    )
+    assert "tile_m=128, tile_n=64, num_stages=2, qk_unroll=4" in brief and "key_groups" not in brief
+    assert "key_groups=1" in full and "-v shows all" in brief and "-v shows all" not in full
+    narrow = run("list", "forward-sm80-bf16-d128-causal-dropout_mem_efficient", columns="60").stdout
+    assert "…" not in narrow and "mem_efficient" in "".join(
+        line.split("│")[1].strip() for line in narrow.splitlines()[3:-2]
+    )
+
+
+def test_features_are_listed_and_explained(run):
+    text = ok(run("list", "--features"))
+    assert all(f"│ {feature} " in text for feature in FEATURES)
+    assert "score / cap" in ok(run("explain", "softcap"))
+    text = " ".join(
+        ok(run("explain", "forward-sm80-bf16-d64-causal", "qk_unroll", "one warp's stalls")).split()
+    )
+    for word in ("Ampere", "head dims", "swizzle_bits", "tune` tries 0, 1, 2, 4", "latency bounds the step"):
+        assert word in text, word
+    done = run("explain", "qk_unrol")
+    assert done.returncode == 2 and "(did you mean 'qk_unroll'?); accepted: a kernel's name" in done.stderr
+
+
+def test_every_word_has_an_explanation():
+    from cute_attn.lab import explain
+    from cute_attn.lab.verdict import ROWS, verdict
+
+    for cls in explain.tile_classes():
+        missing = {field.name for field in dataclasses.fields(cls)} - set(explain.attribute_docs(cls))
+        assert not missing, (cls, missing)
+    assert all(explain.feature_text(feature) for feature in FEATURES)
+    assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
+        explain.attribute_docs(ForwardSm80Tile)
+    )
+    from cute_attn.lab.verdict import _rows
+
+    for name in (TOY, "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"):
+        assert set(_rows(verdict(name))) <= set(ROWS)
+
+
+def test_doctor(run, tmp_path):
+    text = ok(run("doctor"))
+    assert "Nothing is broken." in text and "which can be written" in text
+    (tmp_path / "file").touch()
+    environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    done = processes.run("-m", "cute_attn", "doctor", "--json", environment=environment)
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert {"CUTLASS DSL", "torch", "GPU", "scaled_dot_product_attention"} <= set(found)
+    assert found["attention on the CPU"]["found"].startswith("right")
+    assert "cannot be written" in found["cache"]["found"] and "CUTE_ATTN_CACHE_DIR" in found["cache"]["fix"]
+
+
+def test_doctor_says_what_is_broken(monkeypatch, capsys):
+    from cute_attn.cli import doctor
+
+    def broken():
+        """what is broken"""
+        raise ImportError("libsomething.so is missing\nand more")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken,))
+    with pytest.raises(typer.Exit) as stop:
+        doctor.examine()
+    text = capsys.readouterr().out
+    assert stop.value.exit_code == 1
+    assert "libsomething.so is missing" in text and "and more" not in text and "pip install" in text
 
 
 def test_list_gives_reasons(run):
@@ -139,7 +227,9 @@ def test_the_cache_commands(run, tmp_path):
     assert f"{TOY}" in text and "1/1" in text
     (entry,) = json.loads(ok(run("cache", "list", "--json")))
     assert entry["name"] == TOY and entry["bytes"] > 1000
-    assert TOY in ok(run("cache", "list"))
+    assert TOY in ok(run("cache", "list", "--all"))
+    (row,) = [line.split() for line in ok(run("cache", "list")).splitlines() if line.startswith("│")]
+    assert row[1:5] == ["forward-sm80:toy", "│", "1", "│"]
     assert "removed 0 kernels" in ok(run("cache", "prune", "--older-than", "1"))
     assert "removed 1 kernels" in ok(run("cache", "prune", "--all"))
 
