@@ -1,10 +1,10 @@
 """Regenerate the tables and pictures of speeds in docs/speed.md and the README from files under bench/results.
 
     python -m bench.table bench/results/FILE.json ...           print all of it
-    python -m bench.table --write bench/results/FILE.json ...   put the rows into docs/speed.md and a few into the README
+    python -m bench.table --write bench/results/FILE.json ...   put rows into docs/speed.md and a few into the README
 
-The picture, docs/speed.png, is of the files that docs/speed.md then names, forward and backward, and so are the README's
-rows. Of a result of attention with a cache docs/speed.md has every row, and docs/decode.png.
+The picture, docs/speed.png, is of the files that docs/speed.md then names, forward and backward, and so are the rows of
+the README. Of a result of attention with a cache docs/speed.md has every row, and docs/decode.png.
 """
 
 import argparse
