@@ -49,8 +49,12 @@ def difference_of_two(
     other: Annotated[str | None, typer.Argument(metavar="[NAME2]", help="The other kernel.")] = None,
     tiles: Tiles = None,
     at: Annotated[
-        str | None,
-        typer.Option("--at", metavar="REV", help="Build the first side from this git revision's sources."),
+        list[str] | None,
+        typer.Option(
+            "--at",
+            metavar="REV",
+            help="Build the first side from this git revision's sources; a second, both.",
+        ),
     ] = None,
     target: Target = None,
     as_json: AsJson = False,
@@ -58,20 +62,16 @@ def difference_of_two(
     """How two kernels' machine code differs: verdicts, opcodes, source lines, and the steady steps side by side.
 
     The sides are two tiles (of one --tile, the default is the other), NAME and NAME2, each with the --tile at its
-    place, or NAME as a git revision has it and as it is now.
+    place, or NAME as a git revision has it and as it is now, or as two revisions have it.
     """
     from cute_attn.lab.compare import compare
 
-    first, second = _sides(name, other, tiles or [], at)
-    if at is None:
-        a, b = _verdicts([first, second], target, lines=True)
-    else:
-        from cute_attn.lab.revision import verdict_at
-        from cute_attn.traits import Traits
-
-        (b,) = _verdicts([second], target, lines=True)
-        with working(f"building {first[0]} at {at}"):
-            a = verdict_at(at, Traits.parse(first[0]), first[1] or "", target)
+    revisions = at or []
+    if len(revisions) > 2:
+        raise ValueError(f"--at is given {len(revisions)} times; accepted: two revisions at most")
+    sides = _sides(name, other, tiles or [], bool(revisions))
+    old = [_verdict_at(revision, side, target) for revision, side in zip(revisions, sides, strict=False)]
+    a, b = [*old, *_verdicts(sides[len(old) :], target, lines=True)]
     found = compare(a, b)
     if as_json:
         print(found.json())
@@ -79,8 +79,20 @@ def difference_of_two(
         show(found)
 
 
+def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:
+    """The verdict on a side as a revision's sources have it."""
+    from cute_attn.lab.revision import verdict_at
+    from cute_attn.traits import Traits
+
+    name, tile = side
+    with working(f"building {name} at {revision}"):
+        return verdict_at(revision, Traits.parse(name), tile or "", target)
+
+
 def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:
     """The verdict of each side; several that are not built yet are built at the same time."""
+    if not sides:
+        return []
     with working("loading the compiler") as say:
         from cute_attn.lab.builds import build_at_once
         from cute_attn.lab.verdict import verdict
@@ -95,12 +107,12 @@ Side = tuple[str, str | None]
 """A kernel's name, and what changes its default tile, or None."""
 
 
-def _sides(name: str, other: str | None, tiles: list[str], at: str | None) -> tuple[Side, Side]:
-    """What is compared."""
+def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) -> tuple[Side, Side]:
+    """What is compared; at_revision: the first side, or both, as a git revision has them."""
     if len(tiles) > 2:
         raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
     given = [tile or None for tile in tiles]
-    if other is None and at is None:
+    if other is None and not at_revision:
         if not given:
             raise ValueError(
                 "there is nothing to compare; accepted: two tiles, two names, or --at a revision"

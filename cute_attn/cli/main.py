@@ -1,7 +1,7 @@
-"""The ``cute-attn`` command: list, compile, check, time and draw kernels, and keep their cache.
+"""List, compile, check, time and draw attention kernels, say what bounds them, and keep their cache.
 
-A kernel is named by its traits: ``forward-sm80-bf16-d128-causal-dropout``. A wrong call prints one sentence and exits
-with status 2.
+A kernel is named by its traits, such as forward-sm80-bf16-d128-causal-dropout; list --features has the words, explain
+what they mean.
 """
 
 import importlib.util
@@ -149,7 +149,9 @@ def list_kernels(
         print(json.dumps(rows, indent=1))
         return
     if not names and not everything:
-        show(_counts(target))
+        with working("choosing default tiles"):
+            counts = _counts(target)
+        show(counts)
         return
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
     if not is_verbose():
@@ -231,9 +233,10 @@ def compile_kernel(
     verbose: Verbose = False,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
-    from cute_attn.compiler import compile
+    with working(f"building {name}: seconds, the first time"):
+        from cute_attn.compiler import compile
 
-    compiled = compile(name, tile or None, target)
+        compiled = compile(name, tile or None, target)
     if output is not None:
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
         (output / f"{base}.ptx").write_text(compiled.ptx)
@@ -327,7 +330,8 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     if reasons := list(smem_reasons(kernel)):
         console.print(f"[red]failed: {'; '.join(reasons)}")
         raise typer.Exit(1)
-    compiled = compile(traits, tile or None, target)
+    with working(f"building {traits}: seconds, the first time"):
+        compiled = compile(traits, tile or None, target)
     console.print(cost_table(compiled))
     problems = list(compiled.warnings)
     if compiled.resources.spill_store_bytes or compiled.resources.local_bytes:
@@ -439,8 +443,9 @@ def draw_kernel(
     from cute_attn.lab.pictures import pictures
 
     kernel = registry.lookup(Traits.parse(name), tile or None, target)
-    for path in pictures(kernel, output, ".svg" if svg else ".png"):
-        print(path)
+    with working("drawing"):
+        paths = list(pictures(kernel, output, ".svg" if svg else ".png"))
+    print(*paths, sep="\n")
 
 
 @cache_app.command("list")

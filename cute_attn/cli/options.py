@@ -38,7 +38,11 @@ TileText = Annotated[
     str, typer.Option("--tile", help="Fields of the tile to change: tile_n=128,num_stages=2.")
 ]
 Target = Annotated[
-    str | None, typer.Option("--target", help="sm80, sm86, sm89 or sm90; by default the GPU that is present.")
+    str | None,
+    typer.Option(
+        "--target",
+        help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

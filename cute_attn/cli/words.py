@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cute_attn.cli.options import complete_name, show
+from cute_attn.cli.options import complete_name, show, working
 from cute_attn.lab.tables import Table
 
 # Modules that load the DSL are imported inside the commands.
@@ -26,12 +26,13 @@ def explain_words(
     ],
 ) -> None:
     """What a kernel's name, a field of its tile, or a row of its verdict means."""
-    from cute_attn.lab.explain import explain
-
     table = Table("word", "what it means")
-    for word in words:
-        for name, text in explain(word):
-            table.add_row(name, text)
+    with working("reading docstrings"):
+        from cute_attn.lab.explain import explain
+
+        for word in words:
+            for name, text in explain(word):
+                table.add_row(name, text)
     show(table)
 
 

@@ -120,8 +120,9 @@ class Study:
     def table(self, most: int = 20) -> Table:
         """The best ``most`` candidates, and all that failed."""
         timed = self.workloads if self.gpu else ()
-        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "")
-        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{self.default}"
+        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "note")
+        default = self.default.replace(",", ", ")
+        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{default}"
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
         for one in (*good[:most], *bad):

@@ -1,6 +1,7 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -406,3 +407,20 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     script.write_text(WITHOUT + "from layouts.show import show\nimport cute_attn.lab.verdict\n")
     done = in_a_new_process(script)
     assert done.returncode == 1 and MISSING in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("lines", "paged"), [(3, False), (40, True)])
+def test_long_output_goes_through_a_pager_on_a_terminal(monkeypatch, lines, paged):
+    """And what fits on the screen does not."""
+    from rich.console import Console
+
+    from cute_attn.cli import options
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20)
+    monkeypatch.setattr(options, "make_console", lambda: console)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    pages = []
+    monkeypatch.setattr("rich.pager.SystemPager.show", lambda self, text: pages.append(text))
+    monkeypatch.setenv("LESS", "-R")
+    options.show("\n".join(f"line {n}" for n in range(lines)))
+    assert len(pages) == paged and ("line 2" in (pages[0] if paged else console.file.getvalue()))
