@@ -416,7 +416,7 @@ def test_long_output_goes_through_a_pager_on_a_terminal(monkeypatch, lines, page
 
     from cute_attn.cli import options
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, highlight=False)
     monkeypatch.setattr(options, "make_console", lambda: console)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     pages = []
