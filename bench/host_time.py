@@ -85,7 +85,8 @@ def rows() -> list[Row]:
         return Row(name, lambda leaves: attention(*batch[leaves], causal=True, **options), batch[True])
 
     def varlen(leaves: bool) -> Any:
-        return attention_varlen(*packed[leaves], starts, starts, 156, 156, causal=True)
+        q, k, v = packed[leaves]
+        return attention_varlen(q, k, v, starts, starts, 156, 156, causal=True)
 
     q, caches = tensors((2, 1, 8, 128), 2, False)[0], tensors((2, 512, 2, 128), 2, False)[1:]
     new, lengths = (
@@ -105,7 +106,7 @@ def rows() -> list[Row]:
         Row("cache", lambda _: attention_with_kvcache(q, *caches, **cache)),
         Row("cache, pages", lambda _: attention_with_kvcache(q, *caches, page_table=pages, **cache)),
         Row("cache, append", lambda _: attention_with_kvcache(q, *caches, **appended)),
-        Row("append alone", lambda _: append_kv(*caches, *new, lengths)),
+        Row("append alone", lambda _: append_kv(caches[0], caches[1], new[0], new[1], lengths)),
     ]
 
 

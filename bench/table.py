@@ -1,10 +1,10 @@
-"""Regenerate the README's tables and picture of speeds from files under bench/results.
+"""Regenerate the tables and pictures of speeds in docs/speed.md and the README from files under bench/results.
 
     python -m bench.table bench/results/FILE.json ...           print all of it
-    python -m bench.table --write bench/results/FILE.json ...   put the README's rows into the README, draw its picture
+    python -m bench.table --write bench/results/FILE.json ...   put rows into docs/speed.md and a few into the README
 
-The picture, docs/speed.png, is of the files that the README's tables then name, forward and backward. Of a result of
-attention with a cache the README has every row, and docs/decode.png.
+The picture, docs/speed.png, is of the files that docs/speed.md then names, forward and backward, and so are the rows of
+the README. Of a result of attention with a cache docs/speed.md has every row, and docs/decode.png.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from typing import Any
 
 from bench import decode_picture
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGE, README = Path("docs/speed.md"), Path("README.md")
 BEGIN = {
     "forward": "<!-- speed table -->",
     "backward": "<!-- backward speed table -->",
@@ -31,7 +32,21 @@ END = {
     "decode": "<!-- end of decode table -->",
 }
 PEERS = {"fa2": "FA2", "mem_efficient": "mem-eff.", "cudnn": "cuDNN", "fa3": "FA3", "fa4": "FA4"}
-README_ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
+ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
+"""The rows of docs/speed.md."""
+SHORT_BEGIN, SHORT_END = "<!-- short speed table -->", "<!-- end of short speed table -->"
+SHORT_ROWS = (
+    "bf16-d64-b8-s2048-h32",
+    "bf16-d64-b2-s8192-h32-causal",
+    "bf16-d128-b8-s2048-h16",
+    "bf16-d128-b8-s2048-h16-causal",
+    "bf16-d128-b2-s8192-h16-causal",
+    "bf16-d128-b1-s8192-h32x8-causal",
+    "bf16-d128-varlen8x8192-h16-causal",
+    "bf16-d128-b8-s2048-h16-causal-dropout",
+    "bf16-d128-b8-s2048-h16-bias_bf16",
+    "bf16-d256-b2-s8192-h8",
+)
 """The rows of the README."""
 
 
@@ -134,7 +149,7 @@ def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*
         if op != "decode"
         else "Microseconds of a call on a cache that is not in the L2, in a CUDA graph"
     )
-    caption = f"{unit}, medians, all in one run on one {machine}; {versions} ([{source}]({source}))."
+    caption = f"{unit}, medians, all in one run on one {machine}; {versions} ([{source}](../{source}))."
     if op == "decode":
         most = decode_picture.ceiling(result)
         caption += f" GB/s are of keys and values, the faster kernel's; reading alone takes {most:.0f}."
@@ -199,45 +214,69 @@ def _plain_ticks(axes: Any) -> None:
     axes.grid(alpha=0.3)
 
 
-def named_results(readme: str) -> Mapping[str, Path]:
-    """The existing result that each of the README's tables names, by operation."""
+def short_table(forward: dict[str, Any], backward: dict[str, Any]) -> str:
+    """A Markdown table of ten rows: TFLOP/s of our best kernel and of the fastest peer, both ways."""
+    header = ["workload", "forward", "fastest peer", "", "backward", "fastest peer", ""]
+    speeds = [_by_workload(result, "value") for result in (forward, backward)]
+    rows = []
+    for name in SHORT_ROWS:
+        cells = []
+        for op, of in zip(("fwd", "bwd"), speeds, strict=True):
+            values = of.get(f"{op}-{name}", {})
+            own = max((x for impl, x in values.items() if _is_own(impl)), default=None)
+            peer = max(((x, PEERS[impl]) for impl, x in values.items() if impl in PEERS), default=None)
+            cells += [f"**{own:.0f}**" if own else "-", f"{peer[0]:.0f} ({peer[1]})" if peer else "-"]
+            cells.append(f"{own / peer[0]:.2f}" if own and peer else "-")
+        rows.append([name, *cells])
+    return f"{SHORT_BEGIN}\n{_markdown(header, rows)}\n{SHORT_END}"
+
+
+def named_results(page: str) -> Mapping[str, Path]:
+    """The existing result that each of the page's tables names, by operation."""
     found = {}
     for op in BEGIN:
-        table = readme.partition(BEGIN[op])[2].partition(END[op])[0]
+        table = page.partition(BEGIN[op])[2].partition(END[op])[0]
         named = re.search(r"\]\(([^)]+\.json)\)", table)
-        if named and (README.parent / named[1]).exists():
-            found[op] = README.parent / named[1]
+        if named and (ROOT / PAGE.parent / named[1]).exists():
+            found[op] = ROOT / PAGE.parent / named[1]
     return found
 
 
 def write(paths: list[Path]) -> None:
-    """Put the results' tables into the README, and redraw its picture."""
-    readme = README.read_text()
+    """Put the results' tables into docs/speed.md, a few rows into the README, and redraw the pictures."""
+    page = (ROOT / PAGE).read_text()
     for path in paths:
         result = json.loads(path.read_text())
-        begin, end = BEGIN[operation(result)], END[operation(result)]
-        if begin not in readme or end not in readme:
-            sys.exit(f"{README} has no {begin} ... {end}")
-        before, rest = readme.split(begin, 1)
-        readme = before + section(result, _source(path), README_ROWS) + rest.split(end, 1)[1]
-    README.write_text(readme)
-    results = {op: json.loads(path.read_text()) for op, path in named_results(readme).items()}
-    plot(results.get("forward"), results.get("backward"), README.parent / PICTURE)
+        op = operation(result)
+        page = _replaced(page, BEGIN[op], END[op], section(result, _source(path), ROWS), PAGE)
+    (ROOT / PAGE).write_text(page)
+    results = {op: json.loads(path.read_text()) for op, path in named_results(page).items()}
+    plot(results.get("forward"), results.get("backward"), ROOT / PICTURE)
     if "decode" in results:
-        decode_picture.plot(results["decode"], README.parent / DECODE_PICTURE)
+        decode_picture.plot(results["decode"], ROOT / DECODE_PICTURE)
+    if "forward" in results and "backward" in results:
+        readme = (ROOT / README).read_text()
+        short = short_table(results["forward"], results["backward"])
+        (ROOT / README).write_text(_replaced(readme, SHORT_BEGIN, SHORT_END, short, README))
+
+
+def _replaced(text: str, begin: str, end: str, new: str, page: Path) -> str:
+    """A page with what lies between two marks, and the marks, replaced."""
+    if begin not in text or end not in text:
+        sys.exit(f"{page} has no {begin} ... {end}")
+    before, rest = text.split(begin, 1)
+    return before + new + rest.split(end, 1)[1]
 
 
 def _source(path: Path) -> str:
-    """A result's path as the README names it."""
-    return path.resolve().relative_to(README.parent).as_posix()
+    """A result's path in the repository."""
+    return path.resolve().relative_to(ROOT).as_posix()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument(
-        "--write", action="store_true", help="replace the tables in the README, and its picture"
-    )
+    parser.add_argument("--write", action="store_true", help="replace the tables and pictures")
     options = parser.parse_args()
     if options.write:
         write(options.results)

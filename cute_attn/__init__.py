@@ -7,13 +7,35 @@
     kernel.resources, kernel.instructions, kernel.ptx, kernel.sass
     cute_attn.sdpa.activate()                                                       PyTorch's attention on the kernels
     cute_attn.flash_attn, cute_attn.transformers                                    FlashAttention's, Hugging Face's
+    cute_attn.lab                                                                   what a tile costs, and which is best
 
 Names are imported on first use: ``import cute_attn`` itself loads neither torch nor the DSL.
 """
 
 import time
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what __getattr__ imports on first use, for type checkers and editors
+    from cute_attn import flash_attn as flash_attn
+    from cute_attn import lab as lab
+    from cute_attn import sdpa as sdpa
+    from cute_attn import transformers as transformers
+    from cute_attn.api.append import append_kv
+    from cute_attn.api.attention import (
+        attention,
+        attention_backward,
+        attention_varlen,
+        attention_varlen_backward,
+        draw_rng_state,
+    )
+    from cute_attn.api.kvcache import attention_with_kvcache
+    from cute_attn.api.merge import merge_attention
+    from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
+    from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
+    from cute_attn.epilogues.base import Epilogue, register_epilogue
+    from cute_attn.reference.check_epilogue import check_epilogue
+    from cute_attn.traits import Traits
 
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs
@@ -30,6 +52,7 @@ _HOME = {
     "register": "compiler.registry",
     "Epilogue": "epilogues.base",
     "register_epilogue": "epilogues.base",
+    "check_epilogue": "reference.check_epilogue",
     "attention": "api.attention",
     "attention_backward": "api.attention",
     "attention_varlen": "api.attention",
@@ -39,13 +62,40 @@ _HOME = {
     "append_kv": "api.append",
     "merge_attention": "api.merge",
 }
-_DROP_INS = ("flash_attn", "sdpa", "transformers")
-__all__ = ["__version__", *_HOME]
+_MODULES = ("flash_attn", "lab", "sdpa", "transformers")
+# Spelled out, which type checkers and linters need.
+__all__ = [
+    "CompiledKernel",
+    "Epilogue",
+    "Resources",
+    "Traits",
+    "Unsupported",
+    "__version__",
+    "append_kv",
+    "attention",
+    "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_with_kvcache",
+    "check_epilogue",
+    "compile",
+    "defaults",
+    "draw_rng_state",
+    "lookup",
+    "merge_attention",
+    "prebuild",
+    "register",
+    "register_epilogue",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DROP_INS:
+    if name in _MODULES:
         return import_module(f".{name}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'cute_attn' has no attribute {name!r}")
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name.startswith("__"))})

@@ -11,7 +11,9 @@ A :class:`Traits` is a frozen, hashable value with one short name that parses ba
 How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_attn.tiles`.
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 OPS = (
@@ -83,6 +85,8 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "tree": ("tree", True),
     **{f"split_{split}": ("split", split) for split in SPLITS},
 }
+FEATURES = tuple(_TOKENS)
+"""The optional words of a name, but for users' epilogues."""
 _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -97,6 +101,22 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     "tree": ("kvcache",),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
+
+
+def field_of(feature: str) -> tuple[str, object]:
+    """The field of :class:`Traits` that one of ``FEATURES`` sets, and its value."""
+    return _TOKENS[feature]
+
+
+def ops_of(feature: str) -> tuple[str, ...]:
+    """The ops whose traits may have one of ``FEATURES``; a kernel's ``supports`` may still decline it."""
+    return _ONLY_IN.get(_TOKENS[feature][0], OPS)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'causal'?)"`` for a misspelled word, or ``""``."""
+    close = difflib.get_close_matches(word, list(known), 1, 0.7)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def head_dim_multiple(dtype: str) -> int:

@@ -6,7 +6,7 @@ The kernel reads it from a table (nheads, 2 * reach + 1), so no (seqlen_q, seqle
 is the whole epilogue. Its registered name is accepted in kernel names and by ``attention``, on sm80 and on sm90.
 
     python examples/custom_epilogue.py
-    cute-attn --load examples/custom_epilogue.py compile forward-sm80-bf16-d64-causal-relative_position
+    cute-attn --load examples/custom_epilogue.py check forward-sm80-bf16-d64-causal-relative_position
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn import Epilogue, Traits, attention, compile, lookup, register_epilogue
+from cute_attn import Epilogue, Traits, attention, check_epilogue, compile, lookup, register_epilogue
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
@@ -60,6 +60,13 @@ class RelativePosition(Epilogue):
                 # The clamp also keeps the index in the table for queries and keys beyond the sequences.
                 distance = cutlass.min(cutlass.max(first + tile.cols[c], -state.reach), state.reach)
                 tile.acc[r, c] = tile.acc[r, c] + state.row[distance + state.reach] * state.inv_score_scale
+
+    def backward(self, state: HeadTable, tile: ScoreTile, saved: Any) -> None:
+        """The score after grows as the score before: its gradient stays. The table has none."""
+
+    @classmethod
+    def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+        return (torch.randn(nheads, 257),)
 
     @staticmethod
     def reference(scores: torch.Tensor, coords: Any, inputs: ScoreInputs) -> torch.Tensor:
@@ -106,6 +113,7 @@ def main() -> None:
     torch.manual_seed(0)
     compare_costs()
     print(f"Its code on this CPU against torch: largest difference {largest_difference_on_cpu():.1e}")
+    print(check_epilogue("relative_position"))
     if torch.cuda.is_available():
         print(f"The kernel on this GPU against torch: largest difference {largest_difference_on_gpu():.1e}")
     else:

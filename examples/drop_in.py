@@ -216,11 +216,13 @@ def main() -> None:
             rows.setdefault(name, {}).update(measure(case, device, options.repeats, when))
     for name in CASES.keys() - rows.keys():
         print(f"{name:14} not run: transformers is not installed")
+    if device == "cpu":
+        print("No GPU here: nothing is served, and both times are of PyTorch's attention")
     for name, row in rows.items():
+        times = "" if device == "cpu" else f"{row['after'] / row['before']:.2f} times, "
         print(
-            f"{name:14} {row['before']:10.1f} -> {row['after']:10.1f} {row['unit']}, "
-            f"{row['after'] / row['before']:.2f} times, error {row['before_error']:.1e} -> {row['after_error']:.1e}, "
-            f"{row['after_served']} calls served"
+            f"{name:14} {row['before']:10.1f} -> {row['after']:10.1f} {row['unit']}, {times}"
+            f"error {row['before_error']:.1e} -> {row['after_error']:.1e}, {row['after_served']} calls served"
         )
         for reason, count in row["after_fell_through"].items():
             print(f"    {count} calls fell through: {reason}")

@@ -7,7 +7,7 @@ import layouts
 from cute_attn import register
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.lab.race import ab
-from cute_attn.lab.verdict import table, verdict
+from cute_attn.lab.verdict import shown, verdict
 from cute_attn.tiles import padded
 
 
@@ -18,5 +18,5 @@ class Plain(ForwardSm80):
 
 register(Plain, variant="unswizzled")
 names = "forward-sm80:unswizzled-bf16-d64", "forward-sm80-bf16-d64"
-rich.print(table(*map(verdict, names)))
+rich.print(shown(*map(verdict, names)))
 print(ab(*names).sentence if torch.cuda.is_available() else "No GPU here: with one, an A/B would follow.")

@@ -1,7 +1,7 @@
 """Train a small GPT twice from one seed: with this package's attention, and with PyTorch's.
 
     python examples/train_gpt.py                       200 steps on the GPU; writes docs/train_gpt.png and .json
-    python examples/train_gpt.py --device cpu --steps 5 --dropout 0 --plot ''
+    python examples/train_gpt.py --device cpu --steps 5 --dropout 0 --plot ''     in seconds, a smaller model
 
 Two layers, head dim 64, causal, dropout in attention and around it, on the bytes of this package's own sources. Both
 runs have the same dropout masks: from the seed and the offset of torch's generator this package computes the mask of
@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cute_attn import attention
 
 ROOT = Path(__file__).parents[1]
+SIZES = {"width": (512, 128), "seqlen": (512, 128), "batch": (16, 2)}
+"""On a GPU and on the CPU, where attention is the definition in plain torch."""
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Causal attention: q, k, v (batch, seqlen, heads, dim) and a dropout probability -> the output."""
 
@@ -80,8 +82,8 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def train(attend: Attend, options: argparse.Namespace) -> list[float]:
-    """The loss of each step."""
+def train(name: str, attend: Attend, options: argparse.Namespace) -> list[float]:
+    """The loss of each step; says which step it is at."""
     text = b"\n".join(path.read_bytes() for path in sorted((ROOT / "cute_attn").rglob("*.py")))
     data = torch.tensor(list(text), device=options.device)
     torch.manual_seed(options.seed)
@@ -102,6 +104,8 @@ def train(attend: Attend, options: argparse.Namespace) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.detach())
+        if options.device == "cpu" or step % 20 == 0:  # a loss that is read waits for the GPU
+            print(f"{name}: step {step + 1} of {options.steps}, loss {loss:.4f}", flush=True)
     return torch.stack(losses).tolist()
 
 
@@ -127,23 +131,26 @@ def main() -> None:
     """Train twice, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    for name, value in (
-        ("steps", 200),
-        ("layers", 2),
-        ("width", 512),
-        ("seqlen", 512),
-        ("batch", 16),
-        ("seed", 0),
-    ):
+    for name, value in (("steps", 200), ("layers", 2), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    for name, (on_gpu, on_cpu) in SIZES.items():
+        text = f"by default {on_gpu}, on the CPU {on_cpu}"
+        parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument(
         "--plot", default=str(ROOT / "docs" / "train_gpt.png"), help="the picture; '' for none"
     )
     options = parser.parse_args()
+    for name, sizes in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[options.device == "cpu"])
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, and there is no GPU; accepted here: cpu")
     if options.device == "cpu" and options.dropout:
         parser.error("--dropout is not 0; accepted with --device cpu: 0, PyTorch has another mask there")
-    losses = {"cute_attn": train(ours, options), "PyTorch": train(pytorchs, options)}
+    losses = {
+        name: train(name, attend, options) for name, attend in (("cute_attn", ours), ("PyTorch", pytorchs))
+    }
     a, b = (torch.tensor(x) for x in losses.values())
     apart = (a - b).abs()
     print(f"first loss {a[0]:.4f} and {b[0]:.4f}, last {a[-1]:.4f} and {b[-1]:.4f}")

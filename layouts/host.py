@@ -13,7 +13,7 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
-from .model import trace
+from .model import no_arguments, trace
 
 
 def run_on_host(
@@ -32,7 +32,9 @@ def run_on_host(
         body(out)
 
     tensor = from_dlpack(out, assumed_align=alignment)
-    cute.compile[cute.GPUArch(arch)](host, tensor)(tensor)
+    with no_arguments():
+        compiled = cute.compile[cute.GPUArch(arch)](host, tensor)
+    compiled(tensor)
     return out.numpy()
 
 

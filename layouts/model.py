@@ -4,7 +4,11 @@ The functions here run outside a trace. They take a function that builds the obj
 ``lambda: smem_layout(128, 64, cutlass.Float16)``, and run it in a short trace of their own.
 """
 
-from collections.abc import Callable
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +52,41 @@ class ThreadValueMap:
     text: str
 
 
+_lock = threading.Lock()
+_readers, _arguments = 0, list[str]()
+
+
+@contextlib.contextmanager
+def no_arguments() -> Iterator[None]:
+    """Hide the command line of the running script from the DSL, which reads an option ``-diagnostic`` from it.
+
+    Of a script's own ``-d 8`` it would take that for the beginning of, and end the process.
+    """
+    global _readers, _arguments
+    with _lock:
+        _readers += 1
+        if _readers == 1:
+            _arguments, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        with _lock:
+            _readers -= 1
+            if _readers == 0:
+                sys.argv = _arguments
+
+
+def _show_arguments() -> None:
+    """In a forked child: the threads that hid them are not there."""
+    global _lock, _readers
+    _lock = threading.Lock()
+    if _readers:
+        _readers, sys.argv = 0, _arguments
+
+
+os.register_at_fork(after_in_child=_show_arguments)
+
+
 def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
     """Runs ``make`` in a trace for ``arch`` and returns its result, which must be plain Python or numpy.
 
@@ -59,7 +98,8 @@ def trace(make: Callable[[], Any], arch: str = "sm_90a") -> Any:
     def host() -> None:
         results.append(make())
 
-    cute.compile[cute.GPUArch(arch)](host)
+    with no_arguments():
+        cute.compile[cute.GPUArch(arch)](host)
     return results[0]
 
 

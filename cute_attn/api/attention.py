@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from cute_attn.api import operators
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.host import plans, random_states
+from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import with_readable_bias
 from cute_attn.host.call import NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
 from cute_attn.host.checks import check_dense, check_flags, check_starts, check_writable, is_one_of
@@ -625,6 +625,10 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
         raise ValueError(
             f"dropout_mask is {options.dropout_mask!r}; accepted: {', '.join(map(repr, DROPOUTS))}"
         )
+    tile = "" if options.tile is None else str(options.tile)
+    backward_tile = "" if options.backward_tile is None else str(options.backward_tile)
+    if q.device.type == "cpu" and (options.kernel or tile or backward_tile):
+        choose.check_words(options.kernel or "", tile=tile, backward_tile=backward_tile)
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
     tensors = materialized(tensors)
@@ -649,9 +653,9 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
             epilogue_numbers,
             options.return_softmax,
             options.kernel or "",
-            "" if options.tile is None else str(options.tile),
+            tile,
             bool(options.deterministic),
-            "" if options.backward_tile is None else str(options.backward_tile),
+            backward_tile,
             options.precision or "",
         )
     )

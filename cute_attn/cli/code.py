@@ -1,12 +1,13 @@
 """The commands of the laboratory that need no GPU: verdict and diff."""
 
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
-from cute_attn.cli.options import AsJson, Name, Target, make_console
+from cute_attn.cli.options import AsJson, Name, Target, Verbose, is_verbose, show, working
 
 Tiles = Annotated[
     list[str] | None,
@@ -31,19 +32,16 @@ def verdict_of_tiles(
         typer.Option("--lines", help="Also the source lines that a steady step spends most instructions on."),
     ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
-    from cute_attn.lab.verdict import line_table, table, verdict
+    from cute_attn.lab.verdict import line_table, shown
 
-    found = [verdict(name, tile or None, target, lines=lines) for tile in tiles or [""]]
+    found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
-    console = make_console()
-    console.print(table(*found))
-    for one in found:
-        if one.lines:
-            console.print(line_table(one))
+    show(shown(*found, verbose=is_verbose()), *(line_table(one) for one in found if one.lines))
 
 
 def difference_of_two(
@@ -51,8 +49,12 @@ def difference_of_two(
     other: Annotated[str | None, typer.Argument(metavar="[NAME2]", help="The other kernel.")] = None,
     tiles: Tiles = None,
     at: Annotated[
-        str | None,
-        typer.Option("--at", metavar="REV", help="Build the first side from this git revision's sources."),
+        list[str] | None,
+        typer.Option(
+            "--at",
+            metavar="REV",
+            help="Build the first side from this git revision's sources; a second, both.",
+        ),
     ] = None,
     target: Target = None,
     as_json: AsJson = False,
@@ -60,36 +62,57 @@ def difference_of_two(
     """How two kernels' machine code differs: verdicts, opcodes, source lines, and the steady steps side by side.
 
     The sides are two tiles (of one --tile, the default is the other), NAME and NAME2, each with the --tile at its
-    place, or NAME as a git revision has it and as it is now.
+    place, or NAME as a git revision has it and as it is now, or as two revisions have it.
     """
     from cute_attn.lab.compare import compare
-    from cute_attn.lab.verdict import verdict
 
-    first, second = _sides(name, other, tiles or [], at)
-    if at is None:
-        a = verdict(*first, target, lines=True)
-    else:
-        from cute_attn.lab.revision import verdict_at
-        from cute_attn.traits import Traits
-
-        a = verdict_at(at, Traits.parse(first[0]), first[1] or "", target)
-    found = compare(a, verdict(*second, target, lines=True))
+    revisions = at or []
+    if len(revisions) > 2:
+        raise ValueError(f"--at is given {len(revisions)} times; accepted: two revisions at most")
+    sides = _sides(name, other, tiles or [], bool(revisions))
+    old = [_verdict_at(revision, side, target) for revision, side in zip(revisions, sides, strict=False)]
+    a, b = [*old, *_verdicts(sides[len(old) :], target, lines=True)]
+    found = compare(a, b)
     if as_json:
         print(found.json())
     else:
-        make_console().print(found)
+        show(found)
+
+
+def _verdict_at(revision: str, side: "Side", target: str | None) -> Any:
+    """The verdict on a side as a revision's sources have it."""
+    from cute_attn.lab.revision import verdict_at
+    from cute_attn.traits import Traits
+
+    name, tile = side
+    with working(f"building {name} at {revision}"):
+        return verdict_at(revision, Traits.parse(name), tile or "", target)
+
+
+def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:
+    """The verdict of each side; several that are not built yet are built at the same time."""
+    if not sides:
+        return []
+    with working("loading the compiler") as say:
+        from cute_attn.lab.builds import build_at_once
+        from cute_attn.lab.verdict import verdict
+
+        what = " and ".join(dict.fromkeys(f"{name} {tile or ''}".strip() for name, tile in sides))
+        say(f"building {what}: seconds each, the first time")
+        build_at_once(sides, target, lines=lines)
+        return [verdict(name, tile, target, lines=lines) for name, tile in sides]
 
 
 Side = tuple[str, str | None]
 """A kernel's name, and what changes its default tile, or None."""
 
 
-def _sides(name: str, other: str | None, tiles: list[str], at: str | None) -> tuple[Side, Side]:
-    """What is compared."""
+def _sides(name: str, other: str | None, tiles: list[str], at_revision: bool) -> tuple[Side, Side]:
+    """What is compared; at_revision: the first side, or both, as a git revision has them."""
     if len(tiles) > 2:
         raise ValueError(f"--tile is given {len(tiles)} times; accepted: two tiles at most")
     given = [tile or None for tile in tiles]
-    if other is None and at is None:
+    if other is None and not at_revision:
         if not given:
             raise ValueError(
                 "there is nothing to compare; accepted: two tiles, two names, or --at a revision"

@@ -1,58 +1,62 @@
-"""``make demo``: what this project does, in a few minutes; all but the last part without a GPU.
+"""``make demo``: what this project does, in half a minute; all but the last part without a GPU.
 
-The kernels; the cost of an Ampere and a Hopper one, and what bounds the latter; the score tiles and epilogues of both,
-run on the CPU for every thread and compared with torch; attention on CPU tensors; pictures of both. With a GPU: both
-against torch at Llama-3-8B's shapes.
+The score tiles and epilogues of an Ampere and a Hopper kernel, run on the CPU for every thread and compared with torch;
+attention on CPU tensors; which of PyTorch's calls are served; what both kernels cost, and what bounds them; pictures.
+With a GPU: both against torch at Llama-3-8B's shapes.
 """
 
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import cute_attn
 from cute_attn import reference
-from cute_attn.cli import main as commands
+from cute_attn.cli.options import make_console, working
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.lab import pictures
 from cute_attn.lab.benchmark.workload import Workload
-from cute_attn.lab.verdict import verdict
+from cute_attn.lab.builds import build_at_once
+from cute_attn.lab.verdict import shown, verdict
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 
-FLAGSHIP = "forward-sm80-bf16-d128-causal"
-HOPPER = "forward-sm90-bf16-d128-causal"
+FLAGSHIP = "forward-sm80-bf16-d64-causal"
+HOPPER = "forward-sm90-bf16-d64-causal"
+LARGE = ("forward-sm80-bf16-d128-causal", "forward-sm90-bf16-d128-causal")
 PICTURES = Path("build/pictures")
 LLAMA_3_8B = {"nheads": 32, "nheads_kv": 8, "head_dim": 128, "causal": True}
 
-console = Console() if sys.stdout.isatty() else Console(width=120)
+console = make_console()
 
 
 def heading(text: str) -> None:
-    console.print(f"\n[bold]{text}")
+    console.print(f"\n[bold]{text}", highlight=False)
 
 
 def main() -> None:
     start = time.perf_counter()
     torch.manual_seed(0)
-    heading("The kernels, and the tile each takes by default")
-    commands.list_kernels()
-    heading("What the same attention costs as an Ampere and as a Hopper kernel, each on its own GPU")
-    built = (
-        cute_attn.compile(name, target=target) for name, target in ((FLAGSHIP, "sm80"), (HOPPER, "sm90"))
-    )
-    console.print(commands.cost_table(*built))
-    heading("What bounds a steady step of the Hopper one, from its machine code")
-    console.print(verdict(HOPPER, target="sm90"))
+    console.print(f"{len(registry.KERNELS)} kernels; `cute-attn list` has them.", highlight=False)
+    # Two processes build while this one computes.
+    builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None), (HOPPER, None)], "sm90"))
+    builds.start()
     wrong = epilogues_on_the_cpu() + attention_on_the_cpu() + drop_in_on_the_cpu()
-    heading("The layouts of both")
-    for name in (FLAGSHIP, HOPPER):
-        for path in pictures.pictures(registry.lookup(Traits.parse(name)), PICTURES):
-            console.print(f"  {path}")
+    heading(
+        "What the same attention costs as an Ampere and as a Hopper kernel, and what bounds it: `cute-attn verdict`"
+    )
+    with working("building both kernels"):
+        builds.join()
+        costs = [verdict(name, target="sm90") for name in (FLAGSHIP, HOPPER)]
+    console.print(shown(*costs))
+    heading(f"Layouts, copies and matrix products of {HOPPER}: `cute-attn show`")
+    with working("drawing"):
+        drawn = list(pictures.pictures(registry.lookup(Traits.parse(HOPPER)), PICTURES))
+    console.print(f"  {len(drawn)} pictures in {PICTURES}, such as {drawn[0].name}", highlight=False)
     if torch.cuda.is_available():
         wrong += kernel_against_torch()
         speed_against_torch()
@@ -73,23 +77,18 @@ def epilogues_on_the_cpu() -> str:
     seqlen_q, seqlen_k, scale = 150, 200, 128**-0.5
     shape = (2, 4, seqlen_q, seqlen_k)
     products = torch.randn(2, 4, seqlen_q, 128) @ torch.randn(2, 4, 128, seqlen_k)
-    batch, head, query, key = (
-        torch.arange(size).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)
-    )
-    coords = reference.ScoreCoords(batch, head, query, key, 4, seqlen_q, seqlen_k, seqlen_q, seqlen_k, False)
     wrong = ""
-    for features, inputs in (
-        ("causal", ScoreInputs()),
-        ("window", ScoreInputs(window_left=40, window_right=3)),
-        ("softcap", ScoreInputs(softcap=2.0)),
-        ("alibi", ScoreInputs(alibi_slopes=torch.rand(2, 4))),
+    for arch, features, inputs in (
+        ("sm80", "causal", ScoreInputs()),
+        ("sm90", "window", ScoreInputs(window_left=40, window_right=3)),
+        ("sm80", "softcap", ScoreInputs(softcap=2.0)),
+        ("sm90", "alibi", ScoreInputs(alibi_slopes=torch.rand(2, 4))),
     ):
-        for arch in ("sm80", "sm90"):
-            traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
-            ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
-            mask = reference.Features(traits.mask)
-            expected = reference.modify_scores(products * scale, coords, mask, inputs)
-            wrong += _compare(f"{arch} {features}", ours, expected)
+        traits = Traits.parse(f"forward-{arch}-bf16-d128-{features}")
+        ours = emulate.scores_on_host(registry.lookup(traits), products, scale, inputs)
+        coords = emulate.all_coords(traits, shape)
+        expected = reference.modify_scores(products * scale, coords, reference.Features(traits.mask), inputs)
+        wrong += _compare(f"{arch} {features}", ours, expected)
     return wrong
 
 
@@ -153,7 +152,7 @@ def kernel_against_torch() -> str:
     heading("The kernels on this GPU, against the reference in float64")
     wrong = ""
     shape = Workload(1, 2048, **LLAMA_3_8B)  # type: ignore[arg-type]
-    for traits in map(Traits.parse, (FLAGSHIP, HOPPER)):
+    for traits in map(Traits.parse, LARGE):
         if default_target(traits.arch) not in registry.RUNS_ON[traits.arch]:
             continue
         for workload, accuracy in check.check_workloads(traits, [shape]):

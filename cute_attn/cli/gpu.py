@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Modules that load torch or the DSL are imported inside the commands: --help needs neither.
-from cute_attn.cli.options import AsJson, Name, Target, make_console
+from cute_attn.cli.options import (
+    AsJson,
+    Name,
+    Target,
+    live_progress,
+    make_console,
+    show,
+    working,
+    writable_file,
+)
 
 Workloads = Annotated[
     list[str] | None,
@@ -21,7 +29,10 @@ Workloads = Annotated[
 ]
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Also write the result here, as JSON for `report`.")
+    Path | None,
+    typer.Option(
+        "-o", "--output", callback=writable_file, help="Also write the result here, as JSON for `report`."
+    ),
 ]
 LedgerFile = Annotated[
     Path | None, typer.Option("--ledger", help="The ledger; by default bench/ledger.jsonl of the checkout.")
@@ -83,17 +94,8 @@ def ab_of_tiles(
     if predict:
         question = f"{a} against {b} on {', '.join(shape.name for shape in shapes)}"
         entry = ledger.predict(question, a.tile, low=low, high=high, why=why, path=ledger_file)
-    with _status() as progress:
-        task = progress.add_task("building")
-        found = ab(
-            a,
-            b,
-            shapes,
-            resolution=resolution,
-            budget_s=budget,
-            card=card,
-            progress=lambda text: progress.update(task, description=text),
-        )
+    with working("building") as say:
+        found = ab(a, b, shapes, resolution=resolution, budget_s=budget, card=card, progress=say)
     _write(output, found.to_json())
     outcome = ""
     if entry is not None:
@@ -202,14 +204,16 @@ def show_ledger(
         print(json.dumps(ledger.as_json(ledger_file), indent=1))
         return
     shown = ledger.calibration_table(ledger_file) if calibration else ledger.table(ledger_file)
-    make_console().print(shown)
+    show(shown)
 
 
 def write_report(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Of ab -o, tune -o or bench/results, or a ledger.jsonl.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", callback=writable_file, help="The page.")] = Path(
+        "report.html"
+    ),
     kernels: Annotated[
         bool,
         typer.Option("--kernels/--no-kernels", help="Also layouts and steady steps; builds the kernels."),
@@ -218,32 +222,24 @@ def write_report(
     """Write one HTML page of a result; it needs no network."""
     from cute_attn.lab import report
 
-    print(report.write(report.read(file), output, kernels=kernels))
+    with working(
+        "writing the page, which builds the kernels that it shows" if kernels else "writing the page"
+    ):
+        page = report.write(report.read(file), output, kernels=kernels)
+    print(page)
 
 
 def _write(path: Path | None, values: dict[str, Any]) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values, indent=1) + "\n")
-
-
-def _status() -> Progress:
-    """What is being done."""
-    return _progress(SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
 
 
 def _bar() -> Progress:
     """Candidates done, and the best so far."""
-    return _progress(
+    return live_progress(
         BarColumn(bar_width=20),
         TextColumn("{task.completed} of {task.total}"),
         TextColumn("{task.fields[best]}", markup=False),
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
     )
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    """On a terminal's stderr; it leaves nothing behind."""
-    console = Console(stderr=True)
-    return Progress(*columns, transient=True, console=console, disable=not console.is_terminal)

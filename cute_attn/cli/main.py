@@ -1,12 +1,13 @@
-"""The ``cute-attn`` command: list, compile, check, time and draw kernels, and keep their cache.
+"""List, compile, check, time and draw attention kernels, say what bounds them, and keep their cache.
 
-A kernel is named by its traits: ``forward-sm80-bf16-d128-causal-dropout``. A wrong call prints one sentence and exits
-with status 2.
+A kernel is named by its traits, such as forward-sm80-bf16-d128-causal-dropout; list --features has the words, explain
+what they mean.
 """
 
 import importlib.util
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,14 +15,29 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+
+import cute_attn
 
 # Modules that load torch or the DSL are imported inside the commands: --help and the cache need neither.
-from cute_attn.cli import code, gpu, hub, run, table
-from cute_attn.cli.options import AsJson, Name, Target, TileText, make_console
+from cute_attn.cli import code, doctor, gpu, hub, run, table, words
+from cute_attn.cli.errors import described
+from cute_attn.cli.options import (
+    AsJson,
+    Name,
+    Names,
+    Target,
+    TileText,
+    Verbose,
+    is_verbose,
+    make_console,
+    show,
+    working,
+    writable_folder,
+)
+from cute_attn.lab.tables import Table
 from cute_attn.traits import Traits
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
 app.add_typer(cache_app, name="cache")
 
@@ -40,12 +56,25 @@ _NOTABLE = {
 
 def main() -> None:
     """Run the command; errors in arguments or files become one sentence."""
+    warnings.formatwarning = _as_a_line
     try:
-        app()
-    except (ValueError, KeyError, NotImplementedError, OSError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"error: {message}", file=sys.stderr)
+        app(prog_name="cute-attn")
+    except Exception as error:
+        text = described(error, verbose=is_verbose())
+        if text is None:
+            raise
+        print(text, file=sys.stderr)
         sys.exit(2)
+
+
+_default_format = warnings.formatwarning
+
+
+def _as_a_line(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+    """The package's own warnings, without the place that warns."""
+    if Path(filename).is_relative_to(Path(cute_attn.__file__).parent):
+        return f"warning: {message}\n"
+    return _default_format(message, category, filename, lineno, line)
 
 
 def _load(path: Path) -> None:
@@ -58,6 +87,12 @@ def _load(path: Path) -> None:
     spec.loader.exec_module(module)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cute-attn {cute_attn.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def load(
     files: Annotated[
@@ -66,6 +101,11 @@ def load(
             "--load", help="A Python file that registers your kernels or epilogues; may be repeated."
         ),
     ] = None,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, and end."),
+    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     for file in files or ():
         _load(file)
@@ -73,17 +113,27 @@ def load(
 
 @app.command("list")
 def list_kernels(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    names: Names = None,
     target: Target = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every default tile, and not only how many there are.")
+    ] = False,
+    features: Annotated[
+        bool, typer.Option("--features", help="The words that a kernel's name may have.")
+    ] = False,
     as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Kernels with their default tiles, or why there is none; for NAMEs, or for a choice of traits.
+    """Kernels with their default tiles, or why there is none; without NAMEs, how many defaults each kernel has.
 
     Below a default tile, the tiles that replace it for some calls, and for which.
     """
     from cute_attn.compiler import registry
     from cute_attn.tiles import TARGETS
 
+    if features:
+        show(words.features_table())
+        return
     if target is not None and target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
     if names:
@@ -98,16 +148,49 @@ def list_kernels(
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("kernel", "targets", "default tile", "shared memory", "registers", title=_registered())
+    if not names and not everything:
+        with working("choosing default tiles"):
+            counts = _counts(target)
+        show(counts)
+        return
+    table = Table("kernel", "targets", "default tile", "shared memory", "registers")
+    if not is_verbose():
+        table.caption = "fields of tiles that have their class's default are left out; -v shows all"
     for row, targets in _by_target(rows):
         if row["reason"]:
             table.add_row(row["name"], targets, f"[red]{row['reason']}")
         else:
             memory, registers = f"{row['shared_memory_bytes']:,}", f"about {row['registers']}"
-            table.add_row(row["name"], targets, _spaced(row["tile"]), memory, registers)
+            table.add_row(row["name"], targets, _shown(row["name"], row["tile"]), memory, registers)
             for other in row["other_tiles"]:
-                table.add_row(f"  for {other['for']}", targets, _spaced(other["tile"]))
-    make_console().print(table)
+                table.add_row(f"  for {other['for']}", targets, _shown(row["name"], other["tile"]))
+    show(table)
+
+
+def _counts(target: str | None) -> Table:
+    """A row a registered kernel: where it runs, how many default tiles the tests know, and one of them."""
+    from cute_attn.compiler import registry
+
+    table = Table("kernel", "runs on", "default tiles", "such as")
+    table.caption = (
+        "`cute-attn list --all` has every default tile, `list NAME` a kernel's, `list --features` the words of names, "
+        "`explain forward-sm80` what its fields mean"
+    )
+    tiles: dict[tuple[str, str], set[str]] = {}
+    names: dict[tuple[str, str], list[Traits]] = {}
+    for traits, on in registry.defaults():
+        if on == (target or on):
+            key = (traits.op, traits.arch)
+            tiles.setdefault(key, set()).add(str(registry.lookup(traits, None, on).tile))
+            names.setdefault(key, []).append(traits)
+    for op, arch, variant in registry.KERNELS:
+        label, runs_on = registry.label((op, arch, variant)), " ".join(registry.RUNS_ON[arch])
+        if not variant and (op, arch) in tiles:
+            such = min(names[op, arch], key=lambda one: (one.head_dim != 128, len(one.name)))
+            table.add_row(label, runs_on, str(len(tiles[op, arch])), such.name)
+        elif target in (None, *registry.RUNS_ON[arch]):
+            table.add_row(label, runs_on, "", f"{label}-bf16-d128" if variant else "")
+    return table
 
 
 def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
@@ -117,12 +200,6 @@ def _by_target(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
         key = str([row["name"], row["tile"], row["reason"]])
         groups.setdefault(key, (row, []))[1].append(row["target"])
     return [(row, " ".join(targets)) for row, targets in groups.values()]
-
-
-def _registered() -> str:
-    from cute_attn.compiler import registry
-
-    return "registered: " + ", ".join(map(registry.label, registry.KERNELS))
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -148,15 +225,19 @@ def compile_kernel(
     target: Target = None,
     as_json: AsJson = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write PTX, cubin and SASS into this folder.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", callback=writable_folder, help="Write PTX, cubin and SASS into this folder."
+        ),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
-    from cute_attn.compiler import compile
+    with working(f"building {name}: seconds, the first time"):
+        from cute_attn.compiler import compile
 
-    compiled = compile(name, tile or None, target)
+        compiled = compile(name, tile or None, target)
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
@@ -192,7 +273,7 @@ def _costs(compiled: Any) -> dict[str, str]:
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
-        "tile": _spaced(compiled.tile),
+        "tile": _spaced(compiled.tile if is_verbose() else compiled.tile.brief()),
         "registers a thread": str(resources.registers),
         "shared memory a block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
@@ -207,6 +288,16 @@ def _costs(compiled: Any) -> dict[str, str]:
     costs["all instructions"] = f"{sum(instructions.values()):,}"
     costs["built"] = "from the cache" if compiled.from_cache else f"in {compiled.seconds:.1f} s"
     return costs
+
+
+def _shown(name: str, tile: str) -> str:
+    """A tile of a kernel as the command line prints it: without inert fields, unless all were asked for."""
+    if not is_verbose():
+        from cute_attn.compiler import registry
+
+        traits = Traits.parse(name)
+        tile = registry.lookup(traits, None, registry.RUNS_ON[traits.arch][-1]).tile.override(tile).brief()
+    return _spaced(tile)
 
 
 def _spaced(tile: Any) -> str:
@@ -239,7 +330,8 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     if reasons := list(smem_reasons(kernel)):
         console.print(f"[red]failed: {'; '.join(reasons)}")
         raise typer.Exit(1)
-    compiled = compile(traits, tile or None, target)
+    with working(f"building {traits}: seconds, the first time"):
+        compiled = compile(traits, tile or None, target)
     console.print(cost_table(compiled))
     problems = list(compiled.warnings)
     if compiled.resources.spill_store_bytes or compiled.resources.local_bytes:
@@ -247,6 +339,8 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     declared = compiled.tile.smem_bytes(traits)
     if compiled.resources.shared_memory_bytes > declared:
         problems.append(f"it takes more shared memory than the {declared} bytes its tile states")
+    if traits.epilogues:
+        problems += _check_epilogues(console, traits)
     runs = torch.cuda.is_available()
     if runs:
         problems += _check_on_gpu(console, traits, tile)
@@ -254,6 +348,32 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
         console.print(f"[red]failed: {'; '.join(problems)}")
         raise typer.Exit(1)
     console.print("passed" if runs else "built, not run: there is no GPU to compare it with the reference on")
+
+
+def _check_epilogues(console: Console, traits: Traits) -> list[str]:
+    """Users' epilogues against their references, on the CPU."""
+    from cute_attn.epilogues.base import example_args
+    from cute_attn.reference.check_epilogue import check_epilogue
+
+    table = Table("epilogue", "compared with its reference", "error", "allowed", "")
+    failed = []
+    for name in traits.epilogues:
+        try:
+            example_args(name, 1, 1, 1, 1)
+        except ValueError as reason:
+            table.add_row(name, f"not compared: {reason}")
+            continue
+        with working(f"running {name} on the CPU"):
+            found = check_epilogue(name)
+        for one in found.comparisons:
+            verdict = "ok" if one.passed else "[red]wrong"
+            table.add_row(name, one.what, f"{one.error:.1e}", f"{one.allowed:.1e}", verdict)
+        if not found.passed:
+            failed.append(f"epilogue {name!r} is not what its reference says")
+        if not found.differentiable:
+            table.add_row(name, "it has no backward: forward kernels alone can use it")
+    console.print(table)
+    return failed
 
 
 def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
@@ -309,13 +429,13 @@ def bench_kernel(
 
 
 @app.command("show")
-def show_kernel(
+def draw_kernel(
     name: Name,
     tile: TileText = "",
     target: Target = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write into.")] = Path(
-        "pictures"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", callback=writable_folder, help="The folder to write into.")
+    ] = Path("pictures"),
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
@@ -323,13 +443,17 @@ def show_kernel(
     from cute_attn.lab.pictures import pictures
 
     kernel = registry.lookup(Traits.parse(name), tile or None, target)
-    for path in pictures(kernel, output, ".svg" if svg else ".png"):
-        print(path)
+    with working("drawing"):
+        paths = list(pictures(kernel, output, ".svg" if svg else ".png"))
+    print(*paths, sep="\n")
 
 
 @cache_app.command("list")
-def cache_list(as_json: AsJson = False) -> None:
-    """What is on disk, the most recently used first."""
+def cache_list(
+    everything: Annotated[bool, typer.Option("--all", help="Every kernel, and not only how many.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
     cache = _cache()
     entries = cache.entries()
     if as_json:
@@ -338,12 +462,23 @@ def cache_list(as_json: AsJson = False) -> None:
         )
         return
     title = f"{len(entries)} kernels, {sum(entry.size for entry in entries) / 1e6:.1f} MB in {cache.root}"
+    if not everything:
+        counted = Table("kernel", "kernels", "MB", "seconds to build", title=title)
+        counted.caption = "`cute-attn cache list --all` has each of them"
+        groups: dict[str, list[Any]] = {}
+        for entry in entries:
+            groups.setdefault("-".join(entry.meta["name"].split("-")[:2]), []).append(entry)
+        for label, those in sorted(groups.items()):
+            size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
+            counted.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
+        show(counted)
+        return
     table = Table("kernel", "target", "tile", "built in", "key", title=title)
     for entry in entries:
         meta = entry.meta
         tile = ", ".join(f"{field}={value}" for field, value in meta["tile"].items())
         table.add_row(meta["name"], meta["target"], tile, f"{meta['seconds']:.1f} s", entry.key[:12])
-    make_console().print(table)
+    show(table)
 
 
 @cache_app.command("prune")
@@ -361,7 +496,7 @@ def cache_prune(
 
 @cache_app.command("prebuild")
 def cache_prebuild(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    names: Names = None,
     tile: TileText = "",
     target: Target = None,
     workers: Annotated[int | None, typer.Option(help="Processes; by default one a core.")] = None,
@@ -404,3 +539,5 @@ gpu.add_to(app)
 table.add_to(app)
 run.add_to(app)
 hub.add_to(app)
+words.add_to(app)
+doctor.add_to(app)

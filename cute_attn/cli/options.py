@@ -1,21 +1,138 @@
 """Arguments and options that several commands share, and where commands print."""
 
-from typing import Annotated
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A kernel, such as forward-sm80-bf16-d128-causal.")]
+from cute_attn.traits import ARCHS, DTYPES, FEATURES, OPS
+
+
+def complete_name(text: str) -> list[str]:
+    """What a shell offers for the beginning of a kernel's name: its next word."""
+    done, _, _ = text.rpartition("-")
+    words = done.split("-") if done else []
+    steps = (OPS, ARCHS, DTYPES, [f"d{dim}" for dim in (32, 64, 96, 128, 192, 256)])
+    nexts = steps[len(words)] if len(words) < len(steps) else [word for word in FEATURES if word not in words]
+    return [found for found in ("-".join([*words, one]) for one in nexts) if found.startswith(text)]
+
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", autocompletion=complete_name, help="A kernel, such as forward-sm80-bf16-d128-causal."
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME]...", autocompletion=complete_name, help="Kernels; by default all."),
+]
 TileText = Annotated[
     str, typer.Option("--tile", help="Fields of the tile to change: tile_n=128,num_stages=2.")
 ]
 Target = Annotated[
-    str | None, typer.Option("--target", help="sm80, sm86, sm89 or sm90; by default the GPU that is present.")
+    str | None,
+    typer.Option(
+        "--target",
+        help="sm80, sm86, sm89 or sm90; by default the GPU that is present, or the kernel's generation.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_verbose = False
+
+
+def _set_verbose(asked: bool) -> None:
+    global _verbose
+    _verbose = _verbose or asked
+
+
+def is_verbose() -> bool:
+    """Whether ``-v`` was given, before or after the command's name."""
+    return _verbose
+
+
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "-v", "--verbose", callback=_set_verbose, help="All fields of tiles; of an error, all its frames."
+    ),
+]
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """An option's file, tried before the work whose result it is for; its folder is made.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if path is None:
+        return None
+    is_new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(_not_written(path, "a file", error)) from None
+    return path
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """:func:`writable_file` of a folder."""
+    if path is None:
+        return None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(_not_written(path, "a folder", error)) from None
+    return path
+
+
+def _not_written(path: Path, what: str, error: OSError) -> str:
+    return f"-o is {str(path)!r}; accepted: {what} that can be written ({error.strerror or error})"
 
 
 def make_console() -> Console:
     """120 columns where the output is no terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", 120)))
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal's stderr what is being done, and for how long; gives what changes the text."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with live_progress(*columns) as progress:
+        task = progress.add_task(text)
+        yield lambda now: progress.update(task, description=now)
+
+
+def live_progress(*columns: ProgressColumn) -> Progress:
+    """On a terminal's stderr, which it keeps while the compiler replaces the process's; leaves nothing behind."""
+    console = Console(file=sys.stderr)
+    return Progress(*columns, transient=True, console=console, disable=not console.is_terminal)
+
+
+def show(*parts: Any) -> None:
+    """Print, on a terminal through a pager what is longer than its screen."""
+    console = make_console()
+    if console.is_terminal and sys.stdin.isatty():
+        with console.capture() as captured:
+            console.print(*parts, sep="\n")
+        if captured.get().count("\n") >= console.height:
+            os.environ.setdefault("LESS", "-R")
+            with console.pager(styles=True):
+                console.print(*parts, sep="\n")
+            return
+    console.print(*parts, sep="\n")

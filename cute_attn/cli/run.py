@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import importlib.abc
+import importlib.util
 import json
 import os
 import pkgutil
@@ -25,9 +26,9 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from cute_attn.host.activation import Options
+from cute_attn.lab.tables import Table
 
 _HELP = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -185,6 +186,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 def check_program(name: str, module: bool) -> None:
     """Raise ValueError for what Python could not run."""
     if module:
+        sys.path.insert(0, os.getcwd())
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ValueError(f"the module is {name!r}; accepted after -m: one that can be imported")
         return
     importer = pkgutil.get_importer(name)  # of a folder or a zip file
     if importer is None and Path(name).is_file():
@@ -205,7 +209,6 @@ def execute(program: list[str], module: bool) -> int:
     sys.argv = list(program)
     try:
         if module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             if pkgutil.get_importer(name) is None:

@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from cute_attn.cli.options import AsJson, Target, make_console
+from cute_attn.cli.options import AsJson, Target, show, working
+from cute_attn.lab.tables import Table
 from cute_attn.traits import ARCHS
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ def print_table(
             raise ValueError(f"{name} is {value!r}; accepted: {', '.join(x for x in accepted if x)}")
     if like and (op, arch) not in (("backward", None), ("backward", "sm80")):
         raise ValueError(f"--like is {like!r} with {op} on {arch}; accepted: the backward, on sm80")
-    rows = mem_efficient(target) if like else grid(op, arch, target)
+    with working("choosing default tiles"):
+        rows = mem_efficient(target) if like else list(grid(op, arch, target))
     if as_json:
         print(json.dumps([{**vars(one), "tile": one.tile and str(one.tile)} for one in rows], indent=1))
     else:
-        make_console().print(_table(rows))
+        show(_table(rows))
 
 
 def _table(rows: "Iterable[Row]") -> Table:

@@ -8,6 +8,7 @@ Only launching a kernel needs a GPU or a driver.
 
 import concurrent.futures
 import contextlib
+import ctypes
 import functools
 import os
 import queue
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.compiler import cubin as _cubin
+from cute_attn.compiler import html
 from cute_attn.compiler.cache import (
     CUBIN,
     ELSEWHERE,
@@ -148,7 +150,25 @@ class CompiledKernel:
         return _cubin.count_instructions(self.sass)
 
     def __repr__(self) -> str:
-        return f"CompiledKernel({self.name}, {self.tile}, target={self.target})"
+        used = self.resources
+        return (
+            f"CompiledKernel({self.name} on {self.target}, {self.tile.brief()}: {used.registers} registers, "
+            f"{used.shared_memory_bytes:,} bytes of shared memory, {used.spill_store_bytes} bytes spilled)"
+        )
+
+    def _repr_html_(self) -> str:
+        used = self.resources
+        costs = {
+            "tile": self.tile.brief().replace(",", ", "),
+            "registers a thread": str(used.registers),
+            "shared memory a block": f"{used.shared_memory_bytes:,} bytes",
+            "spills": f"{used.spill_store_bytes} bytes stored, {used.spill_load_bytes} loaded",
+            "local memory a thread": f"{used.local_bytes} bytes",
+            "built": "from the cache" if self.from_cache else f"in {self.seconds:.1f} s",
+        }
+        if self.warnings:
+            costs["ptxas"] = " ".join(self.warnings)
+        return html.table(f"{self.name} on {self.target}", [""], [costs])
 
 
 def compile(
@@ -208,9 +228,9 @@ def _options(target: str, lines: bool) -> str:
     return f"{_OPTIONS} --gpu-arch {_GPU_ARCH[target]}" + (_LINE_INFO if lines else "")
 
 
-def is_built(kernel: Any, target: str) -> bool:
+def is_built(kernel: Any, target: str, *, lines: bool = False) -> bool:
     """Whether :func:`build` would find it, in memory or on disk."""
-    key, cache = key_of(kernel, target), usable_cache()
+    key, cache = key_of(kernel, target, lines=lines), usable_cache()
     return key in _kernels or (cache is not None and cache.get(key) is not None)
 
 
@@ -231,11 +251,25 @@ def default_target(arch: str) -> str:
     Raises:
         ValueError: no kernel is built for the GPU's generation.
     """
+    if not _has_driver():
+        return arch
     import torch
 
     if not torch.cuda.is_available():
         return arch
     return _device_target(torch.cuda.current_device())
+
+
+@functools.cache
+def _has_driver() -> bool:
+    """Whether torch, which takes seconds to load, is worth asking for a GPU."""
+    if "torch" in sys.modules:
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache
@@ -281,6 +315,8 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_stream
 
+    from layouts.model import no_arguments
+
     start = time.perf_counter()
     _check_layouts(kernel)
     function = f"cute_attn_{key[:16]}"  # loaded kernels must not share a symbol
@@ -288,7 +324,8 @@ def _build(kernel: Any, target: str, key: str, options: str) -> Entry:
         folder = Path(name)
         places = shlex.join(["--dump-dir", name, f"--remark-output={folder / 'remarks'}"])
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
+        with no_arguments():
+            compiled = cute.compile(kernel, *kernel.fake_args(), stream, options=f"{options} {places}")
         compiled.export_to_c(str(folder / OBJECT), function_name=function)
         parts = {
             OBJECT: (folder / OBJECT).read_bytes(),
@@ -343,7 +380,9 @@ Request = tuple[Traits, Any, str | None]
 """Traits, a tile or its text or None, a target or None."""
 
 
-def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterator[Prebuilt]:
+def prebuild(
+    requests: Iterable[Request], workers: int | None = None, *, lines: bool = False
+) -> Iterator[Prebuilt]:
     """Build many kernels into the disk cache in parallel processes; yields each when built.
 
     The processes load the files that register the requests' variants and epilogues, but not the running script: kernels
@@ -352,6 +391,7 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
     Args:
         requests: (traits, tile or None, target or None) each.
         workers: processes; by default one a core.
+        lines: with line info, as of :func:`compile`.
 
     Raises:
         ValueError: the disk cache is off or cannot be used, or a loaded file calls this.
@@ -367,15 +407,19 @@ def prebuild(requests: Iterable[Request], workers: int | None = None) -> Iterato
     wanted = list(dict.fromkeys(requests))
     modules = {request: user_modules(request) for request in wanted}
     own = [request for request in wanted if "__main__" in modules[request]]
-    yield from _build_in_processes([request for request in wanted if request not in own], modules, workers)
+    yield from _build_in_processes(
+        [request for request in wanted if request not in own], modules, workers, lines
+    )
     for request in own:
-        yield Prebuilt(*request, *build_for_later(*request))
+        yield Prebuilt(*request, *build_for_later(*request, lines=lines))
 
 
-def build_for_later(traits: Traits | str, tile: Any, target: str | None) -> tuple[float, str | None]:
+def build_for_later(
+    traits: Traits | str, tile: Any, target: str | None, *, lines: bool = False
+) -> tuple[float, str | None]:
     """Build one kernel into the disk cache: the seconds that took, 0 where it was there, and an error or None."""
     try:
-        compiled = compile(traits, tile, target)
+        compiled = compile(traits, tile, target, lines=lines)
     except Exception as failure:  # the result of that request
         return 0.0, f"{type(failure).__name__}: {failure}"
     return (0.0 if compiled.from_cache else compiled.seconds), compiled.not_stored
@@ -397,7 +441,7 @@ def user_modules(request: Request) -> dict[str, str]:
 
 
 def _build_in_processes(
-    requests: list[Request], modules: dict[Request, dict[str, str]], workers: int | None
+    requests: list[Request], modules: dict[Request, dict[str, str]], workers: int | None, lines: bool
 ) -> Iterator[Prebuilt]:
     if not requests:
         return
@@ -410,7 +454,7 @@ def _build_in_processes(
     def build(request: Request) -> dict[str, Any]:
         worker = idle.get()
         try:
-            return worker.ask(as_message(request, modules[request]))
+            return worker.ask(as_message(request, modules[request]) | {"lines": lines})
         finally:
             idle.put(worker)
 

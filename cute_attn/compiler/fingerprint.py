@@ -134,6 +134,11 @@ def _installed_roots() -> tuple[Path, ...]:
     return (*roots, _PACKAGE, _LAYOUTS)
 
 
+def is_installed(path: Path) -> bool:
+    """Whether a resolved path lies in this package, the standard library, or among installed packages."""
+    return any(path.is_relative_to(root) for root in _installed_roots())
+
+
 def _user_file(module: ModuleType) -> Path | None:
     """The module's source file, where it is neither this package's nor an installed one."""
     try:
@@ -143,7 +148,7 @@ def _user_file(module: ModuleType) -> Path | None:
     if source is None or not os.path.isfile(source):
         return None
     path = Path(source).resolve()
-    return None if any(path.is_relative_to(root) for root in _installed_roots()) else path
+    return None if is_installed(path) else path
 
 
 def _imported_modules(module: ModuleType, source: bytes) -> set[ModuleType]:

@@ -4,8 +4,8 @@
     {"traits": NAME, "tile": TEXT or null, "target": ..., "modules": {NAME: FILE}}      then a kernel a line
     {"seconds": ..., "error": TEXT or null}                                             the result of each
 
-``modules`` register the kernel's variant and epilogues. Not a spawned copy of the calling process, which would run the
-caller's script again.
+A kernel may have ``"lines": true``, for line info. ``modules`` register its variant and epilogues. Not a spawned copy
+of the calling process, which would run the caller's script again.
 """
 
 import importlib
@@ -26,8 +26,10 @@ def main() -> None:
         print(json.dumps(build(**json.loads(line))), file=results, flush=True)
 
 
-def build(traits: str, tile: str | None, target: str | None, modules: dict[str, str]) -> dict[str, Any]:
-    """Build one kernel; an error is its result."""
+def build(
+    traits: str, tile: str | None, target: str | None, modules: dict[str, str], lines: bool = False
+) -> dict[str, Any]:
+    """Build one kernel, with line info or not; an error is its result."""
     from cute_attn.compiler import compiled
 
     compiled.in_prebuild_worker = True
@@ -36,7 +38,7 @@ def build(traits: str, tile: str | None, target: str | None, modules: dict[str, 
             load(name, file)
     except Exception as failure:
         return {"seconds": 0.0, "error": f"{type(failure).__name__}: {failure}"}
-    seconds, error = compiled.build_for_later(traits, tile, target)
+    seconds, error = compiled.build_for_later(traits, tile, target, lines=lines)
     return {"seconds": seconds, "error": error}
 
 

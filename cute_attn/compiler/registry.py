@@ -17,6 +17,7 @@ which the logger ``cute_attn`` reports at level DEBUG:
 import dataclasses
 from typing import Any
 
+from cute_attn.epilogues.base import user_epilogue
 from cute_attn.kernels.append_kv import AppendKv
 from cute_attn.kernels.backward_convert import BackwardConvert
 from cute_attn.kernels.backward_preprocess import BackwardPreprocess
@@ -74,14 +75,22 @@ class Unsupported(ValueError):
     """No kernel computes these traits with this tile on this target; the message has each kernel's reason."""
 
 
-def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm80") -> Any:
+def register(kernel: Any, *, variant: str, op: str = "", arch: str = "") -> Any:
     """Register a kernel class for traits with that ``variant``.
 
+    Args:
+        kernel: the class.
+        variant: its name, which a kernel's name has after the arch: ``forward-sm80:variant-bf16-d128``.
+        op, arch: what it computes and its generation; by default those of the package's class that it extends, and of
+            a class that extends none ``"forward"`` and ``"sm80"``.
+
     Raises:
-        ValueError: the name is taken by another class, or empty.
+        ValueError: the name is taken by another class, or empty; the class extends one of another op or arch, or one
+            that serves two, and neither is given.
     """
     if not variant:
         raise ValueError("variant is ''; accepted: a name for the changed kernel, such as 'padded'")
+    op, arch = _computed(kernel, op, arch)
     key = (op, arch, variant)
     known = KERNELS.get(key)
     if known is not None and known.__qualname__ != kernel.__qualname__:
@@ -90,6 +99,25 @@ def register(kernel: Any, *, variant: str, op: str = "forward", arch: str = "sm8
         )
     KERNELS[key] = kernel
     return kernel
+
+
+def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
+    """The op and arch of a class that extends one of the package's, or those given."""
+    classes = [*KERNELS.items(), *(((*key, ""), cls) for key, cls in LARGE_HEAD_DIMS.items())]
+    bases = (
+        [key[:2] for key, cls in classes if cls is base]
+        for base in kernel.__mro__[1:]
+        if isinstance(base, type)
+    )
+    extended = next(filter(None, bases), [])
+    fitting = [one for one in extended if one[0] == (op or one[0]) and one[1] == (arch or one[1])]
+    if not extended:
+        return op or "forward", arch or "sm80"
+    if len(set(fitting)) == 1:
+        return fitting[0]
+    given = f"op is {op!r} and arch {arch!r}"
+    accepted = " or ".join(f"{one[0]!r} and {one[1]!r}" for one in dict.fromkeys(extended))
+    raise ValueError(f"{given} for {kernel.__qualname__}; accepted of what it extends: {accepted}")
 
 
 def label(key: tuple[str, str, str]) -> str:
@@ -105,12 +133,14 @@ def lookup(traits: Traits, tile: Tile | str | None = None, target: str | None = 
 
     Raises:
         Unsupported: with the reason of every registered kernel.
-        ValueError: the target or the tile's text is not one.
+        ValueError: the target or the tile's text is not one, or no epilogue is registered under a name in the traits.
     """
     target = target or traits.arch
     if target not in TARGETS:
         raise ValueError(f"target is {target!r}; accepted: {', '.join(TARGETS)}")
     key = (traits.op, traits.arch, traits.variant)
+    for name in traits.epilogues:
+        user_epilogue(name)
     kernel = kernel_class(traits)
     if kernel is None:
         others = "; ".join(f"{label(other)} {_difference(other, traits)}" for other in KERNELS)

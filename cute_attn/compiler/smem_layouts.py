@@ -35,7 +35,11 @@ def smem_layouts(kernel: Any) -> dict[str, SmemLayout]:
 
 
 def smem_reasons(kernel: Any) -> Iterator[str]:
-    """Why a kernel's layouts cannot be right: two elements in one place, or more memory than its tile has for it."""
+    """Why a kernel's layouts cannot be right.
+
+    Two elements in one place, more memory than its tile has for it, or on sm90 a layout that is not swizzled as TMA and
+    wgmma need it: a ``ComposedLayout`` of a swizzle over a plain layout, such as ``layouts.wgmma_smem_layout`` makes.
+    """
     from layouts.model import read_smem, trace
 
     found = smem_layouts(kernel)
@@ -45,6 +49,11 @@ def smem_reasons(kernel: Any) -> Iterator[str]:
     maps = trace(lambda: {name: read_smem(layout.make(), layout.dtype) for name, layout in found.items()})
     for name, layout in found.items():
         offsets = maps[name].offsets
+        if kernel.traits.arch == "sm90" and maps[name].swizzle is None:
+            yield (
+                f"the layout of {name} in shared memory is {maps[name].text}; accepted on sm90: a swizzle over a plain "
+                "layout, as layouts.wgmma_smem_layout makes it, in which TMA writes and wgmma reads"
+            )
         clash = _same_place(offsets)
         if clash:
             yield f"the layout of {name} in shared memory has elements {clash[0]} and {clash[1]} in one place"

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import FEATURES, did_you_mean
 
 _REGISTERED: dict[str, type["Epilogue"]] = {}
 
@@ -34,6 +35,11 @@ class Epilogue:
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         """The arguments of one launch, selected from ``inputs``."""
+        return ()
+
+    @classmethod
+    def example_args(cls, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+        """Arguments of a call of these sizes, its tensors on the CPU: what checks and timings by name call it with."""
         return ()
 
     def begin(self, args: tuple, context: ScoreContext) -> Any:
@@ -99,6 +105,22 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     return register
 
 
+def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
+    """Arguments of the epilogue registered under ``name`` for a call of these sizes.
+
+    Raises:
+        ValueError: it takes arguments, and its class has none for a call.
+    """
+    cls = user_epilogue(name)
+    args, taken = cls.example_args(batch, nheads, seqlen_q, seqlen_k), len(cls().fake_args())
+    if not args and taken:
+        raise ValueError(
+            f"epilogue {name!r} takes {taken} arguments; accepted without them: a class with "
+            "example_args(batch, nheads, seqlen_q, seqlen_k), which returns some"
+        )
+    return args
+
+
 def user_epilogue(name: str) -> type[Epilogue]:
     """The class registered under ``name``.
 
@@ -107,5 +129,6 @@ def user_epilogue(name: str) -> type[Epilogue]:
     """
     if name not in _REGISTERED:
         known = ", ".join(sorted(_REGISTERED)) or "none, before register_epilogue"
-        raise ValueError(f"no epilogue is registered as {name!r}; accepted: {known}")
+        meant = did_you_mean(name, (*FEATURES, *_REGISTERED))
+        raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
     return _REGISTERED[name]

@@ -6,9 +6,10 @@ Host code, run once for the metadata of a call. Times are counted in steps: one 
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cute_attn.host.call import Call
+if TYPE_CHECKING:  # the laboratory's estimates need no torch
+    from cute_attn.host.call import Call
 
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
@@ -41,7 +42,7 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     return _fewest(times)
 
 
-def head_splits(call: Call, tile: Any, multiprocessors: int) -> int:
+def head_splits(call: "Call", tile: Any, multiprocessors: int) -> int:
     """Work tiles among which the query heads of a kv head are divided, a divisor of their number.
 
     Each has its own dK and dV, which are added up afterwards: more of them fill the GPU where a call has few key blocks
@@ -81,7 +82,7 @@ def _fewest(times: Mapping[int, float]) -> int:
     return next(splits for splits, time in times.items() if time <= 1.05 * least)
 
 
-def cost_of_a_head(call: Call) -> float:
+def cost_of_a_head(call: "Call") -> float:
     """By how much a step takes longer for each further query head of its work tile.
 
     Under a mask key blocks have different numbers of steps, so that CTAs of one kv head soon work on different query
@@ -102,7 +103,7 @@ def makespan(costs: Iterable[float], machines: int) -> float:
     return max(ends)
 
 
-def steps_of_keys(call: Call, tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
+def steps_of_keys(call: "Call", tile: Any, seqlen_q: int, seqlen_k: int) -> Iterator[int]:
     """Query blocks that see each key block of a sequence; of many key blocks some, repeated."""
     left = right = None
     if call.mask.startswith("window"):
@@ -130,7 +131,7 @@ def steps_of_block(
     return -(-end // step) - begin // step if begin < end else 0
 
 
-def _sequences(call: Call) -> list[tuple[int, int]]:
+def _sequences(call: "Call") -> list[tuple[int, int]]:
     """Lengths of queries and keys; of packed sequences the mean of all others, then the longest: the worst order."""
     longest, batch = call.longest, call.batch
     if not call.varlen:

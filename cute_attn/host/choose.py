@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
+from cute_attn.traits import Traits, did_you_mean
 
 _log = logging.getLogger("cute_attn")
 
@@ -60,6 +61,37 @@ def choose_kernel(
                 raise
             reasons.append(str(reason))
     raise registry.Unsupported("; ".join(reasons))
+
+
+def check_words(kernel: str, **tiles: str) -> None:
+    """Refuse a kernel that is not registered and a tile's text that no kernel reads, for tensors that none computes.
+
+    tiles: ``tile`` and ``backward_tile``, "" for the default ones.
+
+    Raises:
+        ValueError: with what is accepted.
+    """
+    from cute_attn.compiler import registry
+
+    names = {
+        f"{arch}:{variant}" if variant else arch: arch
+        for op, arch, variant in registry.KERNELS
+        if op == "forward"
+    }
+    if kernel and kernel not in names:
+        raise ValueError(
+            f"kernel is {kernel!r}{did_you_mean(kernel, names)}; accepted: {', '.join(map(repr, names))}, or None"
+        )
+    for name, op in (("tile", "forward"), ("backward_tile", "backward")):
+        reasons = []
+        for arch in [names[kernel]] if kernel else sorted(set(names.values())):
+            try:
+                registry.lookup(Traits(op, arch, "bf16", 64)).tile.override(tiles[name])
+                break
+            except ValueError as reason:
+                reasons.append(reason)
+        else:
+            raise reasons[-1]
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cute_attn import compiler
+from cute_attn.compiler import registry
+from cute_attn.compiler.cache import usable_cache
 from cute_attn.compiler.workers import Worker
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.tiles import Tile
@@ -192,6 +194,30 @@ class WorkerBuilds:
             return Built(tile, error=f"{type(error).__name__}: {error}")
         seconds = 0.0 if compiled.from_cache else compiled.seconds
         return Built(tile, compiled.key, seconds, **ranked(compiled, self._workloads))
+
+
+def build_at_once(
+    kernels: Iterable[tuple[str, str | None]], target: str | None = None, *, lines: bool = False
+) -> None:
+    """Build those of (name, text that changes the default tile) that are not built yet, each in a process.
+
+    Of fewer than two, or without a disk cache, nothing is built: who asks for one builds it. Nor are errors reported
+    here: who asks for that kernel gets them.
+    """
+    missing = []
+    for name, tile in kernels:
+        traits = Traits.parse(name)
+        on = target or compiler.default_target(traits.arch)
+        try:
+            kernel = registry.lookup(traits, tile, on)
+        except ValueError:
+            continue
+        request = (traits, kernel.tile, on)
+        if not compiler.is_built(kernel, on, lines=lines) and request not in missing:
+            missing.append(request)
+    if len(missing) > 1 and usable_cache() is not None:
+        for _ in compiler.prebuild(missing, lines=lines):
+            pass
 
 
 def _built(tile: Tile, answer: dict[str, Any]) -> Built:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.api import attention as interface
+from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.lab.benchmark.peers import call_options
 from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
@@ -157,12 +158,14 @@ def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torc
         softcap=options["softcap"],
         dropout_p=options["dropout_p"],
         rng_state=rng_state,
+        extra=x.epilogues,
     )
     lengths = reference.Lengths(
         x.cu_seqlens, x.cu_seqlens_k, max_seqlen_q=workload.longest, max_seqlen_k=workload.longest_k
     )
     q, k, v = (tensor.to(dtype) for tensor in (x.q, x.k, x.v))
-    features = reference.Features(mask, workload.dropout)
+    users = tuple(user_epilogue(name).reference for name in workload.epilogues)
+    features = reference.Features(mask, workload.dropout, users)
     return reference.attention(
         q, k, v, workload.head_dim**-0.5, features, inputs, lengths, compute_dtype=dtype
     )[0]

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
 from cute_attn.lab.sass import Instruction, Step
-from cute_attn.lab.verdict import Verdict, lines_of, table
+from cute_attn.lab.tables import Table
+from cute_attn.lab.verdict import Verdict, lines_of, shown
 
 CONTEXT = 3
 """Equal instructions that are shown around a difference."""
@@ -46,7 +46,10 @@ class Row:
     same: bool
 
 
-@dataclass(frozen=True)
+_IN_A_NOTEBOOK = "<pre style='line-height: 1.2; white-space: pre'>{code}</pre>"
+
+
+@dataclass(frozen=True, repr=False)
 class Difference:
     """Two verdicts, and how their steady steps differ.
 
@@ -81,7 +84,7 @@ class Difference:
         return json.dumps(self.as_dict(), indent=1)
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [table(self.a, self.b)]
+        parts: list[Any] = [shown(self.a, self.b)]
         for title, counts in (("opcodes of a steady step", self.opcodes), ("source lines", self.lines)):
             if counts:
                 parts.append(_count_table(title, counts))
@@ -90,6 +93,20 @@ class Difference:
         elif self.rows:
             parts.append(_side_by_side(self.rows))
         return Group(*parts)
+
+    def __repr__(self) -> str:
+        steps = (
+            "equal steps"
+            if self.equal
+            else f"{sum(not row.same for row in self.rows)} rows of the steps differ"
+        )
+        return f"Difference({self.a!r}, {self.b!r}: {steps})"
+
+    def _repr_html_(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=150, record=True)
+        console.print(self)
+        return console.export_html(inline_styles=True, code_format=_IN_A_NOTEBOOK)
 
     def __str__(self) -> str:
         out = io.StringIO()

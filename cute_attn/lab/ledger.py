@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from filelock import FileLock
-from rich.table import Table
 from rich.text import Text
 
 from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.race import Comparison, Measured
+from cute_attn.lab.tables import Table
 
 Judgement = Literal["right", "wrong", "undecided", "open"]
 

@@ -81,6 +81,8 @@ class ProxyOrder:
 
     def __str__(self) -> str:
         if not self.unordered:
+            if not self.by_threads:
+                return "none needed: no thread accesses what TMA fills"
             return f"at each of the {self.by_threads} releases after accesses by threads"
         return f"{len(self.unordered)} missing: {'; '.join(map(str, self.unordered[:3]))}"
 

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.table import Table
-
 from cute_attn.lab.benchmark.peers import Declined
 from cute_attn.lab.benchmark.results import commit
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.card import Card, Contender, Lost, Run
 from cute_attn.lab.sensors import State, summary
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, Interval, Outcome, abba, interval, until_decided
+from cute_attn.lab.tables import Table
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
 

@@ -12,9 +12,11 @@ The model has few parts, and no constant of a single kernel:
 What it cannot model, and where the ledger (bench/notes.md) has it wrong: in which order products, reductions and reads
 of shared memory queue up (additions to dQ in bulk or from registers); how ptxas schedules (144 keys a step); latencies
 of loads beyond what stalls say (one stage or two at head dim 256); power, which bounds head dim 256; values that reach
-shared memory conflict-free but late. Differences below 2% mean nothing: an A/B on the GPU decides.
+shared memory conflict-free but late. Differences below ``NOISE`` mean nothing: an A/B on the GPU decides.
 """
 
+import math
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from cute_attn.traits import Traits
 if TYPE_CHECKING:
     from cute_attn.lab.benchmark.workload import Workload
 
+NOISE = 0.02
+"""Differences of estimates below this share mean nothing."""
 LATENCY = 1500
 """Clocks of a work tile that nothing hides: its first loads, the last stores. From the ledger's times at s512."""
 MOST_SIMULATED = 50_000
@@ -61,6 +65,22 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
         for steps, count in work_tiles(workload, _fields(verdict)).items()
     }
     return max(makespan(tiles, blocks * machine.count), operand_bytes(workload) / machine.bytes)
+
+
+def estimates(verdict: Verdict) -> dict[str, float]:
+    """:func:`estimate` by the names of a kernel's default workloads; of a kernel without any, by ``""``."""
+    from cute_attn.lab.workloads import default_workloads
+
+    try:
+        workloads = default_workloads(Traits.parse(verdict.name))
+    except ValueError:
+        return {"": estimate(verdict)}
+    return {workload.name: estimate(verdict, workload) for workload in workloads}
+
+
+def relative(one: dict[str, float], base: dict[str, float]) -> float:
+    """The geometric mean over workloads of the estimates' ratios."""
+    return math.exp(statistics.fmean(math.log(one[name] / base[name]) for name in base))
 
 
 def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:

@@ -7,9 +7,9 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from rich.table import Table
-
 from cute_attn.lab.race import Comparison
+from cute_attn.lab.rank import NOISE
+from cute_attn.lab.tables import Table
 from cute_attn.tiles import Tile
 
 Status = Literal["timed", "ranked", "built", "failed", "wrong", "not reached"]
@@ -101,6 +101,11 @@ class Study:
                 return f"{self.name}: no tile was ranked"
             if first.estimate >= 1:
                 return f"{self.name}: by its code no tile is faster than the default; nothing was run"
+            if first.estimate > 1 / (1 + NOISE):
+                return (
+                    f"{self.name}: by its code no tile is faster than the default: the next, {first.change}, is at "
+                    f"{first.estimate:.3f} of its time, and less than {NOISE:.0%} means nothing; nothing was run"
+                )
             return (
                 f"{self.name}: by its code {first.change} is the fastest, at {first.estimate:.3f} of the default's "
                 "time; nothing was run"
@@ -115,8 +120,9 @@ class Study:
     def table(self, most: int = 20) -> Table:
         """The best ``most`` candidates, and all that failed."""
         timed = self.workloads if self.gpu else ()
-        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "")
-        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{self.default}"
+        shown = Table("tile", *(f"speed, {name}" for name in timed), "estimate", "spills", "note")
+        default = self.default.replace(",", ", ")
+        shown.title = f"{self.name} on {self.gpu or self.target}, against its default tile\n{default}"
         bad = [c for c in self.candidates if c.status in ("failed", "wrong")]
         good = [c for c in self.candidates if c not in bad and c.status != "not reached"]
         for one in (*good[:most], *bad):

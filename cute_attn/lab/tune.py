@@ -12,6 +12,7 @@ A/B of the winner against the default decides. Timings are kept on disk: a study
 """
 
 import math
+import os
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.builds import Builds, Built, WorkerBuilds
 from cute_attn.lab.card import Card, Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, race, warm, workloads_of
+from cute_attn.lab.rank import relative
 from cute_attn.lab.space import Space, accepted, all_declined, change_text, changed_fields
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
@@ -121,7 +123,11 @@ def tune(
         beside = [
             r for r in needed_kernels(search.default, shapes, search.target) if r[1] != search.space.tile
         ]
-        builds = WorkerBuilds(traits, search.target, shapes, () if static_only else dict.fromkeys(beside))
+        workers = (
+            len(os.sched_getaffinity(0)) if static_only else None
+        )  # nothing is timed, no core is left free
+        needed = () if static_only else dict.fromkeys(beside)
+        builds = WorkerBuilds(traits, search.target, shapes, needed, workers)
         equipment = Equipment(card, builds)
         budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
     study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
@@ -299,8 +305,8 @@ class _Study:
         fit = min(len(self.entries), int(min(of_builds, of_times)))
         declined = self.search.declined.total()
         return (
-            f"{len(self.entries)} candidates, {declined} tiles declined; about {fit} fit "
-            f"{self.end - self.start:.0f} s with {self.builds.workers} builds at a time"
+            f"{_count(len(self.entries), 'candidate')}, {_count(declined, 'tile')} declined; about {fit} fit "
+            f"{self.end - self.start:.0f} s with {_count(self.builds.workers, 'build')} at a time"
             + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
         )
 
@@ -356,9 +362,8 @@ class _Study:
         base, own = self.default_built, entry.built
         if base is None or own is None or not own.estimates or not base.estimates:
             return
-        ratios = [math.log(own.estimates[name] / base.estimates[name]) for name in base.estimates]
         changes = {} if entry.candidate.status == "timed" else {"status": "ranked"}
-        self.mark(entry, estimate=math.exp(statistics.fmean(ratios)), **changes)
+        self.mark(entry, estimate=relative(own.estimates, base.estimates), **changes)
 
     def rank_all(self) -> None:
         for entry in self.entries.values():
@@ -461,7 +466,8 @@ class _Study:
         waiting = ("not reached",) if self.card is None else ("not reached", "built", "ranked")
         late = sum(entry.candidate.status in waiting for entry in self.entries.values())
         if late:
-            self.notes.append(f"{late} candidates were not reached within the budget")
+            were = "was" if late == 1 else "were"
+            self.notes.append(f"{_count(late, 'candidate')} {were} not reached within the budget")
         known = [self.default_built, *(entry.built for entry in self.entries.values())]
         unranked = sorted({built.no_rank for built in known if built and built.no_rank})
         if unranked:
@@ -524,6 +530,10 @@ def _promising(entry: _Entry) -> tuple[bool, float]:
     """To sort what is ready: without spills first, then by the estimate."""
     estimate = entry.candidate.estimate
     return entry.candidate.spills_in_step > 0, math.inf if estimate is None else estimate
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _first_line(error: Exception) -> str:

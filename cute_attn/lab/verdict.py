@@ -16,17 +16,20 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
+from rich.text import Text
 
+from cute_attn.compiler import html
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, Code, Instruction, Step, StepNotFound
+from cute_attn.lab.tables import Table
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
@@ -129,7 +132,7 @@ class LineCost:
         return f"{path.relative_to(within).as_posix()}:{self.line}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """What a kernel with a tile costs.
 
@@ -189,13 +192,22 @@ class Verdict:
     def json(self) -> str:
         return json.dumps(self.as_dict(), indent=1)
 
-    def __rich__(self) -> Table:
-        return table(self)
+    def __rich__(self) -> Group:
+        return shown(self)
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=120).print(table(self), *(line_table(self) for _ in self.lines[:1]))
+        Console(file=out, width=120).print(shown(self), *(line_table(self) for _ in self.lines[:1]))
         return out.getvalue()
+
+    def __repr__(self) -> str:
+        return f"Verdict({self.name} on {self.target}, {brief(self)}: {_in_short(self)})"
+
+    def _repr_html_(self) -> str:
+        from cute_attn.lab.findings import findings
+
+        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(self))
+        return html.table(f"{self.name} on {self.target}", [brief(self)], [_plain(_rows(self))]) + said
 
 
 def verdict(
@@ -419,24 +431,46 @@ def lines_of(step: Step) -> list[LineCost]:
 # ---- tables ----
 
 
-def table(*verdicts: Verdict) -> Table:
-    """Verdicts side by side, a column each."""
+def shown(*verdicts: Verdict, verbose: bool = False) -> Group:
+    """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
+    from cute_attn.lab.findings import findings
+
+    return Group(table(*verdicts, verbose=verbose), *(Text(sentence) for sentence in findings(*verdicts)))
+
+
+def brief(one: Verdict) -> str:
+    """A verdict's tile without the fields that have their class's default; all where its class is not known."""
+    from cute_attn.compiler import registry
+
+    try:
+        kind = type(registry.lookup(Traits.parse(one.name), None, one.target).tile)
+    except ValueError:  # a variant that is not registered here, or text in place of a tile
+        return one.tile
+    return ",".join(item for item in one.tile.split(",") if item not in kind.inert_fields()) or one.tile
+
+
+def table(*verdicts: Verdict, verbose: bool = False) -> Table:
+    """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
+    tiles = [one.tile if verbose else brief(one) for one in verdicts]
     rows = [_rows(one) for one in verdicts]
     names = {(one.name, one.target) for one in verdicts}
     title = "{} on {}".format(*next(iter(names))) if len(names) == 1 else None
-    heads = _tiles(verdicts) if title else [f"{one.name} on {one.target}, {one.tile}" for one in verdicts]
+    named = zip(verdicts, tiles, strict=True)
+    heads = (
+        _tiles(verdicts, tiles) if title else [f"{one.name} on {one.target}, {tile}" for one, tile in named]
+    )
     made = Table("", *(head.replace(",", ", ") for head in heads), title=title)
     for what in dict.fromkeys(key for column in rows for key in column):
         made.add_row(what, *(column.get(what, "-") for column in rows))
     return made
 
 
-def _tiles(verdicts: Sequence[Verdict]) -> list[str]:
-    """The first tile, and what changes in the others."""
+def _tiles(verdicts: Sequence[Verdict], shown: Sequence[str]) -> list[str]:
+    """The first tile as it is shown, and what changes in the others."""
     first, *others = (one.tile for one in verdicts)
     fields_of_first = first.split(",")
     changes = [",".join(f for f in tile.split(",") if f not in fields_of_first) for tile in others]
-    heads = [first, *(change or "the same" for change in changes)]
+    heads = [shown[0], *(change or "the same" for change in changes)]
     at = [f" at {one.revision}" if one.revision else "" for one in verdicts]
     return [head + where for head, where in zip(heads, at, strict=True)]
 
@@ -476,12 +510,53 @@ def _rows(one: Verdict) -> dict[str, str]:
     return rows
 
 
+def _plain(rows: dict[str, str]) -> dict[str, str]:
+    """A column without marks of colour."""
+    return {name: re.sub(r"\[/?(?:red|bold)\]", "", text) for name, text in rows.items()}
+
+
+def _in_short(one: Verdict) -> str:
+    if not one.fits:
+        return "it does not fit"
+    spills = one.spills_in_step + one.spills_outside
+    step = f", bound by {one.step.clocks.bound}" if one.step else ""
+    blocks = "1 block" if one.blocks == 1 else f"{one.blocks} blocks"
+    return f"{blocks}, {one.registers} registers, {spills or 'no'} spills{step}"
+
+
+ROWS = {
+    "fits": "whether the tile's shared memory and its estimated registers are within the target's",
+    "blocks a multiprocessor": "blocks (CTAs) that a multiprocessor holds at a time, and what limits them; others run "
+    "while one waits",
+    "registers a thread": "of at most 255, as ptxas gave them out",
+    "shared memory a block": "bytes, of those that one block may have on the target",
+    "spills": "instructions that keep a value in local memory for want of a register; in the step they cost every time",
+    "bank conflicts": "copies to and from shared memory whose threads meet in a bank: n-way takes n times as long",
+    "proxy fences": "whether what TMA fills and threads read is ordered by fence.proxy.async",
+    "ptxas": "warnings of ptxas: wgmma that it serialised, or setmaxnreg that it ignored",
+    "steady step": "the main loop's code for one block of keys (in a backward of queries) that no mask cuts",
+    "instructions an element": "instructions of a thread for one of its scores, matrix products included",
+    "clocks a step: tensor cores": "clocks that the tensor cores need for one block's step; the unit with the most "
+    "bounds the loop, the others have their share of it",
+    "clocks a step: special functions": "those of the special-function units: exponentials, conversions",
+    "clocks a step: issue": "those of the warp schedulers, each of which issues one instruction a clock",
+    "clocks a step: shared memory": "those of shared memory and the L1 cache, with bank conflicts: copies, ldmatrix, "
+    "operands of wgmma",
+    "clocks a step: one warp's stalls": "the sum of the waits that ptxas wrote into one warp's code; other warps issue "
+    "meanwhile. Above all units' clocks, latency bounds the step",
+    "clocks for 1,000 scores": "the bounding unit's clocks for 1,000 scores, and an estimate for units that overlap "
+    "only in part: what tiles of different size are compared by",
+}
+"""Row of a verdict -> what it says."""
+
+
 def _bank_conflicts(one: Verdict) -> str:
     conflicting = [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
     conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
-    return f"none in {len(one.copies)} copies" if one.copies else "not counted"
+    copies = "1 copy" if len(one.copies) == 1 else f"{len(one.copies)} copies"
+    return f"none in {copies}" if one.copies else "not counted"
 
 
 def line_table(one: Verdict) -> Table:

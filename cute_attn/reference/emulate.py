@@ -38,6 +38,7 @@ from cute_attn.reference.emulated import (
     packed_heads,
 )
 from cute_attn.traits import Traits
+from layouts.model import no_arguments
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ def _compiled(
     def host(values: tuple):
         entry(*_arguments(fakes, values), kernel)
 
-    return _Host(cute.compile(host, _values(fakes), options="--gpu-arch sm_90a"), fakes)
+    with no_arguments():
+        return _Host(cute.compile(host, _values(fakes), options="--gpu-arch sm_90a"), fakes)
 
 
 def _fake(dtype: Any, rank: int) -> cute.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Self, TypeVar
 
-from cute_attn.traits import Traits
+from cute_attn.traits import Traits, did_you_mean
 
 SHARED_MEMORY_BYTES = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
 """Largest shared memory of one CTA on each target, in bytes."""
@@ -48,6 +48,20 @@ class Tile:
     def __str__(self) -> str:
         return ",".join(f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self))  # type: ignore[arg-type]
 
+    def brief(self) -> str:
+        """:meth:`__str__` without the fields that have their class's default, but with the block's size."""
+        hidden = self.inert_fields()
+        return ",".join(item for item in str(self).split(",") if item not in hidden) or str(self)
+
+    @classmethod
+    def inert_fields(cls) -> frozenset[str]:
+        """FIELD=VALUE of the fields with a default, at that, but for the block's size."""
+        return frozenset(
+            f"{f.name}={_text(f.default)}"
+            for f in fields(cls)  # type: ignore[arg-type]
+            if f.default is not dataclasses.MISSING and f.name not in ("tile_m", "tile_n")
+        )
+
     def override(self, text: str) -> Self:
         """This tile with the fields of ``text`` changed, such as ``"tile_n=128,q_in_regs=true"``.
 
@@ -59,8 +73,9 @@ class Tile:
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = item.partition("=")
             if not equals or name not in types:
+                meant = "" if name in types else did_you_mean(name, types)
                 raise ValueError(
-                    f"tile has {item!r}; accepted: FIELD=VALUE with a field of {', '.join(types)}"
+                    f"tile has {item!r}{meant}; accepted: FIELD=VALUE with a field of {', '.join(types)}"
                 )
             changes[name] = _parse(name, value, types[name])
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]

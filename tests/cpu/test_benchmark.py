@@ -308,11 +308,12 @@ def test_the_table(result, tmp_path, monkeypatch, capsys):
     assert lines[0] == "| workload | **forward-sm80** | FA2 | cuDNN | **sm80** / FA2 | best / best peer |"
     assert lines[2:] == ["| a | 300 | 250 | - | 1.20 | 1.20 |", "| b | - | 200 | - | - | - |"]
     assert len(table.table(result, ("*a",)).splitlines()) == 3
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "docs" / "speed.md"
+    readme.parent.mkdir()
     readme.write_text(f"before\n{table.BEGIN['forward']}\nold\n{table.END['forward']}\nafter\n")
     source = results.write(result, tmp_path / "bench" / "results" / "x.json")
-    monkeypatch.setattr(table, "README", readme)
-    monkeypatch.setattr(table, "README_ROWS", ("*",))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(table, "ROWS", ("*",))
     monkeypatch.setattr("sys.argv", ["table", "--write", str(source)])
     table.main()
     text = readme.read_text()
@@ -338,10 +339,14 @@ def test_the_picture_is_of_both_results_that_the_readme_names(result, tmp_path, 
     backward_ = result | {
         "rows": [row | {"workload": row["workload"].replace("fwd", "bwd")} for row in result["rows"]]
     }
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "docs" / "speed.md"
+    readme.parent.mkdir()
+    short = tmp_path / "README.md"
+    short.write_text(f"before\n{table.SHORT_BEGIN}\nold\n{table.SHORT_END}\nafter\n")
+    monkeypatch.setattr(table, "SHORT_ROWS", ("a", "b"))
     readme.write_text("".join(f"{table.BEGIN[op]}\n{table.END[op]}\n" for op in table.BEGIN))
-    monkeypatch.setattr(table, "README", readme)
-    monkeypatch.setattr(table, "README_ROWS", ("*",))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(table, "ROWS", ("*",))
     first, second = (
         results.write(x, tmp_path / name) for x, name in ((result, "f.json"), (backward_, "b.json"))
     )
@@ -353,6 +358,10 @@ def test_the_picture_is_of_both_results_that_the_readme_names(result, tmp_path, 
     table.write([first])
     picture = tmp_path / "docs" / "speed.png"
     assert drawn == [(result, backward_, picture)] * 2 + [(result, None, picture)]
+    lines = short.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
+    assert "| a | **300** | 250 (FA2) | 1.20 | **300** | 250 (FA2) | 1.20 |" in lines
+    assert "| b | - | 200 (FA2) | - | - | 200 (FA2) | - |" in lines
 
 
 def test_the_picture_has_a_dot_a_row_that_both_computed(result, tmp_path):

@@ -1,5 +1,7 @@
 """The command line: output, and one sentence with status 2 for a wrong call."""
 
+import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -7,8 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from tests import processes
+from cute_attn import defaults, lookup
+from cute_attn.compiler import registry
+from cute_attn.tiles import ForwardSm80Tile
+from cute_attn.traits import FEATURES
+from tests import processes, toy  # noqa: F401  # registers the kernel
 
 TOY = "forward-sm80:toy-bf16-d64"
 LOAD = ("--load", "tests/toy.py")
@@ -18,8 +25,9 @@ LOAD = ("--load", "tests/toy.py")
 def run(tmp_path):
     """Run the command with an empty cache, or with ``cache`` as CUTE_ATTN_CACHE."""
 
-    def run(*arguments, cache="1"):
+    def run(*arguments, cache="1", columns="120"):
         environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "cache"), "CUTE_ATTN_CACHE": cache}
+        environment |= {"COLUMNS": columns}
         return processes.run("-m", "cute_attn", *arguments, environment=environment)
 
     return run
@@ -33,7 +41,89 @@ def ok(done):
 
 def test_list(run):
     text = ok(run("list"))
-    assert "registered: forward-sm80" in text and "forward-sm80-bf16-d128" in text
+    assert text.count("\n") < 40 and "--all" in text
+    rows = {line.split()[1]: line.split() for line in text.splitlines() if line.startswith("│")}
+    assert set(rows) == {registry.label(key) for key in registry.KERNELS if key[2] != "toy"}
+    own = [(traits, on) for traits, on in defaults() if (traits.op, traits.arch) == ("forward", "sm80")]
+    tiles = {str(lookup(traits, None, on).tile) for traits, on in own}
+    assert rows["forward-sm80"][-4:-1] == [str(len(tiles)), "│", "forward-sm80-bf16-d128"]
+
+
+def test_list_of_everything(run):
+    """Every head dim of every kernel, without features."""
+    text = ok(run("list", "--all", columns="200"))
+    plain = [traits.name for traits, _ in defaults() if traits.name.count("-") == 3]
+    assert len(plain) > 30 and {*plain} <= {*text.split()}
+
+
+def test_tiles_are_listed_without_what_is_their_default(run):
+    name = ("list", "forward-sm80-bf16-d128", "--target", "sm90")
+    brief, full = ok(run(*name)), ok(run(*name, "-v"))
+    assert "tile_m=128, tile_n=64, num_stages=2, qk_unroll=4" in brief and "key_groups" not in brief
+    assert "key_groups=1" in full and "-v shows all" in brief and "-v shows all" not in full
+
+
+def test_names_fold_and_are_never_cut(run):
+    name = "forward-sm80-bf16-d128-causal-dropout_mem_efficient"
+    text = ok(run("list", name, "--target", "sm90", columns="60"))
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert "…" not in text and "".join(cells) == name and len(cells) > 1
+
+
+def test_features_are_listed_and_explained(run):
+    text = ok(run("list", "--features"))
+    assert all(f"│ {feature} " in text for feature in FEATURES)
+    assert "score / cap" in ok(run("explain", "softcap"))
+    text = " ".join(
+        ok(run("explain", "forward-sm80-bf16-d64-causal", "qk_unroll", "one warp's stalls")).split()
+    )
+    for word in ("Ampere", "head dims", "swizzle_bits", "tune` tries 0, 1, 2, 4", "latency bounds the step"):
+        assert word in text, word
+    done = run("explain", "qk_unrol")
+    assert done.returncode == 2 and "(did you mean 'qk_unroll'?); accepted: a kernel's name" in done.stderr
+
+
+def test_every_word_has_an_explanation():
+    from cute_attn.lab import explain
+    from cute_attn.lab.verdict import ROWS, _rows, verdict
+
+    for cls in explain.tile_classes():
+        if cls.__module__.startswith("cute_attn."):
+            missing = {field.name for field in dataclasses.fields(cls)} - set(explain.attribute_docs(cls))
+            assert not missing, (cls, missing)
+    assert all(explain.feature_text(feature) for feature in FEATURES)
+    assert len(explain.tile_classes()) > 8 and {"tile_m", "qk_unroll"} <= set(
+        explain.attribute_docs(ForwardSm80Tile)
+    )
+    for name in (TOY, "forward-sm80-bf16-d64", "forward-sm90-bf16-d64"):
+        assert set(_rows(verdict(name))) <= set(ROWS)
+
+
+def test_doctor(run, tmp_path):
+    text = ok(run("doctor"))
+    assert "Nothing is broken." in text and "which can be written" in text
+    (tmp_path / "file").touch()
+    environment = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    done = processes.run("-m", "cute_attn", "doctor", "--json", environment=environment)
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert {"CUTLASS DSL", "torch", "GPU", "scaled_dot_product_attention"} <= set(found)
+    assert found["attention on the CPU"]["found"].startswith("right")
+    assert "cannot be written" in found["cache"]["found"] and "CUTE_ATTN_CACHE_DIR" in found["cache"]["fix"]
+
+
+def test_doctor_says_what_is_broken(monkeypatch, capsys):
+    from cute_attn.cli import doctor
+
+    def broken():
+        """what is broken"""
+        raise ImportError("libsomething.so is missing\nand more")
+
+    monkeypatch.setattr(doctor, "CHECKS", (broken,))
+    with pytest.raises(typer.Exit) as stop:
+        doctor.examine()
+    text = capsys.readouterr().out
+    assert stop.value.exit_code == 1
+    assert "libsomething.so is missing" in text and "and more" not in text and "pip install" in text
 
 
 def test_list_gives_reasons(run):
@@ -139,7 +229,9 @@ def test_the_cache_commands(run, tmp_path):
     assert f"{TOY}" in text and "1/1" in text
     (entry,) = json.loads(ok(run("cache", "list", "--json")))
     assert entry["name"] == TOY and entry["bytes"] > 1000
-    assert TOY in ok(run("cache", "list"))
+    assert TOY in ok(run("cache", "list", "--all"))
+    (row,) = [line.split() for line in ok(run("cache", "list")).splitlines() if line.startswith("│")]
+    assert row[1:5] == ["forward-sm80:toy", "│", "1", "│"]
     assert "removed 0 kernels" in ok(run("cache", "prune", "--older-than", "1"))
     assert "removed 1 kernels" in ok(run("cache", "prune", "--all"))
 
@@ -172,6 +264,100 @@ def test_wrong_calls(run, arguments):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert WRONG[arguments] in done.stderr
+
+
+IN_A_FILE = {
+    "at its top": "SIZE = int('abc')",
+    "in an epilogue": """import cute_attn
+
+
+@cute_attn.register_epilogue("broken")
+class Broken(cute_attn.Epilogue):
+    def forward(self, state, tile, loaded):
+        tile.acc[0] = {}["missing"]
+""",
+}
+PLACES = {
+    "at its top": (1, "SIZE = int('abc')", "ValueError: invalid literal for int() with base 10: 'abc'"),
+    "in an epilogue": (7, 'tile.acc[0] = {}["missing"]', "KeyError: 'missing'"),
+}
+
+
+@pytest.mark.parametrize("where", IN_A_FILE)
+def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path, where):
+    file = tmp_path / "mine.py"
+    file.write_text(IN_A_FILE[where])
+    done = run("--load", str(file), "compile", "forward-sm80-bf16-d64-broken")
+    line, source, error = PLACES[where]
+    assert done.returncode == 2 and done.stdout == ""
+    shown = done.stderr.splitlines()
+    assert [text for text in shown if " File " in text] == [
+        text for text in shown if f'"{file}", line {line}' in text and text.endswith(source)
+    ]
+    assert error in shown and "frames of installed packages are hidden; -v shows them" in shown[-1]
+    assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
+
+
+def test_a_sentence_about_a_loaded_file_has_its_line(run, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import cute_attn\ncute_attn.register(object, variant='')\n")
+    done = run("--load", str(file), "list")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first == "error: variant is ''; accepted: a name for the changed kernel, such as 'padded'"
+    assert f'"{file}", line 2' in second and second.endswith("cute_attn.register(object, variant='')")
+
+
+def test_an_error_of_the_package_keeps_its_traceback():
+    """Only what a ``raise`` of the package says is a sentence."""
+    from cute_attn.cli.errors import described
+    from cute_attn.tiles import base
+
+    def failed(call):
+        with pytest.raises(Exception) as caught:
+            call()
+        own = caught.value.__traceback__.tb_next.tb_next  # without this file's frames
+        return described(caught.value.with_traceback(own), verbose=False)
+
+    assert failed(lambda: base._parse("tile_m", "x", int)) == "error: tile field tile_m is 'x'; accepted: int"
+    assert failed(lambda: base.padded("x")) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tune", "forward-sm80-bf16-d64", "--static"),
+        ("report", "absent.json"),
+        ("compile", "forward-sm80-bf16-d64"),
+        ("show", "forward-sm80-bf16-d64"),
+        ("ab", "forward-sm80-bf16-d64"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, words):
+    (tmp_path / "file").touch()
+    done = run(*words, "-o", str(tmp_path / "file" / "result"))
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "error: -o is '" in done.stderr and "that can be written (" in done.stderr
+
+
+def test_an_option_that_may_be_written_is_left_as_it_was(tmp_path):
+    from cute_attn.cli.options import writable_file, writable_folder
+
+    old = tmp_path / "old.json"
+    old.write_text("{}")
+    assert writable_file(old).read_text() == "{}"
+    assert not writable_file(tmp_path / "new" / "new.json").exists() and (tmp_path / "new").is_dir()
+    assert list(writable_folder(tmp_path / "folder").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    folder = {"CUTE_ATTN_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    done = processes.run("-m", "cute_attn", *LOAD, "compile", TOY, environment=folder)
+    assert done.returncode == 0 and "registers a thread" in done.stdout
+    assert done.stderr.startswith("warning: compiled kernels stay in this process: the cache ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_cache_switched_off(run):
@@ -221,3 +407,20 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path):
     script.write_text(WITHOUT + "from layouts.show import show\nimport cute_attn.lab.verdict\n")
     done = in_a_new_process(script)
     assert done.returncode == 1 and MISSING in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("lines", "paged"), [(3, False), (40, True)])
+def test_long_output_goes_through_a_pager_on_a_terminal(monkeypatch, lines, paged):
+    """And what fits on the screen does not."""
+    from rich.console import Console
+
+    from cute_attn.cli import options
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=20, highlight=False)
+    monkeypatch.setattr(options, "make_console", lambda: console)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    pages = []
+    monkeypatch.setattr("rich.pager.SystemPager.show", lambda self, text: pages.append(text))
+    monkeypatch.setenv("LESS", "-R")
+    options.show("\n".join(f"line {n}" for n in range(lines)))
+    assert len(pages) == paged and ("line 2" in (pages[0] if paged else console.file.getvalue()))

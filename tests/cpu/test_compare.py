@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from cute_attn import compiler
+from cute_attn.cli import code
 from cute_attn.cli.code import _sides
 from cute_attn.lab import revision
 from cute_attn.lab.compare import Row, compare, normalized
@@ -213,7 +214,7 @@ def test_a_revision_is_no_option_of_git(old_revision, tmp_path):
     ],
 )
 def test_sides(other, tiles, at, expected):
-    assert _sides("k", other, tiles, at) == expected
+    assert _sides("k", other, tiles, at is not None) == expected
 
 
 def test_the_command(tmp_path):
@@ -234,3 +235,21 @@ def test_the_command(tmp_path):
     ):
         wrong = run(*arguments)
         assert wrong.returncode == 2 and wrong.stderr.startswith(f"error: {message}"), wrong.stderr
+
+
+def test_two_revisions_are_both_built(monkeypatch, capsys):
+    """And three are refused."""
+    built = []
+    monkeypatch.setattr(code, "_verdict_at", lambda *given: built.append(given) or toy_verdict())
+    code.difference_of_two(toy.NAME, at=["A", "B"])
+    assert [(revision, side) for revision, side, _ in built] == [
+        ("A", (toy.NAME, None)),
+        ("B", (toy.NAME, None)),
+    ]
+    assert toy.NAME in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--at is given 3 times; accepted: two revisions at most"):
+        code.difference_of_two(toy.NAME, at=["A", "B", "C"])
+
+
+def toy_verdict():
+    return verdict(toy.NAME, target="sm80", lines=True)

@@ -89,7 +89,7 @@ def test_a_stale_command_does_not_parse(words):
 def kernels_of(words: list[str]) -> list[tuple[Traits, str | None]]:
     """The kernels that a command names, with their tiles as text."""
     tiles = [tile for option, tile in itertools.pairwise(words) if option == "--tile"] or [None]
-    names = [word for word in words if re.match(r"(forward|backward|kvcache)-sm\d", word)]
+    names = [word for word in words if re.match(r"(forward|backward|kvcache)-sm\d\d(:\w+)?-\w+-d\d", word)]
     return [(Traits.parse(name), tile) for name in names for tile in tiles if "=" in (tile or "=")]
 
 
@@ -98,18 +98,26 @@ def test_a_commands_kernels_exist(command):
     words = COMMANDS[command]
     for traits, tile in kernels_of(words):
         target = words[words.index("--target") + 1] if "--target" in words else traits.arch
-        if not traits.variant:  # one of a reader's own
+        if not traits.variant and not traits.epilogues:  # a reader's own
             assert registry.lookup(traits, tile, target)
+
+
+def has_its_file(words: list[str]) -> bool:
+    """Whether a reader's own file is one of the examples."""
+    return words[0] == "--load" and (ROOT / words[1]).exists()
 
 
 def to_run() -> list[str]:
     """Commands that have every option of every command, and every feature; others differ in tiles and head dims."""
-    usable = [command for command, words in COMMANDS.items() if words[0] not in NEED_FILES]
+    usable = [
+        command for command, words in COMMANDS.items() if words[0] not in NEED_FILES or has_its_file(words)
+    ]
 
     def options(command: str) -> set[tuple[str, str]]:
         words = COMMANDS[command]
         features = {part for traits, _ in kernels_of(words) for part in traits.name.split("-")[4:]}
         named = {word.partition("=")[0] for word in words if word.startswith("-")}
+        words = words[2:] if words[0] == "--load" else words
         return {(words[0], what) for what in ("", *named, *features)}
 
     return covering(usable, options, cost=lambda command: 1 + len(kernels_of(COMMANDS[command])))
@@ -150,7 +158,8 @@ def test_make_has_its_targets(pytestconfig):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = words_after("make")
     assert {words[0] for words in named.values()} <= targets and len(named) > 5
-    options = [word for words in named.values() for word in " ".join(words[1:]).split() if "--" in word]
+    to_pytest = [words for words in named.values() if not words[0].startswith("bench")]
+    options = [word for words in to_pytest for word in " ".join(words[1:]).split() if "--" in word]
     assert options
     for option in options:
         pytestconfig.getoption(option.rpartition("=")[2])  # raises ValueError for one that does not exist
@@ -160,14 +169,55 @@ def test_files_exist():
     named = {
         Path(path) for path in re.findall(r"[(`]((?:bench|docs|examples|tests)/[\w./-]+\.\w+)[)`]", TEXT)
     }
-    named |= {Path(link) for link in re.findall(r"\]\(([\w./-]+)\)", TEXT)}
-    assert len(named) > 10
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+    links = [
+        page.parent / link for page in PAGES for link in re.findall(r"\]\(([\w./-]+)\)", page.read_text())
+    ]
+    assert len(named) > 10 and len(links) > 30
+    assert [path for path in (*sorted(named), *links) if not (ROOT / path).exists()] == []
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_a_pages_python_runs(page, tmp_path):
+    """One after the other, as a reader types them; on a CPU, and without what only some readers have."""
+    found = [block for block in blocks(page, "python") if "transformers" not in block]
+    assert found, page
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(["import warnings", "warnings.simplefilter('ignore')", *found]))
+    done = processes.run(str(script))
+    assert done.returncode == 0 and "wrong" not in done.stdout, done.stdout + done.stderr
+
+
+SAMPLES = [block for page in PAGES for block in blocks(page, "console")]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.partition("\n")[0])
+def test_a_printed_sample_is_what_the_command_prints(sample):
+    command, _, expected = sample.partition("\n")
+    assert command.startswith("$ cute-attn ")
+    done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": "120"})
+    assert done.returncode == 0, done.stderr
+    assert [line.rstrip() for line in done.stdout.splitlines()] == [
+        line.rstrip() for line in expected.splitlines()
+    ]
+
+
+def test_the_readme_is_a_page_and_begins_with_an_install():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150 and SAMPLES and len(PAGES) > 8
+    assert text.index("pip install") < text.index("source .venv/bin/activate") + 100 < text.index("```python")
+    first = next(line for line in text.splitlines() if line.strip().startswith("cute-attn"))
+    assert text.index("source .venv/bin/activate") < text.index(first)
 
 
 def test_python_blocks_import_what_exists():
-    blocks = [ast.parse(block) for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)]
-    froms = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
+    trees = [ast.parse(block) for page in PAGES for block in blocks(page, "python")]
+    froms = [node for block in trees for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
     assert len(froms) > 3
     for node in froms:
         module = importlib.import_module(str(node.module))

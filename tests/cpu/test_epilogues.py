@@ -20,8 +20,8 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue, register_epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
+from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from tests import curand
-from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.

@@ -19,8 +19,8 @@ from cute_attn.epilogues.bias import untransposed
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
+from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits
-from tests.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 
 ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"

@@ -15,9 +15,9 @@ from cute_attn.host import choose
 from cute_attn.host.call import Call
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.reference import emulate
+from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
 from tests import processes
-from tests.tilings import TILINGS, Scores
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -13,9 +13,9 @@ from cutlass.cutlass_dsl import tvm_ffi_provider
 from cute_attn import compiler
 from cute_attn.compiler import compiled
 from cute_attn.reference import emulate
+from cute_attn.reference.tilings import TINY, Scores
 from tests import processes, quick_builds, toy
 from tests.defaults import STORAGE, cover, covering, demands, every, representative
-from tests.tilings import TINY, Scores
 
 # ---- defaults ----
 

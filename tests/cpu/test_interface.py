@@ -806,3 +806,20 @@ def test_tangents_are_followed_on_the_cpu_and_refused_elsewhere():
     step = 1e-3
     ends = [attention(q.double() + sign * step, k.double(), v.double()) for sign in (1, -1)]
     torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / (2 * step), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernel": "sm95"}, r"kernel is 'sm95' \(did you mean 'sm90'\?\); accepted: 'sm80', 'sm90'"),
+        ({"tile": "tilen=32"}, r"tile has 'tilen=32' \(did you mean 'tile_n'\?\)"),
+        ({"backward_tile": "rows=3"}, "tile has 'rows=3'; accepted: FIELD=VALUE with a field of tile_m"),
+        ({"kernel": "sm80", "tile": "speculative=true"}, "tile has 'speculative=true'; accepted"),
+    ],
+)
+def test_a_kernel_or_tile_that_there_is_not_is_refused_on_the_cpu_too(options, message):
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, **options)
+    known = {"kernel": "sm80", "tile": "tile_n=32", "backward_tile": "tile_n=64"}
+    assert torch.equal(attention(q, q, q, **known), attention(q, q, q, tile="speculative=true"))

@@ -4,6 +4,8 @@ Three implementations are compared: the DSL's code, run on the host for every th
 the integer models of ``layouts.model``, which pictures and bank counts use.
 """
 
+import os
+import sys
 from math import prod
 
 import cutlass
@@ -15,6 +17,7 @@ from cutlass import BFloat16, Float16, Float32, cute
 import layouts
 from layouts import model
 from layouts.host import coordinate_table, offset_table, run_on_host
+from layouts.model import no_arguments, smem_map
 from layouts.swizzle import Swizzle, atom_cols, choose_swizzle
 
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -347,3 +350,19 @@ def test_ldmatrix_reads_what_the_mma_holds(num_warps, warps_n, operand, transpos
                     thread, value = 32 * warp + lane, 2 * matrix + half
                     assert held.row[thread, value] == read.row[source_thread, element]
                     assert held.col[thread, value] == read.col[source_thread, element]
+
+
+def test_a_scripts_own_options_are_not_the_dsls(monkeypatch):
+    """The DSL takes ``-d 8`` for its own -diagnostic, and ends the process."""
+    monkeypatch.setattr(sys, "argv", ["script.py", "-d", "8"])
+    offsets = smem_map(lambda: layouts.smem_layout(16, 32, Float16), Float16).offsets
+    assert offsets.shape == (16, 32) and sys.argv == ["script.py", "-d", "8"]
+    with no_arguments():
+        with no_arguments():  # in another thread, say
+            assert sys.argv == ["script.py"]
+        assert sys.argv == ["script.py"]
+        child = os.fork()
+        if child == 0:
+            os._exit(sys.argv != ["script.py", "-d", "8"])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sys.argv == ["script.py", "-d", "8"]

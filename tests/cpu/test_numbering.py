@@ -16,8 +16,8 @@ from cute_attn.device.score_tile import ScoreContext, ScoreMap
 from cute_attn.epilogues import numbering
 from cute_attn.epilogues.dropout import Dropout
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.reference.tilings import SMALL, TILINGS, TRANSPOSED
 from tests import curand
-from tests.tilings import SMALL, TILINGS, TRANSPOSED
 
 VERSIONS = [(2, 12), (2, 13), (2, 14)]
 SEED = 2**63 + 12345

@@ -12,10 +12,10 @@ import torch
 from cute_attn.compiler import registry
 from cute_attn.host import choose
 from cute_attn.host.call import Call
+from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.cpu.test_epilogues import compare
-from tests.tilings import TILINGS, Scores
 
 TRAITS = Traits("forward", "sm90", "bf16", 128)
 PACKED = ForwardSm90Tile(64, 64, pack_heads=8)

@@ -252,6 +252,7 @@ def test_calls_of_modules_and_by_other_doors_are_listed(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["-m", "nosuchmodule"], "the module is 'nosuchmodule'; accepted after -m: one that can be imported"),
         (["nothing.py"], "the program is 'nothing.py'; accepted: a Python file, a folder or zip file"),
         ([str(Path(__file__).parent)], "cpu'; accepted: a Python file, a folder or zip file with a __main__"),
         (["--backends", "math", __file__], r"backends is \('math',\); accepted: a tuple"),

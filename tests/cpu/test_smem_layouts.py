@@ -10,6 +10,7 @@ from cute_attn import compile, lookup
 from cute_attn.compiler import registry
 from cute_attn.compiler.smem_layouts import smem_layouts, smem_reasons
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import Traits
 from tests import processes
@@ -89,6 +90,7 @@ def test_a_wrong_layout_is_not_compiled(variant, kernel):
 FILE = """
 from cute_attn import register
 from cute_attn.kernels.forward_sm80 import ForwardSm80
+from cute_attn.kernels.forward_sm90 import ForwardSm90
 from tests.cpu.test_smem_layouts import Overlapping
 
 register(Overlapping, variant="overlapping")
@@ -113,3 +115,18 @@ def test_an_unswizzled_layout_is_right(variant):
             return layouts.smem_layout(rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=0)
 
     assert list(smem_reasons(lookup(variant(Unswizzled)))) == []
+
+
+class PlainSm90(ForwardSm90):
+    """Rows that are not swizzled, which TMA and wgmma cannot take."""
+
+    def smem_layout(self, rows, head_dim, stages=1):
+        return cute.make_layout((rows, head_dim, stages), stride=(head_dim, 1, rows * head_dim))
+
+
+def test_a_layout_that_wgmma_cannot_read_is_refused_with_what_it_needs(monkeypatch):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    registry.register(PlainSm90, variant="plain")
+    with pytest.raises(ValueError, match="accepted on sm90: a swizzle over a plain layout") as error:
+        compile("forward-sm90:plain-bf16-d64")
+    assert "layouts.wgmma_smem_layout" in str(error.value) and "\n" not in str(error.value)

@@ -9,7 +9,7 @@ import torch
 from cute_attn import reference
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.reference import kvcache as ref
-from tests.tilings import SMALL, TILINGS, Scores
+from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from cutlass._mlir_helpers import op
@@ -9,10 +12,12 @@ from cutlass.base_dsl import dsl
 
 from cute_attn import compiler
 from cute_attn.kernels.step import StepContent
+from cute_attn.lab.builds import build_at_once
 from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.gpu import resident_blocks
 from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
 from cute_attn.lab.verdict import Verdict, clocks, verdict
+from cute_attn.traits import Traits
 from tests import processes, toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
@@ -114,7 +119,7 @@ def test_a_tile_that_does_not_fit_says_why():
     [
         (
             ("forward-sm80-bf16-d64", "tile_k=3"),
-            "tile has 'tile_k=3'; accepted: FIELD=VALUE with a field of tile_m",
+            "tile has 'tile_k=3' (did you mean 'tile_n'?); accepted: FIELD=VALUE with a field of tile_m",
         ),
         (("forward-sm80-bf16-d64", None, "sm70"), "target is 'sm70'; accepted: sm80, sm86, sm89, sm90"),
         (("forwards-sm80",), "forwards-sm80"),
@@ -277,3 +282,49 @@ def test_a_users_epilogue_and_layout():
 def test_json_of_a_verdict_has_no_machine_code():
     one = Verdict("forward-sm80-bf16-d64", "sm80", "tile_n=3", "it does not fit")
     assert json.loads(one.json())["reason"] == "it does not fit" and "code" not in one.as_dict()
+
+
+# ---- builds ----
+
+
+def test_tiles_of_one_verdict_are_built_at_the_same_time(fresh_cache, monkeypatch):
+    """Those that are not built yet, where there are several."""
+    asked = []
+    monkeypatch.setattr(
+        compiler, "prebuild", lambda requests, **how: asked.append((list(requests), how)) or ()
+    )
+    tiles = [(toy.NAME, f"values={values}") for values in (4, 6, 4)]
+    build_at_once(tiles[:1], "sm80")
+    compiler.compile(toy.NAME, "values=6", "sm80")
+    build_at_once(tiles, "sm80")
+    assert asked == []
+    build_at_once([*tiles, (toy.NAME, "values=-1")], "sm80", lines=True)
+    ((requests, how),) = asked
+    assert [str(tile) for _, tile, _ in requests] == ["values=4,staged=true", "values=6,staged=true"]
+    assert how == {"lines": True}
+
+
+def test_prebuilt_kernels_may_have_line_info(fresh_cache):
+    traits = Traits.parse(toy.NAME)
+    (built,) = compiler.prebuild([(traits, None, "sm80")], workers=1, lines=True)
+    kernel = compiler.registry.lookup(traits, None, "sm80")
+    assert built.error is None and compiler.is_built(kernel, "sm80", lines=True)
+    assert not compiler.is_built(kernel, "sm80")
+
+
+def test_a_verdict_needs_no_torch(tmp_path):
+    """Which takes as long to load as the rest."""
+    code = (
+        "import sys, cute_attn\n"
+        "from cute_attn.lab.findings import findings\n"
+        "from cute_attn.lab.verdict import verdict\n"
+        "findings(verdict('forward-sm80-bf16-d64-causal', target='sm80'))\n"
+        "print('torch' in sys.modules, 'matplotlib' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(processes.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "False False\n", done.stdout + done.stderr

@@ -38,6 +38,8 @@ def _needs(peer: str, workload: Workload, *absent: str) -> None:
         "unequal head dims": workload.head_dim != workload.head_dim_v,
         "grouped heads": workload.nheads != workload.nheads_kv,
     }
+    if workload.epilogues:
+        raise Declined(f"{peer} has no epilogue {workload.epilogues[0]!r}")
     for feature in absent:
         if present[feature]:
             raise Declined(f"{peer} has no {feature}")
@@ -70,6 +72,7 @@ def call_options(workload: Workload, x: Inputs) -> dict[str, Any]:
         "softcap": SOFTCAP if workload.softcap else 0.0,
         "dropout_p": DROPOUT_P if workload.dropout else 0.0,
         "dropout_mask": workload.dropout or "flash",
+        "epilogues": x.epilogues,
     }
 
 

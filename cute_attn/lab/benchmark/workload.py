@@ -1,15 +1,15 @@
 """Workloads: a shape and its features, under one name."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from cute_attn.traits import Traits
 
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+if TYPE_CHECKING:  # only tensors need it, and loading it takes longer than a verdict
+    import torch
+    from torch import Tensor
+
 HIDDEN = 2048
 TOKENS = 16384
 WINDOW = 1024
@@ -29,6 +29,7 @@ class Workload:
         bias: dtype of a full (batch, nheads, seqlen, seqlen_k) bias, or "".
         alibi, softcap: whether scores pass through them.
         sinks: dtype of the attention sinks, or "".
+        epilogues: names of users' epilogues, called with their ``example_args``.
         dropout: which of PyTorch's masks, or "".
         lengths: varlen sequences' queries, in place of batch and seqlen.
         op: "forward", or "backward" for the gradients of q, k and v alone.
@@ -62,6 +63,7 @@ class Workload:
     lengths_k: tuple[int, ...] = ()
     window_right: int = 0
     sinks: str = ""
+    epilogues: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nheads_kv", self.nheads_kv or self.nheads)
@@ -128,6 +130,7 @@ class Workload:
             "softcap" if self.softcap else "",
             "alibi" if self.alibi else "",
             f"bias_{self.bias}" if self.bias else "",
+            *self.epilogues,
             f"sinks_{self.sinks}" if self.sinks else "",
             {"": "", "flash": "dropout", "mem_efficient": "dropout_mem_efficient"}[self.dropout],
             "bias_grad" if self.bias_grad else "",
@@ -148,6 +151,7 @@ class Workload:
             softcap=self.softcap,
             alibi=self.alibi,
             bias=self.bias,
+            epilogues=self.epilogues,
             sinks=self.sinks if op == "forward" else "",
             dropout=self.dropout,
             varlen=bool(self.lengths),
@@ -173,11 +177,16 @@ class Workload:
 
     def inputs(self, device: str = "cuda") -> "Inputs":
         """New random tensors of these sizes."""
-        dtype = TORCH_DTYPES[self.dtype]
+        import torch
+
+        from cute_attn.epilogues.base import example_args
+
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        dtype = dtypes[self.dtype]
         rows = (sum(self.lengths),) if self.lengths else (self.batch, self.seqlen)
         keys = (sum(self.lengths_k or self.lengths),) if self.lengths else (self.batch, self.longest_k)
 
-        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        def normal(*shape: int, dtype: "torch.dtype" = dtype) -> "Tensor":
             return torch.randn(shape, device=device, dtype=dtype)
 
         q = normal(*rows, self.nheads, self.head_dim)
@@ -185,36 +194,43 @@ class Workload:
         v = normal(*keys, self.nheads_kv, self.head_dim_v)
         bias = slopes = sinks = cu_seqlens = cu_seqlens_k = None
         if self.bias:
-            bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=TORCH_DTYPES[self.bias])
+            bias = normal(self.batch, self.nheads, self.seqlen, self.longest_k, dtype=dtypes[self.bias])
         if self.alibi:
             slopes = torch.rand(self.nheads, device=device)
         if self.sinks:
-            sinks = normal(self.nheads, dtype=TORCH_DTYPES[self.sinks])
+            sinks = normal(self.nheads, dtype=dtypes[self.sinks])
         if self.lengths:
             cu_seqlens, cu_seqlens_k = (
                 torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
                 for lengths in (self.lengths, self.lengths_k or self.lengths)
             )
-        return Inputs(q, k, v, bias, slopes, cu_seqlens, cu_seqlens_k, sinks)
+        sizes = (len(self.lengths) or self.batch, self.nheads, self.longest, self.longest_k)
+        epilogues = {
+            name: tuple(x.to(device) if hasattr(x, "to") else x for x in example_args(name, *sizes))
+            for name in self.epilogues
+        }
+        return Inputs(q, k, v, bias, slopes, cu_seqlens, cu_seqlens_k, sinks, epilogues)
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Tensors of one workload: q, k and v as (batch, seqlen, nheads, dim) or packed (tokens, nheads, dim).
 
-    ``cu_seqlens`` is where varlen sequences' queries start, ``cu_seqlens_k`` where their keys do.
+    ``cu_seqlens`` is where varlen sequences' queries start, ``cu_seqlens_k`` where their keys do; ``epilogues`` has the
+    arguments of users' epilogues by name.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None = None
-    sinks: Tensor | None = None
+    q: "Tensor"
+    k: "Tensor"
+    v: "Tensor"
+    bias: "Tensor | None"
+    alibi_slopes: "Tensor | None"
+    cu_seqlens: "Tensor | None"
+    cu_seqlens_k: "Tensor | None" = None
+    sinks: "Tensor | None" = None
+    epilogues: dict[str, tuple] = field(default_factory=dict)
 
-    def leaves(self, workload: Workload) -> tuple[Tensor, ...]:
+    def leaves(self, workload: Workload) -> "tuple[Tensor, ...]":
         """The tensors that a backward computes gradients of; marks them as requiring gradients."""
         tensors = (self.q, self.k, self.v, *((self.bias,) if workload.bias_grad else ()))
         for x in tensors:
@@ -259,10 +275,8 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         raise ValueError(
             f"{traits} is neither a forward nor a backward; accepted: forward or backward kernels"
         )
-    if traits.epilogues or traits.seqused_q or traits.seqused_k or traits.top_left:
-        raise ValueError(
-            f"{traits} cannot be timed by name; accepted: no epilogues of your own, seqused or top-left masks"
-        )
+    if traits.seqused_q or traits.seqused_k or traits.top_left:
+        raise ValueError(f"{traits} cannot be timed by name; accepted: no seqused or top-left masks")
     workload = standard(
         traits.head_dim,
         seqlen,
@@ -273,6 +287,7 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         bias=traits.bias,
         alibi=traits.alibi,
         softcap=traits.softcap,
+        epilogues=traits.epilogues,
         sinks=traits.sinks,
         dropout=traits.dropout,
         op=traits.op,

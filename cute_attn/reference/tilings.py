@@ -1,4 +1,4 @@
-"""MMA tilings of all kinds of kernels, for running the epilogues on the CPU."""
+"""MMA tilings of all kinds of kernels, for running epilogues on the CPU, and what the definition makes of the same."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
+from cute_attn.reference.emulate import Emulated, EmulatedGradients
 from cute_attn.traits import Traits
 
 
@@ -134,14 +135,14 @@ class Scores:
         """q k^T as (batch, nheads, seqlen_q, seqlen_k)."""
         return torch.einsum("bqhd,bkhd->bhqk", self.q, self.k)
 
-    def emulate(self, tiling: Tiling) -> emulate.Emulated:
+    def emulate(self, tiling: Tiling) -> Emulated:
         """The results of all threads of the tiling."""
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
-    ) -> "emulate.EmulatedGradients":
+    ) -> EmulatedGradients:
         """The gradients of all threads of the tiling, for that of out, (batch, seqlen_q, nheads, head_dim)."""
         grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
         return emulate.differentiate_on_host(
@@ -201,9 +202,9 @@ class Scores:
         batch = self.shape[0]
         used_q, used_k = self.lengths.seqused_q, self.lengths.seqused_k
         if used_q is not None:
-            coords = replace(coords, seqlen_q=used_q.view(batch, 1, 1, 1))
+            coords = replace(coords, seqlen_q=used_q.view(batch, 1, 1, 1))  # type: ignore[arg-type]
         if used_k is not None:
-            coords = replace(coords, seqlen_k=used_k.view(batch, 1, 1, 1))
+            coords = replace(coords, seqlen_k=used_k.view(batch, 1, 1, 1))  # type: ignore[arg-type]
         exists = (coords.query < coords.seqlen_q) & (coords.key < coords.seqlen_k)
         return coords, exists.expand(self.shape)
 

@@ -1,0 +1,72 @@
+"""What the command prints of an exception: the package's own sentences, and the place of an error in a user's file."""
+
+import linecache
+import opcode
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from cute_attn.compiler.fingerprint import is_installed
+
+_OWN = tuple(Path(__file__).resolve().parents[2] / name for name in ("cute_attn", "layouts"))
+_SENTENCES = (ValueError, TypeError, KeyError, NotImplementedError, OSError, RuntimeError, ImportError)
+_RAISES = {opcode.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in opcode.opmap}
+
+
+def described(error: BaseException, *, verbose: bool) -> str | None:
+    """What is printed of an exception, or None where its whole traceback should be: an error of the package.
+
+    A sentence of the package's own, which a ``raise`` in its sources raised, or of the system about a file, stands
+    alone, or with the line of the user's file that the call came from. Of any other exception that passed through a
+    user's file its traceback is left, without the frames of what is installed unless ``verbose``.
+    """
+    frames = list(_frames(error.__traceback__))
+    users = [one for one in frames if not _is_installed(one)]
+    if _is_own_sentence(error, frames):
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        return f"error: {text}" + "".join(f"\n  {_place(one)}" for one in users[-1:])
+    if not users:
+        return f"error: {_of_the_system(error)}" if isinstance(error, OSError) and error.filename else None
+    shown = frames if verbose else users
+    lines = (f"  {_place(one)}" for one in shown)
+    hidden = len(frames) - len(shown)
+    more = f"\n({hidden} frames of installed packages are hidden; -v shows them)" if hidden else ""
+    kind = "".join(traceback.format_exception_only(error)).rstrip()
+    return "\n".join(["error in a loaded file:", *lines, kind]) + more
+
+
+def _frames(first: TracebackType | None) -> list[TracebackType]:
+    """The frames of a traceback from where a user's or the package's code begins, without import machinery."""
+    found = []
+    while first is not None:
+        if not first.tb_frame.f_code.co_filename.startswith("<"):
+            found.append(first)
+        first = first.tb_next
+    return found
+
+
+def _is_own_sentence(error: BaseException, frames: list[TracebackType]) -> bool:
+    if not frames or not isinstance(error, _SENTENCES):
+        return False
+    last = frames[-1]
+    raised = last.tb_frame.f_code.co_code[last.tb_lasti] in _RAISES
+    return raised and any(_path(last).is_relative_to(root) for root in _OWN)
+
+
+def _is_installed(frame: TracebackType) -> bool:
+    return is_installed(_path(frame))
+
+
+def _path(frame: TracebackType) -> Path:
+    return Path(frame.tb_frame.f_code.co_filename).resolve()
+
+
+def _place(frame: TracebackType) -> str:
+    name = frame.tb_frame.f_code.co_filename
+    source = linecache.getline(name, frame.tb_lineno).strip()
+    return f'File "{name}", line {frame.tb_lineno}, in {frame.tb_frame.f_code.co_name}: {source}'
+
+
+def _of_the_system(error: OSError) -> str:
+    """Such as ``'/proc/x' cannot be used: No such file or directory``."""
+    return f"{str(error.filename)!r} cannot be used: {error.strerror or error}"

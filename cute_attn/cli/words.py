@@ -1,0 +1,47 @@
+"""The command ``cute-attn explain``, and the features that ``cute-attn list --features`` shows."""
+
+from typing import Annotated
+
+import typer
+
+from cute_attn.cli.options import complete_name, show, working
+from cute_attn.lab.tables import Table
+
+# Modules that load the DSL are imported inside the commands.
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("explain")(explain_words)
+
+
+def explain_words(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WORD...",
+            autocompletion=complete_name,
+            help="forward-sm80, a kernel's name, a feature, a tile's field, or a row of a verdict.",
+        ),
+    ],
+) -> None:
+    """What a kernel's name, a field of its tile, or a row of its verdict means."""
+    table = Table("word", "what it means")
+    with working("reading docstrings"):
+        from cute_attn.lab.explain import explain
+
+        for word in words:
+            for name, text in explain(word):
+                table.add_row(name, text)
+    show(table)
+
+
+def features_table() -> Table:
+    """Every word that a kernel's name may have after its head dims."""
+    from cute_attn.lab.explain import feature_text
+    from cute_attn.traits import FEATURES
+
+    table = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
+    for feature in FEATURES:
+        table.add_row(feature, feature_text(feature))
+    return table

@@ -1,0 +1,154 @@
+"""What words of the project mean, from the docstrings of traits, tiles and verdicts.
+
+    for word, text in explain("qk_unroll"): ...
+
+Words are a kernel's name or its beginning (``forward-sm80``), a part of one (``causal``), a field of a tile, or a row
+of a verdict.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from cute_attn.compiler import registry
+from cute_attn.lab.verdict import ROWS
+from cute_attn.tiles import Tile
+from cute_attn.traits import ARCHS, DTYPES, FEATURES, Traits, did_you_mean, field_of, ops_of
+
+_ENTRY = re.compile(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|$))*)", re.M)
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Name -> text of the attributes that a class's docstring, or that of a base, lists; a class's own come first."""
+    found: dict[str, str] = {}
+    for one in cls.__mro__:
+        _, _, listed = inspect.cleandoc(one.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        for names, text in _ENTRY.findall(listed.partition("\nRaises:")[0]):
+            for name in names.split(", "):
+                found.setdefault(name, _plain(text))
+    return found
+
+
+def explain(word: str) -> list[tuple[str, str]]:
+    """(word, text) of a word and of what belongs to it.
+
+    Raises:
+        ValueError: it is no word of the project; the message has one that may have been meant.
+    """
+    for of in (_name, _feature, _field, _row):
+        found = list(of(word))
+        if found:
+            return found
+    known = [*FEATURES, *_OPS_OF, *(name for cls in tile_classes() for name in _fields(cls)), *ROWS]
+    raise ValueError(
+        f"the word is {word!r}{did_you_mean(word, known)}; accepted: a kernel's name or its beginning, such as "
+        "forward-sm80, a feature of one, a field of a tile, a row of a verdict"
+    )
+
+
+def feature_text(feature: str) -> str:
+    """What a word in a kernel's name means, and for which kernels."""
+    name, value = field_of(feature)
+    text = attribute_docs(Traits)[name]
+    at = "" if value is True else f" (here {value!r})" if isinstance(value, str) else ""
+    ops = ops_of(feature)
+    return f"{text}{at}" + (f" In names of {', '.join(ops)}." if len(ops) < len(_OPS_OF) else "")
+
+
+_OPS_OF = {op: cls for (op, _, variant), cls in registry.KERNELS.items() if not variant}
+
+
+def tile_classes() -> dict[type[Tile], list[str]]:
+    """The classes of tiles, each with the kernels that it is for."""
+    found: dict[type[Tile], list[str]] = {}
+    for key in registry.KERNELS:
+        tile = _tile_of(key)
+        if tile is not None:
+            found.setdefault(tile, []).append(registry.label(key))
+    return found
+
+
+def _tile_of(key: tuple[str, str, str]) -> type[Tile] | None:
+    """The class of a registered kernel's tiles."""
+    op, arch, variant = key
+    for dtype in DTYPES:
+        for features in ({}, {"seqused_k": True}):
+            try:
+                return type(registry.lookup(Traits(op, arch, dtype, 64, variant=variant, **features)).tile)  # type: ignore[arg-type]
+            except ValueError:  # not this dtype's, or not without lengths
+                continue
+    return None
+
+
+def _fields(cls: type[Tile]) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
+def _name(word: str) -> Iterator[tuple[str, str]]:
+    """A kernel's name or its beginning: its words, then the fields of its tile."""
+    op, *rest = word.split("-")
+    if op not in _OPS_OF:
+        return
+    arch, _, variant = rest[0].partition(":") if rest else (None, "", "")
+    keys = [key for key in registry.KERNELS if key[0] == op and arch in (None, key[1]) and key[2] == variant]
+    if not keys:
+        return
+    if len(rest) > 2:
+        Traits.parse(word)
+    kernel = registry.KERNELS[keys[0]]
+    module = inspect.getmodule(kernel)
+    yield op, _first_paragraph(getattr(module, "__doc__", None) or kernel.__doc__ or "")
+    yield from ((one, _PARTS[one]) for one in (arch, *rest[1:2]) if one in _PARTS)
+    if len(rest) > 2:
+        yield rest[2], "the head dims: of q and k, and after an x of v where that is another"
+    yield from ((one, feature_text(one)) for one in rest[3:] if one in FEATURES)
+    for key in keys:
+        cls = _tile_of(key)
+        if cls is not None:
+            docs = attribute_docs(cls)
+            yield f"tile of {registry.label(key)}", _first_paragraph(cls.__doc__ or "")
+            yield from ((f"  {name}", docs.get(name, "-")) for name in _fields(cls))
+
+
+_PARTS = {
+    "sm80": "Ampere's generation of kernels (cp.async, mma.sync), which run on sm86, sm89 and sm90 too",
+    "sm90": "Hopper's generation of kernels (TMA, wgmma)",
+    **dict.fromkeys(DTYPES, "element type of q, k, v and o"),
+}
+assert set(ARCHS) <= set(_PARTS)
+
+
+def _feature(word: str) -> Iterator[tuple[str, str]]:
+    if word in FEATURES:
+        yield word, feature_text(word)
+    elif word in _PARTS:
+        yield word, _PARTS[word]
+
+
+def _field(word: str) -> Iterator[tuple[str, str]]:
+    """A field of tiles, once for each text."""
+    texts: dict[str, list[str]] = {}
+    for cls, kernels in tile_classes().items():
+        if word in _fields(cls):
+            fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+            values = next(f for f in fields if f.name == word).metadata.get("values", ())
+            tried = f" `tune` tries {', '.join(map(str, dict.fromkeys(values)))}." if values else ""
+            text = attribute_docs(cls).get(word, "-").rstrip(".") + "." + tried
+            texts.setdefault(text, []).extend(kernels)
+    yield from ((f"{word} of {', '.join(kernels)}", text) for text, kernels in texts.items())
+
+
+def _row(word: str) -> Iterator[tuple[str, str]]:
+    """Rows of a verdict, by their whole names or a part of them."""
+    yield from ((row, text) for row, text in ROWS.items() if word and word.lower() in row.lower())
+
+
+def _first_paragraph(text: str) -> str:
+    return _plain(inspect.cleandoc(text).split("\n\n")[0])
+
+
+def _plain(text: str) -> str:
+    """One line without a docstring's marks."""
+    return re.sub(r":\w+:`~?([\w.]+)`|``(.+?)``", lambda m: m[1] or m[2], " ".join(text.split()))

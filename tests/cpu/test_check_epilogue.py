@@ -1,0 +1,153 @@
+"""check_epilogue and what calls users' epilogues by name: a right one passes, each mistake is found."""
+
+import dataclasses
+import json
+
+import cutlass
+import pytest
+import torch
+from cutlass import Float32, cute
+
+import cute_attn
+from cute_attn import Epilogue, check_epilogue, compile, register_epilogue
+from cute_attn.cli import main as commands
+from cute_attn.lab.benchmark.peers import Declined, call_options, fa2, ours
+from cute_attn.lab.benchmark.workload import Workload, of_traits
+from cute_attn.lab.tune import Search
+from cute_attn.lab.tune_worker import ranked
+from cute_attn.lab.workloads import default_workloads, parse
+from cute_attn.traits import Traits
+from tests import processes
+from tests.cpu.test_examples import load
+
+EXAMPLE = ("--load", "examples/custom_epilogue.py")
+
+
+class Scaled(Epilogue):
+    """score * (1 + 1/8): derivative 1 + 1/8."""
+
+    FACTOR, GRADIENT = 1.125, 1.125
+
+    def fake_args(self):
+        return (Float32(0.0),)
+
+    def host_args(self, inputs):
+        return inputs.extra[self.name]
+
+    @cute.jit
+    def forward(self, state, tile, loaded=()):
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                tile.acc[r, c] = tile.acc[r, c] * (1.0 + self.FACTOR * state[0])
+
+    @cute.jit
+    def backward(self, state, tile, saved):
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            for c in cutlass.range_constexpr(len(tile.cols)):
+                tile.acc[r, c] = tile.acc[r, c] * (1.0 + self.GRADIENT * state[0])
+
+    @classmethod
+    def reference(cls, scores, coords, inputs):
+        return scores * (1 + 1.125 * inputs.extra[cls.name][0])
+
+
+@register_epilogue("scaled_right")
+class Right(Scaled):
+    @classmethod
+    def example_args(cls, batch, nheads, seqlen_q, seqlen_k):
+        return (0.5,)
+
+
+@register_epilogue("scaled_forward_wrong")
+class ForwardWrong(Scaled):
+    FACTOR = 1.0
+
+
+@register_epilogue("scaled_backward_wrong")
+class BackwardWrong(Scaled):
+    GRADIENT = 1.0
+
+
+def test_a_right_one_passes_by_its_class_or_name():
+    found = check_epilogue(Right)
+    assert found.passed and found.differentiable, str(found)
+    assert [one.what.split(",")[0] for one in found.comparisons] == ["forward"] * 2 + ["backward"] * 2
+    assert check_epilogue("scaled_right", 0.25).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("scaled_forward_wrong", "forward"), ("scaled_backward_wrong", "backward")]
+)
+def test_a_wrong_formula_is_found(name, wrong):
+    found = check_epilogue(name, 0.5)
+    assert not found.passed
+    failed = {one.what.split(",")[0] for one in found.comparisons if not one.passed}
+    assert wrong in failed and (wrong == "forward" or failed == {"backward"})
+    assert str(found).count("wrong\n") + str(found).endswith("wrong") >= 2
+
+
+def test_a_wrong_call_is_one_sentence():
+    with pytest.raises(
+        ValueError, match="epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them"
+    ):
+        check_epilogue(ForwardWrong)
+    with pytest.raises(ValueError, match="no epilogue is registered as 'absent'"):
+        check_epilogue("absent")
+
+
+# ---- by name ----
+
+
+def test_a_workload_has_the_epilogues_and_their_arguments():
+    load("custom_epilogue")
+    traits = Traits.parse("forward-sm90-bf16-d64-causal-relative_position-dropout")
+    workload = of_traits(traits, 2048)
+    assert workload.traits("sm90") == traits and "-relative_position-dropout" in workload.name
+    assert parse(f"s256-b2-h4-{'relative_position'}", traits).epilogues == ("relative_position",)
+    small = dataclasses.replace(workload, batch=1, seqlen=64, nheads=2, nheads_kv=2)
+    x = small.inputs("cpu")
+    (table,) = x.epilogues["relative_position"]
+    assert table.shape == (2, 257) and call_options(small, x)["epilogues"] == x.epilogues
+    with pytest.raises(Declined, match="FA2 in torch has no epilogue 'relative_position'"):
+        fa2(dataclasses.replace(small, dropout=""), x)
+    out = ours(None)(dataclasses.replace(small, dropout=""), x)()
+    plain = ours(None)(
+        dataclasses.replace(small, dropout="", epilogues=()), dataclasses.replace(x, epilogues={})
+    )()
+    assert not torch.allclose(out, plain, atol=0.01)
+    assert Workload(**json.loads(json.dumps(dataclasses.asdict(Workload(1, 8, 1, 64))))).epilogues in ((), [])
+
+
+def checked(name):
+    return commands._check_epilogues(commands.make_console(), Traits.parse(f"forward-sm80-bf16-d64-{name}"))
+
+
+def test_check_runs_it(capsys):
+    load("custom_epilogue")
+    problems = checked("relative_position")
+    text = capsys.readouterr().out
+    assert problems == [] and text.count(" ok ") == 4 and "wrong" not in text
+    problems = checked("scaled_forward_wrong")
+    assert problems == [] and "not compared: epilogue" in capsys.readouterr().out
+
+
+def test_check_fails_on_a_wrong_one(monkeypatch, capsys):
+    monkeypatch.setattr(ForwardWrong, "example_args", classmethod(lambda cls, *sizes: (0.5,)))
+    problems = checked("scaled_forward_wrong")
+    assert problems == ["epilogue 'scaled_forward_wrong' is not what its reference says"]
+
+
+def test_own_epilogues_are_timed_by_name_and_tuned():
+    name = "forward-sm80-bf16-d64-causal-relative_position"
+    done = processes.run("-m", "cute_attn", *EXAMPLE, "bench", name)
+    assert (done.returncode, done.stderr) == (2, "error: there is no GPU; timing a kernel needs one\n")
+    example = load("custom_epilogue")
+    workloads = default_workloads(Traits.parse(name))
+    search = Search.of(Traits.parse(name), example.NARROW, "sm80", workloads)
+    assert search.tiles and "relative_position" in search.workloads[0].name
+    found = ranked(compile(name, example.NARROW, "sm80"), [dataclasses.asdict(one) for one in workloads])
+    assert found["no_rank"] == "" and list(found["estimates"]) == [one.name for one in workloads]
+
+
+def test_the_public_name():
+    assert cute_attn.check_epilogue is check_epilogue

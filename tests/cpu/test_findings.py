@@ -1,0 +1,136 @@
+"""What verdicts say in sentences, and what notebooks show of them."""
+
+import dataclasses
+
+import pytest
+
+from cute_attn import compile
+from cute_attn.lab.compare import compare
+from cute_attn.lab.copies import Conflicts
+from cute_attn.lab.findings import findings
+from cute_attn.lab.rank import NOISE, estimates, relative
+from cute_attn.lab.study import Candidate, Study
+from cute_attn.lab.verdict import Clocks, StepCost, Verdict, brief
+from tests import toy  # registers the kernel
+
+NAME = "forward-sm80-bf16-d64"
+
+
+def made(tile_n=96, *, tensor=1000.0, shared=500.0, warp=100.0, spills=0, blocks=1, copies=(), **changes):
+    """A verdict with these clocks for a step of 128 queries and as many keys as the tile has, per 96 keys."""
+    scale = tile_n / 96
+    clocks = Clocks(tensor * scale, 100.0 * scale, 300.0 * scale, shared * scale, warp * scale)
+    step = StepCost(0, 900, 200, 100, tile_n, 128 * tile_n, clocks)
+    tile = f"tile_m=128,tile_n={tile_n},num_warps=4,num_stages=2,qk_unroll=0"
+    return Verdict(
+        NAME,
+        "sm90",
+        tile,
+        blocks=blocks,
+        registers=255,
+        spills_in_step=spills,
+        step=step,
+        copies=copies,
+        **changes,
+    )
+
+
+def test_a_difference_below_noise_means_nothing():
+    tiles = made(96), made(96, tensor=1008.0)
+    tiles = tiles[0], dataclasses.replace(tiles[1], tile=tiles[1].tile.replace("qk_unroll=0", "qk_unroll=4"))
+    assert 1 < relative(estimates(tiles[1]), estimates(tiles[0])) < 1 + NOISE
+    first, *rest = findings(*tiles)
+    assert (
+        first.startswith("By their code the tiles are equal: qk_unroll=4 is 0.") and "means nothing" in first
+    )
+    assert rest == ["Its steady step is bound by tensor cores, which is the best a kernel can have: what is left to "
+                    "gain is the waiting beside them."]  # fmt: skip
+
+
+def test_the_best_tile_and_by_how_much():
+    slow = dataclasses.replace(
+        made(96, tensor=2000.0), tile=made().tile.replace("num_stages=2", "num_stages=1")
+    )
+    (first, *_), (again, *_) = findings(slow, made()), findings(made(), slow)
+    assert first == again and first.startswith("By its code num_stages=2 is the best: num_stages=1 is ")
+    gap = relative(estimates(slow), estimates(made())) - 1
+    assert f"{gap:.1%} slower. `cute-attn ab` measures it" in first
+
+
+def test_a_tile_that_spills_in_the_step_is_not_the_best():
+    other = made().tile.replace("num_stages=2", "num_stages=3")
+    fast = dataclasses.replace(made(96, tensor=500.0, spills=7), tile=other)
+    (first, *_) = findings(fast, made())
+    assert first.startswith("By its code num_stages=2 is the best: num_stages=3 spills in the step.")
+    assert (
+        findings(fast)[-1]
+        == "It spills 7 times a step: try a smaller tile_n, more warps, or fewer fragments."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "is bound by tensor cores, which"),
+        ({"shared": 950.0}, "is bound by tensor cores (shared memory nearly as much)"),
+        ({"shared": 1500.0}, "is bound by shared memory, where operands are read more than once"),
+        ({"warp": 5000.0}, "waits: one warp's stalls take 5,000 clocks"),
+    ],
+)
+def test_what_bounds_a_step_and_what_to_try(changes, said):
+    (sentence,) = findings(made(**changes))
+    assert sentence.startswith(f"The steady step {said}")
+    assert ("try " in sentence) == ("tensor cores" not in sentence)
+
+
+def test_bank_conflicts_are_said():
+    found = findings(made(copies=(Conflicts("K by ldmatrix", "LDSM", 8, 1, 8),)))
+    assert (
+        found[-1]
+        == "Its copies have bank conflicts (K by ldmatrix 8-way): try another swizzle or padded rows."
+    )
+    assert len(found) == 2
+
+
+def test_nothing_is_said_of_a_tile_that_does_not_fit():
+    assert findings(Verdict(NAME, "sm90", "tile_n=4096", "too large")) == []
+    assert len(findings(made(), Verdict(NAME, "sm90", "tile_n=4096", "too large"))) == 1
+
+
+def study(estimate):
+    candidate = Candidate("tile_n=80", "tile_n=80", "ranked", estimate=estimate)
+    return Study(NAME, "sm90", "", "", ("w",), "d", (candidate,), {}, "", "", None, 1.0, (), "now")
+
+
+def test_a_study_says_the_same_of_small_differences():
+    assert "no tile is faster than the default: the next, tile_n=80, is at 0.985" in study(0.985).sentence
+    assert "less than 2% means nothing" in study(0.985).sentence
+    assert "tile_n=80 is the fastest, at 0.900" in study(0.9).sentence
+
+
+def test_notebooks_show_tables_and_short_reprs():
+    one = made()
+    assert brief(one) == "tile_m=128,tile_n=96,num_stages=2"
+    assert repr(one) == (
+        "Verdict(forward-sm80-bf16-d64 on sm90, tile_m=128,tile_n=96,num_stages=2: 1 block, 255 registers, no spills, "
+        "bound by tensor cores)"
+    )
+    html = one._repr_html_()
+    assert (
+        html.startswith("<table>")
+        and "tensor cores" in html
+        and "[bold]" not in html
+        and "<p>The steady" in html
+    )
+    difference = compare(one, made(128))
+    assert len(repr(difference)) < 400 and repr(difference).startswith("Difference(Verdict(")
+    assert "<pre" in difference._repr_html_() and "tile_n=128" in difference._repr_html_()
+
+
+def test_a_compiled_kernel_shows_what_it_costs():
+    compiled = compile(toy.NAME, target="sm80")
+    assert repr(compiled).startswith(
+        "CompiledKernel(forward-sm80:toy-bf16-d64 on sm80, values=8,staged=true: "
+    )
+    assert "512 bytes of shared memory, 0 bytes spilled)" in repr(compiled)
+    assert "<table>" in compiled._repr_html_() and "512 bytes" in compiled._repr_html_()

@@ -1,0 +1,138 @@
+"""The package as others meet it: names, types, completion, metadata."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import cute_attn
+from cute_attn.compiler import registry
+from tests import processes
+
+ROOT = processes.ROOT
+
+
+def in_a_new_process(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names_are_listed_and_loaded_on_first_use():
+    assert {*cute_attn.__all__, "lab", "sdpa", "flash_attn", "transformers"} <= set(dir(cute_attn))
+    assert set(cute_attn._HOME) == {*cute_attn.__all__} - {"__version__"}
+    text = in_a_new_process(
+        "import sys, cute_attn\n"
+        "print(*({'torch', 'cutlass', 'rich', 'matplotlib'} & set(sys.modules)))\n"
+        "print(cute_attn.lab.verdict.__name__, cute_attn.lab.statistics.__name__, 'race' in dir(cute_attn.lab))\n"
+    )
+    assert text == "\ncute_attn.lab.verdict cute_attn.lab.statistics True\n"
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        cute_attn.atention  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'verdct'"):
+        cute_attn.lab.verdct  # noqa: B018
+
+
+def test_type_checkers_see_every_name_where_it_is():
+    tree = ast.parse((ROOT / "cute_attn/__init__.py").read_text())
+    (checked,) = (x for x in tree.body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")
+    seen = {
+        alias.name: node.module for node in checked.body for alias in node.names if node.module != "cute_attn"
+    }
+    assert seen == {name: f"cute_attn.{module}" for name, module in cute_attn._HOME.items()}
+    modules = {alias.name for node in checked.body for alias in node.names if node.module == "cute_attn"}
+    assert modules == set(cute_attn._MODULES)
+
+
+def test_what_is_installed_is_typed_and_described(tmp_path):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for package in ("cute_attn", "layouts"):
+        assert (ROOT / package / "py.typed").exists()
+        assert "py.typed" in settings["tool"]["setuptools"]["package-data"][package]
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
+        settings["project"]["classifiers"]
+    )
+    for name in ("CHANGELOG.md", "CITATION.cff"):
+        assert cute_attn.__version__ in (ROOT / name).read_text(), name
+
+
+def test_a_change_runs_what_has_to_pass():
+    import yaml
+
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    commands = [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in commands and (ROOT / ".ci/run").exists()
+
+
+@pytest.mark.parametrize("words", [["--version"]])
+def test_the_version(words):
+    done = processes.run("-m", "cute_attn", *words)
+    assert (done.returncode, done.stdout) == (0, f"cute-attn {cute_attn.__version__}\n")
+
+
+def test_shells_complete_commands_and_names():
+    def offered(line):
+        done = processes.run(
+            "-m",
+            "cute_attn",
+            environment={
+                "_CUTE_ATTN_COMPLETE": "complete_bash",
+                "COMP_WORDS": line,
+                "COMP_CWORD": str(line.count(" ")),
+            },
+        )
+        return done.stdout.split()
+
+    assert offered("cute-attn ver") == ["verdict"]
+    assert offered("cute-attn verdict backward-sm") == ["backward-sm80", "backward-sm90"]
+    assert "forward-sm80-bf16-d128-causal" in offered("cute-attn check forward-sm80-bf16-d128-ca")
+    assert offered("cute-attn list forward-sm80-bf16-d128-causal-ali") == [
+        "forward-sm80-bf16-d128-causal-alibi"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("base", "key"),
+    [
+        ("ForwardSm80", ("forward", "sm80")),
+        ("ForwardSm90", ("forward", "sm90")),
+        ("ForwardLargeSm90", ("forward", "sm90")),
+        ("BackwardSm90", ("backward", "sm90")),
+        ("KvcacheSm80", ("kvcache", "sm80")),
+    ],
+)
+def test_a_variant_computes_what_its_base_does(monkeypatch, base, key):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    mine = type("Mine", (getattr(registry, base),), {})
+    cute_attn.register(mine, variant="mine")
+    assert registry.KERNELS[*key, "mine"] is mine
+    cute_attn.register(mine, variant="same", op=key[0], arch=key[1])
+    assert registry.KERNELS[*key, "same"] is mine
+    with pytest.raises(
+        ValueError, match=f"arch 'sm75' for Mine; accepted of what it extends: {key[0]!r} and"
+    ):
+        cute_attn.register(mine, variant="mine", arch="sm75")
+
+
+def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
+    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
+    mine = type("Mine", (registry.Combine,), {})
+    with pytest.raises(
+        ValueError, match="accepted of what it extends: 'combine' and 'sm80' or 'combine' and 'sm90'"
+    ):
+        cute_attn.register(mine, variant="mine")
+    cute_attn.register(mine, variant="mine", arch="sm90")
+    assert registry.KERNELS["combine", "sm90", "mine"] is mine
+    cute_attn.register(type("Other", (), {}), variant="other")
+    assert ("forward", "sm80", "other") in registry.KERNELS
+
+
+def test_a_misspelled_feature_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(
+        ValueError, match=r"no epilogue is registered as 'casual' \(did you mean 'causal'\?\)"
+    ):
+        cute_attn.lookup(cute_attn.Traits.parse("forward-sm80-bf16-d64-casual"))
