@@ -14,28 +14,7 @@ Names are imported on first use: ``import cute_attn`` itself loads neither torch
 
 import time
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # what __getattr__ imports on first use, for type checkers and editors
-    from cute_attn import flash_attn as flash_attn
-    from cute_attn import lab as lab
-    from cute_attn import sdpa as sdpa
-    from cute_attn import transformers as transformers
-    from cute_attn.api.append import append_kv
-    from cute_attn.api.attention import (
-        attention,
-        attention_backward,
-        attention_varlen,
-        attention_varlen_backward,
-        draw_rng_state,
-    )
-    from cute_attn.api.kvcache import attention_with_kvcache
-    from cute_attn.api.merge import merge_attention
-    from cute_attn.compiler import CompiledKernel, Resources, compile, prebuild
-    from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
-    from cute_attn.epilogues.base import Epilogue, register_epilogue
-    from cute_attn.reference.check_epilogue import check_epilogue
-    from cute_attn.traits import Traits
+from typing import Any
 
 __version__ = "0.1.0"
 _imported_at = time.time()  # sources that changed later may not be what runs

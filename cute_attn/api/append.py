@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans
+from cute_attn.host.append import launch
 from cute_attn.host.cache_checks import (
     check_append,
     check_append_for_kernels,
@@ -14,23 +15,15 @@ from cute_attn.host.cache_checks import (
     check_lengths,
     check_tensors,
 )
-from cute_attn.host.call import DTYPE_NAMES, Call, schema
-from cute_attn.host.checks import check_count, check_writable
+from cute_attn.host.call import Call, schema
+from cute_attn.host.checks import check_writable
 from cute_attn.host.dispatch import no_dispatch_mode
-from cute_attn.host.launch import NOW, Repeated, Steps
+from cute_attn.host.launch import Repeated, Steps
 from cute_attn.host.memory import (
     Tensors,
-    as_strided,
-    contiguous_strides,
-    is_aligned,
     overwritten,
-    readable,
-    regular_strides,
-    rows_are_regular,
 )
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.tiles.inference import AppendTile
-from cute_attn.traits import Traits
 
 ARGUMENTS = (
     *("k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new"),
@@ -197,105 +190,3 @@ _library.impl("append_kv", append_cuda, "CUDA")
 @torch.library.register_fake("cute_attn::append_kv", lib=_library)
 def _append_fake(*arguments: Any) -> None:
     """Nothing but the caches is written."""
-
-
-# ---- the launch ----
-
-
-def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
-    """Of the append kernel; q: queries to rotate."""
-    rotary = "interleaved" if call.rotary_interleaved else "halves"
-    return Traits(
-        "append",
-        arch,
-        DTYPE_NAMES[call.k_cache.dtype],
-        call.k_cache.shape[-1],
-        call.v_cache.shape[-1],
-        varlen=q is not None and q.dim() == 3,
-        rotary="" if call.rotary_cos is None else rotary,
-        rotate_q=q is not None,
-        varlen_new=call.cu_seqlens_k_new is not None,
-        paged=call.page_table is not None,
-        batch_idx=call.cache_batch_idx is not None,
-    )
-
-
-def launch(
-    call: Call,
-    q: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    rises: bool = False,
-    steps: Steps = NOW,
-) -> Tensor | None:
-    """Launch the kernel: append, and with ``q`` return its rotated copy.
-
-    Args:
-        call: checked; without k and v nothing is appended.
-        q: queries to rotate, or None.
-        cu_seqlens_q: where packed ones start.
-        rises: whether positions of queries rise within a sequence.
-    """
-    from cute_attn import compiler
-
-    rotated = None
-    with torch.cuda.device(call.k_cache.device):
-        if any(x is not None and not is_aligned(x) for x in (q, call.k, call.v)):
-            steps.unlike_others()
-        if q is not None:
-            q = readable(q)
-            shape = tuple(q.shape)
-            rotated = steps.empty(q, shape, contiguous_strides(shape), q.dtype)
-        arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
-        if rows:
-            target = compiler.default_target("sm80")
-            traits = traits_of(call, "sm90" if target == "sm90" else "sm80", q)
-            steps.launch(compiler.compile(traits, None, target).function, *arguments)
-    return rotated
-
-
-def kernel_arguments(
-    call: Call,
-    q: Tensor | None,
-    rotated: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    rises: bool,
-) -> tuple[tuple, int]:
-    """The kernel's arguments as :mod:`cute_attn.kernels.arguments` has them, and how many rows there are."""
-    from cute_attn.device.key_rows import CacheTables
-    from cute_attn.rows.new_rows import Angles, NewKeys, Queries
-
-    first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
-    seqlens = first if call.cache_seqlens is None else call.cache_seqlens
-    if call.k is None or call.v is None or call.k.numel() == 0:
-        # A dimension of 0 rows before an address that is aligned.
-        none = [x[:0] for x in (call.k_cache, call.v_cache)]
-        k, v = (x[:, 0] if call.cu_seqlens_k_new is not None else x for x in none)
-    else:
-        k, v = readable(call.k), readable(call.v)
-    tables = None
-    if call.page_table is not None or call.cache_batch_idx is not None:
-        table = call.page_table
-        tables = CacheTables(None if table is None else _regular(table), call.cache_batch_idx)
-    angles = None
-    if call.rotary_cos is not None and call.rotary_sin is not None:
-        angles = Angles(_regular(call.rotary_cos), _regular(call.rotary_sin), first)
-    queries = None if q is None else Queries(q, rotated, cu_seqlens_q, int(rises))
-    rows = k.numel() // k.shape[-1] // k.shape[-2]
-    if q is not None:
-        rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
-    check_count("k and q have rows", rows)
-    heads = max(k.shape[-2] * (k.shape[-1] + v.shape[-1]), 0 if q is None else q.shape[-2] * q.shape[-1])
-    check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
-    if seqlens is None or seqlens.shape[0] == 0:
-        rows = 0  # what rows there are belong to no sequence
-    new = NewKeys(_regular(k), _regular(v), seqlens, call.cu_seqlens_k_new)
-    return (_regular(call.k_cache), _regular(call.v_cache), tables, new, angles, queries), rows
-
-
-# The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.
-_MAX_ROW = 65_535 * AppendTile().num_threads * 8
-
-
-def _regular(x: Tensor) -> Tensor:
-    """A view with the strides that kernels assume, also of dimensions of size 1."""
-    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))

@@ -14,6 +14,7 @@ from cute_attn import reference
 from cute_attn.api import append
 from cute_attn.api.attention import Window, _length, number, resolve_mask
 from cute_attn.host import memory, plans
+from cute_attn.host.append import launch as launch_append
 from cute_attn.host.cache_checks import (
     check_append_for_kernels,
     check_attention,
@@ -391,7 +392,7 @@ def _attend(call: Call, plan: Plan, out: Tensor | None, steps: Steps) -> tuple[T
     rotates = call.rotary_cos is not None and q.numel() > 0
     if call.k is not None or rotates:
         turned = q if rotates else None
-        rotated = append.launch(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
+        rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask), steps)
         q = q if rotated is None else rotated
     if not is_aligned(q):
         steps.unlike_others()

@@ -11,10 +11,10 @@ from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_dense, check_sinks
 from cute_attn.host.dispatch import no_dispatch_mode
 from cute_attn.host.launch import NOW, Repeated, Steps
-from cute_attn.host.memory import Tensors, contiguous_strides, materialized, readable
+from cute_attn.host.memory import Tensors, contiguous_strides, materialized
+from cute_attn.host.merge import launch
 from cute_attn.reference import kvcache as kvcache_reference
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
-from cute_attn.traits import Traits
+from cute_attn.tiles.inference import MAX_PARTIALS
 
 MAX_HEAD_DIM = 256
 
@@ -170,7 +170,7 @@ def _in_steps(dtype: torch.dtype, tensors: Tensors, steps: Steps) -> tuple[Tenso
         out = steps.empty(outs, *_contiguous(outs), dtype)
         lse = steps.empty(outs, *_contiguous(lses), torch.float32)
         if out.numel():
-            _launch(outs, lses, out, lse, sinks, steps)
+            launch(outs, lses, out, lse, sinks, steps)
     return out, lse
 
 
@@ -178,21 +178,6 @@ def _contiguous(partials: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the result."""
     shape = tuple(partials.shape[1:])
     return shape, contiguous_strides(shape)
-
-
-def _launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, steps: Steps) -> None:
-    """Run the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
-    from cute_attn import compiler
-
-    outs = readable(outs.to(torch.float32))
-    if outs.dim() == 4:
-        outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
-    target = compiler.default_target("sm80")
-    arch = "sm90" if target == "sm90" else "sm80"
-    sink_dtype = "" if sinks is None else DTYPE_NAMES[sinks.dtype]
-    traits = Traits("combine", arch, DTYPE_NAMES[out.dtype], outs.shape[-1], sinks=sink_dtype)
-    function = compiler.compile(traits, CombineTile.of(outs.shape[0]), target).function
-    steps.launch(function, outs, lses, out, lse, sinks)
 
 
 _library.impl("merge", merge_cpu, "CPU")

@@ -38,10 +38,10 @@ from cute_attn.host.checks import (
     check_gradients,
     check_steps,
 )
-from cute_attn.host.choose import choose_kernel
+from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Repeats, ScoreArgs, Steps
-from cute_attn.host.launcher import are_aligned, user_classes, views
+from cute_attn.host.launcher import are_aligned, views
 from cute_attn.host.memory import (
     Tensors,
     as_strided,

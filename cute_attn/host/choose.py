@@ -11,6 +11,18 @@ from cute_attn.traits import Traits, did_you_mean
 _log = logging.getLogger("cute_attn")
 
 
+def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
+    """The users' classes that a call names: part of its plan's key, since they may be registered again at any time."""
+    if not (call.epilogues or ":" in call.kernel):
+        return ()
+    from cute_attn.compiler import registry
+    from cute_attn.epilogues.base import user_epilogue
+
+    arch, _, variant = call.kernel.partition(":")
+    kernel = registry.KERNELS.get((op, arch, variant))
+    return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
+
+
 def choose_kernel(
     call: Call,
     target: str,

@@ -19,9 +19,9 @@ from torch import Tensor
 from cute_attn.host import plans
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import MAX_ROWS, check_count
+from cute_attn.host.choose import user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Layout, Steps
-from cute_attn.host.launcher import user_classes
 from cute_attn.host.memory import (
     Tensors,
     as_strided,

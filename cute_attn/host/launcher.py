@@ -17,7 +17,7 @@ from cute_attn import reference
 from cute_attn.host import memory, padding, plans
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
-from cute_attn.host.choose import choose_kernel
+from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.launch import NOW, Repeatable, Repeats, ScoreArgs, Steps
 from cute_attn.host.memory import (
@@ -270,18 +270,6 @@ def launcher_for(call: Call, options: Hashable = None) -> Launcher:
     key = key_of(options, call.bias)
     known = plans.find(key, tensors)
     return plans.keep(key, tensors, _make_launcher(call)) if known is None else known.plan
-
-
-def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
-    """The users' classes that a call names."""
-    if not (call.epilogues or ":" in call.kernel):
-        return ()
-    from cute_attn.compiler import registry
-    from cute_attn.epilogues.base import user_epilogue
-
-    arch, _, variant = call.kernel.partition(":")
-    kernel = registry.KERNELS.get((op, arch, variant))
-    return (kernel, *(user_epilogue(name) for name in call.epilogue_names))
 
 
 def _padded_launcher(launcher: Launcher, call: Call) -> Launcher:

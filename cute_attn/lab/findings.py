@@ -1,9 +1,9 @@
 """What verdicts say in sentences: which tile is faster, whether that means anything, what bounds it, what to try."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from cute_attn.lab.rank import NOISE, estimates, relative
-from cute_attn.lab.verdict import Clocks, Verdict, brief
+from cute_attn.lab.rank import NOISE, Verdict, estimates, relative
 
 _TRY = {
     "tensor cores": "which is the best a kernel can have: what is left to gain is the waiting beside them",
@@ -66,7 +66,7 @@ def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
         return f"the one at {one.revision}"
     common = set.intersection(*(set(other.tile.split(",")) for other in verdicts))
     own = [item for item in one.tile.split(",") if item not in common]
-    return ",".join(own) or brief(one)
+    return ",".join(own) or one.brief()
 
 
 def _at(one: Verdict) -> str:
@@ -93,7 +93,7 @@ def _waits(one: Verdict) -> bool:
     return one.step.clocks.warp > max(one.blocks, 1) * one.step.clocks.estimate
 
 
-def _near(clocks: Clocks, unit: str, count: float) -> bool:
+def _near(clocks: Any, unit: str, count: float) -> bool:
     return unit != clocks.bound and count >= _NEAR * clocks.units[clocks.bound]
 
 

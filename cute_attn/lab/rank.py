@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from cute_attn.host import backward_splits
 from cute_attn.lab.gpu import MULTIPROCESSORS
-from cute_attn.lab.verdict import Verdict
 from cute_attn.traits import Traits
 
 if TYPE_CHECKING:
     from cute_attn.lab.benchmark.workload import Workload
 
+Verdict = Any
+"""A :class:`cute_attn.lab.verdict.Verdict`, whose table ends in what is found here."""
 NOISE = 0.02
 """Differences of estimates below this share mean nothing."""
 LATENCY = 1500

@@ -26,6 +26,7 @@ from rich.text import Text
 from cute_attn.compiler import html
 from cute_attn.kernels.step import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
+from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
 from cute_attn.lab.sass import MMA, Code, Instruction, Step, StepNotFound
@@ -192,6 +193,16 @@ class Verdict:
     def json(self) -> str:
         return json.dumps(self.as_dict(), indent=1)
 
+    def brief(self) -> str:
+        """The tile without the fields that have their class's default; all where its class is not known."""
+        from cute_attn.compiler import registry
+
+        try:
+            kind = type(registry.lookup(Traits.parse(self.name), None, self.target).tile)
+        except ValueError:  # a variant that is not registered here, or text in place of a tile
+            return self.tile
+        return ",".join(item for item in self.tile.split(",") if item not in kind.inert_fields()) or self.tile
+
     def __rich__(self) -> Group:
         return shown(self)
 
@@ -201,13 +212,11 @@ class Verdict:
         return out.getvalue()
 
     def __repr__(self) -> str:
-        return f"Verdict({self.name} on {self.target}, {brief(self)}: {_in_short(self)})"
+        return f"Verdict({self.name} on {self.target}, {self.brief()}: {_in_short(self)})"
 
     def _repr_html_(self) -> str:
-        from cute_attn.lab.findings import findings
-
         said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(self))
-        return html.table(f"{self.name} on {self.target}", [brief(self)], [_plain(_rows(self))]) + said
+        return html.table(f"{self.name} on {self.target}", [self.brief()], [_plain(_rows(self))]) + said
 
 
 def verdict(
@@ -433,25 +442,12 @@ def lines_of(step: Step) -> list[LineCost]:
 
 def shown(*verdicts: Verdict, verbose: bool = False) -> Group:
     """Verdicts side by side, and what follows from them in a few sentences; verbose: with all fields of the tiles."""
-    from cute_attn.lab.findings import findings
-
     return Group(table(*verdicts, verbose=verbose), *(Text(sentence) for sentence in findings(*verdicts)))
-
-
-def brief(one: Verdict) -> str:
-    """A verdict's tile without the fields that have their class's default; all where its class is not known."""
-    from cute_attn.compiler import registry
-
-    try:
-        kind = type(registry.lookup(Traits.parse(one.name), None, one.target).tile)
-    except ValueError:  # a variant that is not registered here, or text in place of a tile
-        return one.tile
-    return ",".join(item for item in one.tile.split(",") if item not in kind.inert_fields()) or one.tile
 
 
 def table(*verdicts: Verdict, verbose: bool = False) -> Table:
     """Verdicts side by side, a column each; verbose: with all fields of the tiles."""
-    tiles = [one.tile if verbose else brief(one) for one in verdicts]
+    tiles = [one.tile if verbose else one.brief() for one in verdicts]
     rows = [_rows(one) for one in verdicts]
     names = {(one.name, one.target) for one in verdicts}
     title = "{} on {}".format(*next(iter(names))) if len(names) == 1 else None

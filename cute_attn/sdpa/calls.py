@@ -7,7 +7,7 @@ since a compiler may save a tensor with others: what kernels cannot read is copi
 
 import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from cute_attn.api.attention import resolve_mask
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
 from cute_attn.sdpa.slower import faster_by_pytorch
-from cute_attn.traits import Traits
 
 
 class Request(NamedTuple):
@@ -180,7 +179,7 @@ def _missing_kernel(call: Call, target: str, op: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _declined(traits: Traits, target: str) -> str | None:
+def _declined(traits: Any, target: str) -> str | None:
     from cute_attn.compiler import registry
 
     try:

@@ -9,10 +9,10 @@ import torch
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.api import append
 from cute_attn.compiler import compile, registry
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence_of_row
+from cute_attn.host import append
 from cute_attn.reference import kvcache as ref
 from cute_attn.traits import Traits
 from tests import emulated_append

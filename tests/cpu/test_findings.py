@@ -10,7 +10,7 @@ from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.rank import NOISE, estimates, relative
 from cute_attn.lab.study import Candidate, Study
-from cute_attn.lab.verdict import Clocks, StepCost, Verdict, brief
+from cute_attn.lab.verdict import Clocks, StepCost, Verdict
 from tests import toy  # registers the kernel
 
 NAME = "forward-sm80-bf16-d64"
@@ -110,7 +110,7 @@ def test_a_study_says_the_same_of_small_differences():
 
 def test_notebooks_show_tables_and_short_reprs():
     one = made()
-    assert brief(one) == "tile_m=128,tile_n=96,num_stages=2"
+    assert one.brief() == "tile_m=128,tile_n=96,num_stages=2"
     assert repr(one) == (
         "Verdict(forward-sm80-bf16-d64 on sm90, tile_m=128,tile_n=96,num_stages=2: 1 block, 255 registers, no spills, "
         "bound by tensor cores)"

@@ -16,6 +16,7 @@ from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import UNBOUNDED
+from cute_attn.host import append as host_append
 from cute_attn.host import kvcache_launcher, plans
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
@@ -213,7 +214,7 @@ def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
     params = problem.append()
-    arguments, rows = append.kernel_arguments(params, None, None, None, False)
+    arguments, rows = host_append.kernel_arguments(params, None, None, None, False)
     assert rows == 0 and arguments[3].k.shape[0] == 0
     append.append_cuda(*problem.append_arguments().values())
 
@@ -348,9 +349,9 @@ def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch
             with pytest.raises(
                 ValueError, match=r"k and v, or q, have elements in a row of all heads, 67107856 in all"
             ):
-                append.kernel_arguments(given, None, None, None, False)
+                host_append.kernel_arguments(given, None, None, None, False)
         else:
-            append.kernel_arguments(given, None, None, None, False)
+            host_append.kernel_arguments(given, None, None, None, False)
 
 
 # ---- the operators ----

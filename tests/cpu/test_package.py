@@ -38,14 +38,14 @@ def test_names_are_listed_and_loaded_on_first_use():
 
 
 def test_type_checkers_see_every_name_where_it_is():
-    tree = ast.parse((ROOT / "cute_attn/__init__.py").read_text())
-    (checked,) = (x for x in tree.body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")
-    seen = {
-        alias.name: node.module for node in checked.body for alias in node.names if node.module != "cute_attn"
-    }
+    tree = ast.parse((ROOT / "cute_attn/__init__.pyi").read_text())
+    imports = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names if node.module != "cute_attn"}
     assert seen == {name: f"cute_attn.{module}" for name, module in cute_attn._HOME.items()}
-    modules = {alias.name for node in checked.body for alias in node.names if node.module == "cute_attn"}
+    modules = {alias.name for node in imports for alias in node.names if node.module == "cute_attn"}
     assert modules == set(cute_attn._MODULES)
+    (names,) = (x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
+    assert ast.literal_eval(names.value) == cute_attn.__all__
 
 
 def test_what_is_installed_is_typed_and_described(tmp_path):
@@ -53,6 +53,7 @@ def test_what_is_installed_is_typed_and_described(tmp_path):
     for package in ("cute_attn", "layouts"):
         assert (ROOT / package / "py.typed").exists()
         assert "py.typed" in settings["tool"]["setuptools"]["package-data"][package]
+    assert "*.pyi" in settings["tool"]["setuptools"]["package-data"]["cute_attn"]
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= set(
         settings["project"]["classifiers"]
     )
