@@ -199,6 +199,8 @@ def _applied(values: dict[str, Any], found: dict[str, Entry]) -> Entry:
 def table(path: Path | None = None) -> Table:
     """A row a prediction."""
     shown = Table("id", "date", "question", "why", "predicted", "measured", "outcome", "seen")
+    shown.columns[0].no_wrap = True  # `--see` takes it
+    shown.columns[2].min_width = 24
     for entry in entries(path):
         found = "-"
         if entry.result is not None:
