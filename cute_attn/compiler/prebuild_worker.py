@@ -38,6 +38,8 @@ def build(
             load(name, file)
     except Exception as failure:
         return {"seconds": 0.0, "error": f"{type(failure).__name__}: {failure}"}
+    finally:
+        compiled.in_prebuild_worker = False
     seconds, error = compiled.build_for_later(traits, tile, target, lines=lines)
     return {"seconds": seconds, "error": error}
 
