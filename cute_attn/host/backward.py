@@ -11,7 +11,7 @@ whether the tensors fit their terms, and one of them returns at once. Small call
 As in :mod:`cute_attn.host.launcher`, what follows from metadata is kept as a :class:`BackwardLauncher` under it.
 
 Workspace: fp32 of q's size, head dims padded to multiples of 32 and sequences to whole blocks, and two fp32 numbers a
-query and head; the parts, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
+query and head; the terms, of the tensors' size; where few work tiles share many query heads, dK and dV as often as
 they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Deterministic: dQ as many times as there are
 :func:`cute_attn.host.backward_splits.key_splits`; and for a bias that is broadcast, its gradient before it is summed,
 4 bytes for each score. Otherwise such a gradient is added up in fp32 in the bias's size.
@@ -161,7 +161,7 @@ class BackwardLauncher:
     Attributes:
         preprocess, main, convert: launch the kernels. convert is None where q needs no gradient, all are None where
             there is nothing to compute.
-        split, exact: of a main kernel whose operands are terms: what splits them, and the other main kernel.
+        split, fallback: of a main kernel whose operands are terms: what splits them, and the other main kernel.
         kernel: the main kernel object, which makes the epilogues' arguments.
         needed: which of the gradients of q, k, v, bias and sinks are computed.
         shapes, strides: of those of q, k and v as the kernels write them: k's and v's heads times ``head_splits``.
@@ -184,7 +184,7 @@ class BackwardLauncher:
     main: Callable[..., None] | None
     convert: Callable[..., None] | None
     split: SplitLauncher | None
-    exact: Callable[..., None] | None
+    fallback: Callable[..., None] | None
     kernel: Any
     needed: tuple[bool, bool, bool, bool, bool]
     shapes: tuple[tuple[int, ...], ...]
@@ -342,17 +342,17 @@ class BackwardLauncher:
         )
 
     def _main(self, operands: tuple[Tensor, ...], shared: tuple, steps: Steps) -> None:
-        """Launch the main kernel on (q, k, v, grad_out), or on their parts and then the other one."""
+        """Launch the main kernel on (q, k, v, grad_out), or on their terms and then the fallback."""
         assert self.main is not None
         if self.split is None:
             no_scales = (None,) if self.kernel.traits.arch == "sm80" else ()
             steps.launch(self.main, *operands, *shared, *no_scales)
             return
         steps.also()
-        assert self.exact is not None
-        parts, scales = self.split.launch(operands)
-        self.main(*parts, *shared, scales)
-        self.exact(*operands, *shared, scales)
+        assert self.fallback is not None
+        terms, scales = self.split.launch(operands)
+        self.main(*terms, *shared, scales)
+        self.fallback(*operands, *shared, scales)
 
     def _packs(self, inputs: Sequence[Tensor], into: Gradients | None) -> bool:
         """Whether gradients become parts of one tensor, which the inputs' addresses decide as well."""
@@ -648,7 +648,7 @@ def _make_launcher(
         main=None,
         convert=None,
         split=None,
-        exact=None,
+        fallback=None,
         kernel=None,
         needed=needed,  # type: ignore[arg-type]
         shapes=shapes,
@@ -701,7 +701,7 @@ def _make_launcher(
             for one, used in zip(wanted[1:3], (True, needed[0]), strict=True)
         )
         split = SplitLauncher.of(traits, "backward_split", target) if in_terms else None
-        exact = compiler.compile(*wanted[-1], target).function if in_terms else None
+        fallback = compiler.compile(*wanted[-1], target).function if in_terms else None
     workspace = Workspace.of(call, tile.tile_m, padded(traits.head_dim), num_splits if deterministic else 1)
     shapes = (shapes[0], *((*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]))
     return replace(
@@ -713,7 +713,7 @@ def _make_launcher(
         preprocess=preprocess,
         convert=convert,
         split=split,
-        exact=exact,
+        fallback=fallback,
         kernel=kernel,
         views=tuple(views(call)),
         workspace=workspace,
@@ -785,7 +785,7 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:
-    """(traits, tile) of the main kernel, its preprocess and its convert; of terms also the split and the exact one."""
+    """(traits, tile) of the main kernel, its preprocess and its convert; of terms also the split and the fallback."""
     from cute_attn.compiler import registry
 
     beside, tile = [], main.tile

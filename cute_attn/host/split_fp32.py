@@ -17,11 +17,11 @@ MAX_ROWS = 2**31 - 2**16
 """The most rows of a tensor, a row being one head's of one query or key."""
 
 
-class Parts(NamedTuple):
+class Terms(NamedTuple):
     """Tensors in fp16 terms, which another kernel has still to write while the host has this.
 
     Attributes:
-        tensors: of each tensor of rows (..., dim), but for the forward's q, its parts (..., parts, padded dim),
+        tensors: of each tensor of rows (..., dim), but for the forward's q, its terms (..., one or two, padded dim),
             contiguous: hi, then lo, or hi alone; ``unbind(-2)`` has them apart. Columns beyond dim are 0. Unwritten
             where the tensor's scale is 0.
         scales: fp32 (tensors,), of all of them: 2^-e, the inverse of the power of two that was multiplied by; 0 where a
@@ -40,13 +40,13 @@ class SplitLauncher:
         function: launches the kernels.
         dims: the padded head dim of each tensor that is split; those before are only measured.
         blocks: partial results of each tensor.
-        parts: of each number, 1 or 2.
+        terms: of each number, 1 or 2.
     """
 
     function: Callable[..., None]
     dims: tuple[int, ...]
     blocks: int
-    parts: int
+    terms: int
 
     @staticmethod
     def of(main: Traits, op: str, target: str) -> "SplitLauncher":
@@ -63,14 +63,14 @@ class SplitLauncher:
         dims = tuple(padded(getattr(main, name)) for name in names)
         return SplitLauncher(compiled.function, dims, compiled.tile.blocks, main.fp32_terms)
 
-    def launch(self, tensors: Sequence[Tensor]) -> Parts:
+    def launch(self, tensors: Sequence[Tensor]) -> Terms:
         """Split (q, k, v) or (q, k, v, dO), of strides that kernels read, on the current stream of their device."""
         like, split = tensors[0], tensors[len(tensors) - len(self.dims) :]
-        shapes = [(*x.shape[:-1], self.parts, dim) for x, dim in zip(split, self.dims, strict=True)]
+        shapes = [(*x.shape[:-1], self.terms, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
-        # One allocation; parts of any tensor are whole 64 bytes.
+        # One allocation; terms of any tensor are whole 64 bytes.
         together = memory.new_empty_strided(like, (sum(sizes),), (1,), torch.float16)
-        parts = tuple(
+        terms = tuple(
             as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
             for i, shape in enumerate(shapes)
         )
@@ -79,9 +79,9 @@ class SplitLauncher:
             like, partials_shape, contiguous_strides(partials_shape), torch.int32
         )
         scales = memory.new_empty_strided(like, (len(tensors),), (1,), torch.float32)
-        arguments: tuple[Any, ...] = (tuple(tensors), parts, partials, scales)
+        arguments: tuple[Any, ...] = (tuple(tensors), terms, partials, scales)
         self.function(*arguments)
-        return Parts(parts, scales)
+        return Terms(terms, scales)
 
 
 def can_split(tensors: Sequence[Tensor]) -> bool:
@@ -100,41 +100,41 @@ class SpeculativeForward:
 
     Attributes:
         split: for q, k and v.
-        speculative, exact: launch the kernel that reads parts, and the one that computes where they do not serve.
+        speculative, fallback: launch the kernel that reads terms, and the one that computes where they do not serve.
     """
 
     split: SplitLauncher
     speculative: Callable[..., None]
-    exact: Callable[..., None]
+    fallback: Callable[..., None]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
         """rest: the forward's arguments from out on."""
-        parts, scales = self.split.launch((q, k, v))
-        self.speculative(q, *map(as_rows, parts), *rest, scales)
-        self.exact(q, k, v, *rest, scales)
+        terms, scales = self.split.launch((q, k, v))
+        self.speculative(q, *map(as_rows, terms), *rest, scales)
+        self.fallback(q, k, v, *rest, scales)
 
     @staticmethod
     def of(kernels: "SpeculativeKernels", target: str) -> "SpeculativeForward":
         """Builds the kernels."""
         from cute_attn import compiler
 
-        split = SplitLauncher.of(kernels.exact.traits, "forward_split", target)
+        split = SplitLauncher.of(kernels.fallback.traits, "forward_split", target)
         functions = (compiler.build(kernel, target).function for kernel in kernels)
         return SpeculativeForward(split, *functions)
 
 
-def as_rows(parts: Tensor) -> Tensor:
-    """(..., parts, dim) as rows of all parts."""
-    *outer, count, dim = parts.shape
+def as_rows(terms: Tensor) -> Tensor:
+    """(..., terms, dim) as rows of all terms."""
+    *outer, count, dim = terms.shape
     shape = (*outer, count * dim)
-    return as_strided(parts, shape, contiguous_strides(shape))
+    return as_strided(terms, shape, contiguous_strides(shape))
 
 
 class SpeculativeKernels(NamedTuple):
     """Both kernels, with their tiles."""
 
     speculative: Any
-    exact: Any
+    fallback: Any
 
     @staticmethod
     def wanted(call: Call, kernel: Any, target: str) -> "SpeculativeKernels | None":

@@ -487,7 +487,7 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
         monkeypatch.setattr(plans, "_plans", {})
         monkeypatch.setattr(plans, "_guarded", {})
         found = backward.launcher_for(call, grad_out, None, out, lse, needed)
-        return found.kernel.tile.operands, found.split is not None, found.exact is not None
+        return found.kernel.tile.operands, found.split is not None, found.fallback is not None
 
     assert operands(call) == ("whole", False, False)
     monkeypatch.setattr("cute_attn.kernels.backward_sm80.kernel.TERMS_LEAST_FLOP", {2: 1, 1: 1})

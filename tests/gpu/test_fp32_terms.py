@@ -88,7 +88,7 @@ def launch_only(monkeypatch):
             if name == "terms":
                 self.speculative(q, *map(as_rows, parts), *rest, scales)
             else:
-                self.exact(q, k, v, *rest, scales)
+                self.fallback(q, k, v, *rest, scales)
 
         monkeypatch.setattr(SpeculativeForward, "__call__", launch)
 
