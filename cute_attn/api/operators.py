@@ -341,12 +341,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:
-        """The same."""
+        """``grad`` itself."""
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Tensor:
-        """Raise."""
+        """Raise NotImplementedError, which says what is accepted."""
         raise NotImplementedError(
             "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
         )

@@ -236,11 +236,11 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:
-        """The same."""
+        """``out`` itself, detached."""
         ctx.what = what
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Raise."""
+        """Raise NotImplementedError, which says what is accepted."""
         raise NotImplementedError(f"a gradient of {ctx.what} is asked for; accepted: none")

@@ -35,7 +35,7 @@ class _Finder:
         self._distribution = _FlashAttention(name, version, modules)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """No module."""
+        """None: it finds distributions, no modules."""
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
         """The distribution, where ``context`` asks for its name or for all."""

@@ -320,12 +320,12 @@ class _InMemory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
-        """memory, changed."""
+        """``memory``, which has the result now."""
         memory.copy_(result)
         ctx.mark_dirty(memory)
         return memory
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        """The result's."""
+        """The result's gradient; ``memory`` gets none."""
         return None, grad

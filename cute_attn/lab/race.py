@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An A/B.
+    """The outcome of an A/B.
 
     Attributes:
         a, b: the contenders as text.
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The verdict."""
+        """The outcome in one sentence."""
         if len(self.measured) == 1:
             (one,) = self.measured
             default = self.b == str(Contender(self.a.partition(" ")[0])) != self.a

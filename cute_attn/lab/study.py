@@ -60,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Study:
-    """A search.
+    """A search for the fastest tile.
 
     Attributes:
         name: the kernel's.

@@ -21,7 +21,7 @@ _ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Checked:
-    """One comparison.
+    """What an epilogue's device code computed beside its reference.
 
     Attributes:
         what: "forward" or "backward", and the tiling.

@@ -67,7 +67,7 @@ class Row:
         return f"{us:.1f} us of {theirs:.1f}" if us > 0 else f"nothing: PyTorch's is {-us:.1f} us faster"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as JSON takes it."""
         names = (
             *("operator", "signature", "reason", "calls", "ours_us", "pytorch_us"),
             *("difference", "gain_us", "gain"),

@@ -182,7 +182,7 @@ def _writable(strides: tuple[int, ...], element_size: int) -> bool:
 
 
 class Results(NamedTuple):
-    """A forward's.
+    """What a forward returns.
 
     Attributes:
         out: as PyTorch promises it.
