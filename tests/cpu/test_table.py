@@ -56,7 +56,8 @@ def run(*arguments):
     return CliRunner().invoke(app, ["table", *arguments], catch_exceptions=False)
 
 
-def test_the_command_prints_both_tables():
+def test_the_command_prints_both_tables(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # names fold in a narrow terminal
     rows = json.loads(run("--like", "mem_efficient", "--json").stdout)
     assert len(rows) == len(mem_efficient(None)) == 162
     rows = json.loads(run("--arch", "sm80", "--target", "sm86", "--json").stdout)
