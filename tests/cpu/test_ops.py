@@ -753,7 +753,7 @@ def test_unsupported_traits(recorder):
         attention(q, k, v, kernel="sm80", tile="tile_n=8192")
     with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
         attention(q, k, v, kernel="sm80", tile="rows=3")
-    with pytest.raises(ValueError, match="^kernel is 'sm70' .*; accepted: 'sm80', 'sm90'"):
+    with pytest.raises(ValueError, match=r"^kernel is 'sm70' .*; accepted: 'sm80', 'sm90'"):
         attention(q, k, v, kernel="sm70")
 
 
