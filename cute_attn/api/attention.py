@@ -443,6 +443,12 @@ def attention_varlen_backward(
     check_starts("cu_seqlens_q", cu_seqlens_q)
     check_dense("lse", lse)
     if lse.dim() == 3:
+        batch, nheads = cu_seqlens_q.shape[0] - 1, q.shape[-2]
+        if not batch or tuple(lse.shape[:2]) != (batch, nheads) or lse.shape[2] < call.max_seqlen_q:
+            raise ValueError(
+                f"lse has shape {tuple(lse.shape)}; accepted: ({nheads}, {q.shape[0]}) or ({batch}, {nheads}, "
+                f"{call.max_seqlen_q} or more), for one sequence or more"
+            )
         lse = _packed_lse(lse, cu_seqlens_q, q.shape[0])
     return _backward(call, grad_out, grad_lse, out, lse, wanted, into)
 

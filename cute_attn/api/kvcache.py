@@ -175,7 +175,7 @@ check_lengths
         A tensor requires a gradient.
     """
     if not isinstance(cache_seqlens, Tensor | None) and isinstance(q, Tensor) and not q.is_nested:
-        cache_seqlens = _one_length(cache_seqlens, q, cu_seqlens_q)
+        cache_seqlens = _one_length(cache_seqlens, q, cu_seqlens_q, k_cache, page_table)
     tensors = (
         *(q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new),
         *(
@@ -304,12 +304,18 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _one_length(cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def _one_length(
+    cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None, k_cache: Any, page_table: Any
+) -> Tensor:
     """One length for all sequences as a tensor."""
     if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
-    if not 0 <= cache_seqlens <= MAX_SEQLEN:
-        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {MAX_SEQLEN}")
+    most = MAX_SEQLEN
+    if isinstance(k_cache, Tensor) and k_cache.dim() == 4:
+        pages = page_table.shape[1] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 1
+        most = min(most, k_cache.shape[1] * pages)
+    if not 0 <= cache_seqlens <= most:
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {most}")
     if cu_seqlens_q is not None:
         check_starts("cu_seqlens_q", cu_seqlens_q)
     rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]

@@ -333,6 +333,8 @@ class BackwardLauncher:
         if dbias is not None and self.bias is not None:
             dbias = self.bias.finish(dbias, given[3])
         needed, nheads_kv = self.needed, call.k.shape[-2]
+        if dk.shape[-2] != nheads_kv:
+            steps.also()  # sums, perhaps into a tensor that was given
         return (
             dq if needed[0] else None,
             _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,

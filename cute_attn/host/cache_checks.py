@@ -177,6 +177,8 @@ def check_attention(call: Call) -> None:
     if cu_seqlens is not None:
         check_starts("cu_seqlens_q", cu_seqlens)
         _check_int32("cu_seqlens_q", cu_seqlens, call.batch + 1)
+        if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
+            raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
         if cu_seqlens.device.type == "cpu":
             _check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], call.max_seqlen_q)
     if call.cache_leftpad is not None:

@@ -29,6 +29,7 @@ from cute_attn.host.memory import (
     is_aligned,
     regular_strides,
     rows_are_regular,
+    write_owned,
 )
 from cute_attn.host.padding import Copies
 from cute_attn.host.slots import prepared
@@ -126,7 +127,8 @@ class Launcher(Repeatable):
             clear_owned(out, None if into is None else tensors[3])
             lse.fill_(-math.inf)
         if self.divided is not None:
-            return (*self._launch_divided(tensors, out, lse, steps), None)
+            keeps_rows = into is not None and tensors[3] is not None
+            return self._launch_divided(tensors, out, lse, steps, keeps_rows=keeps_rows)
         if self.function is None:
             steps.also()
             if tensors[_SINKS] is not None:
@@ -148,6 +150,11 @@ class Launcher(Repeatable):
             return out, lse, None
         steps.also()
         call = self._call(tensors, epilogue_tensors)
+        if any(x is not None for x in tensors[3:7]) and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
+                "without lengths, or outside a graph"
+            )
         return out, lse, reference.softmax(q, k, lse, call.softmax_scale, *call.by_definition())
 
     def _call(self, tensors: Tensors, epilogue_tensors: tuple[Tensor, ...] = ()) -> Call:
@@ -165,11 +172,17 @@ class Launcher(Repeatable):
         return tuple(viewed)
 
     def _launch_divided(
-        self, tensors: Tensors, out: Tensor, lse: Tensor, steps: Steps
-    ) -> tuple[Tensor, Tensor]:
+        self, tensors: Tensors, out: Tensor, lse: Tensor, steps: Steps, *, keeps_rows: bool
+    ) -> Outputs:
+        """keeps_rows: rows of ``out`` that no sequence owns stay, which the combine kernel would write."""
         from cute_attn.host import divided
 
-        return divided.launch(self.divided, self._call(self._viewed(tensors)), out, lse, steps)
+        call, written = self._call(self._viewed(tensors)), out
+        if keeps_rows:
+            steps.also()
+            written = steps.empty(out, self.shapes[0], self.strides[0], out.dtype)
+        divided.launch(self.divided, call, written, lse, steps)
+        return write_owned(out, written, tensors[3]) if keeps_rows else out, lse, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +244,8 @@ def are_aligned(tensors: Tensors) -> bool:
 def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
     """LSE of a call without keys: the head's sink in the rows of sequences."""
     cu_seqlens_q, seqused_q, sinks = tensors[3], tensors[5], tensors[_SINKS]
+    if cu_seqlens_q is not None and len(cu_seqlens_q) == 1:
+        return  # no sequence has rows
     row = torch.arange(lse.shape[-1], device=lse.device)
     if cu_seqlens_q is None:
         exists = row < (lse.shape[-1] if seqused_q is None else seqused_q[:, None, None])
@@ -249,7 +264,7 @@ _BIAS, _SINKS = (Call._fields.index(name) for name in ("bias", "sinks"))
 def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:
     """What a call's plan depends on beside the tensors' metadata.
 
-    Whether the bias is aligned for TMA is part of it: one that is not has another kernel, where q, k and v raise.
+    Whether the bias is aligned for TMA is part of it: one that is not has another kernel, where q, k and v are padded.
     """
     has_address = isinstance(bias, Tensor) and bias.layout is torch.strided  # the checks refuse others
     return "forward", options, not has_address or is_aligned(bias)  # type: ignore[arg-type]
@@ -326,7 +341,8 @@ def _make_launcher(call: Call, starts: tuple[bool, ...] = ()) -> Launcher:
         if divided.is_wanted(call, kernel, blocks, processors):
             plan = divided.plan_for_attention(call)
             divided_views = tuple(views(call))
-            return replace(launcher, divided=plan, kernel=plan.kernel, views=divided_views, prefill=False)
+            own = {"divided": plan, "kernel": plan.kernel, "views": divided_views}
+            return replace(launcher, **own, aligned=True, prefill=False)
         from cute_attn.host.split_fp32 import SpeculativeForward, SpeculativeKernels
 
         function: Callable[..., None]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.launch import Steps
-from cute_attn.host.memory import readable
+from cute_attn.host.memory import is_aligned, readable
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 
@@ -14,6 +14,8 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     """Launch the kernel: out of dtype fp16, bf16 or fp32; packed rows are a batch of one."""
     from cute_attn import compiler
 
+    if not is_aligned(outs):
+        steps.unlike_others()
     outs = readable(outs.to(torch.float32))
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)

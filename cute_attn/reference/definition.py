@@ -364,7 +364,11 @@ def softmax(
         products = own_q @ own_k.transpose(-1, -2)
         scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
         own_lse = lse4[block.where, block.heads, block.rows_q].unsqueeze(-1)
-        p = torch.exp(scores - own_lse).masked_fill(own_lse == -math.inf, 0.0)
+        p = torch.exp(scores - own_lse)
+        total = p.sum(-1, keepdim=True)  # 1, but where LSE has no digits left, such as of a bias of finfo.min
+        if inputs.sinks is not None:
+            total = total + torch.exp(inputs.sinks.to(lse.dtype)[block.heads][:, None, None] - own_lse)
+        p = (p / total).masked_fill(own_lse == -math.inf, 0.0)
         if features.dropout:
             keep = DROPOUT_KEEP[features.dropout](block.coords, inputs.dropout_p, inputs.rng_state)
             p = _with_signs(p, keep, block.coords, features, inputs)

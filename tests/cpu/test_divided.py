@@ -6,9 +6,11 @@ import torch
 from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
-from cute_attn.host import divided, kvcache_launcher
+from cute_attn.host import divided, kvcache_launcher, launcher, memory
+from cute_attn.host.call import NUM_TENSORS
 from cute_attn.host.launch import NOW
 from cute_attn.host.launcher import check_query_blocks, choose_kernel
+from cute_attn.host.memory import contiguous_strides
 from tests import emulated_kvcache
 
 PROCESSORS = 132
@@ -116,6 +118,32 @@ def test_launches_equal_the_definition(name, monkeypatch):
     divided.launch(plan, params, out, lse, NOW)
     for one, whole in zip((out, lse), operators.forward_cpu(params), strict=False):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
+
+
+def test_rows_that_no_sequence_owns_stay(monkeypatch):
+    """In memory that was given; the combine kernel writes all rows."""
+    emulated_kvcache.patch(monkeypatch)
+    params = call(5, 5000, (2, 1), packed=True)
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    params = params._replace(
+        **{x: torch.randn(getattr(params, x).shape, generator=generator).half() for x in ("q", "k", "v")},
+        cu_seqlens_q=cu,
+    )
+    shape, lse_shape = params.output_shapes()
+    own = dict.fromkeys(launcher.Launcher.__dataclass_fields__)
+    own |= {
+        "divided": divided.plan_for_attention(params),
+        "shapes": (shape, lse_shape),
+        "views": (),
+        "sign": 1,
+    }
+    own |= {"strides": (contiguous_strides(shape), contiguous_strides(lse_shape)), "aligned": True}
+    monkeypatch.setattr(memory, "current_device", lambda: -1)
+    plan = launcher.Launcher(**own | {"prefill": False, "rest": params[NUM_TENSORS + 1 :]})
+    out = torch.full(shape, 7.0).half()
+    plan.run(params[:NUM_TENSORS], (), out)
+    assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
 
 
 def test_ampere_keeps_its_forward():

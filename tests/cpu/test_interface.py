@@ -823,3 +823,10 @@ def test_a_kernel_or_tile_that_there_is_not_is_refused_on_the_cpu_too(options, m
         attention(q, q, q, **options)
     known = {"kernel": "sm80", "tile": "tile_n=32", "backward_tile": "tile_n=64"}
     assert torch.equal(attention(q, q, q, **known), attention(q, q, q, tile="speculative=true"))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 5), (2, 2, 2), (3, 2, 5), (2, 2, 0)])
+def test_a_packed_lse_has_room_for_every_sequence(shape):
+    q, cu = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^lse has shape .*; accepted: \(2, 9\) or \(2, 2, 5 or more\)"):
+        attention_varlen_backward(q, q, q, q, q, torch.zeros(shape), cu, cu, 5, 5)

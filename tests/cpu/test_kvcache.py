@@ -423,6 +423,7 @@ WRONG = {
     ),
     "top-left": ({"causal": "top_left"}, "causal is 'top_left'; accepted: False or True, aligned bottom right"),
     "splits": ({"num_splits": 513}, "num_splits is 513; accepted: 0 to 512"),
+    "one-length": ({"cache_seqlens": 25}, "cache_seqlens is 25; accepted: 0 to 24"),
     "split-keys": ({"split_keys": 100}, "split_keys is 100; accepted: multiples of 128 from 128 on"),
     "both-splits": ({"split_keys": 128, "num_splits": 2}, "num_splits is 2 beside split_keys; accepted: 0"),
     "slopes": ({"alibi_slopes": torch.zeros(3)}, r"alibi_slopes has shape \(3,\); accepted: \(2,\) or \(2, 2\)"),

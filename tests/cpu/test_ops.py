@@ -745,6 +745,24 @@ def test_wrong_metadata_never_reaches_a_kernel(recorder):
     assert [m_q is q for m_q, *_ in recorder.launched] == [True, False, False]
 
 
+def test_divided_keys_are_read_from_aligned_rows(recorder, monkeypatch):
+    """What does not start at a multiple of 16 bytes is padded before, in calls without work tiles enough as well."""
+    monkeypatch.setattr("cute_attn.host.kvcache_launcher.multiprocessors", lambda device: 132)
+    combine = SimpleNamespace(function=lambda *arguments: None)
+    monkeypatch.setattr(compiler, "compile", lambda *request: combine)
+    storage = [torch.zeros(1 * 8192 * 2 * 64 + 1, dtype=BF16)[1:].view(1, 8192, 2, 64) for _ in range(2)]
+    attention(randn(1, 1, 8, 64, dtype=BF16), *storage)
+    launched = [x for arguments in recorder.launched for x in arguments[:3] if isinstance(x, torch.Tensor)]
+    of_attention = [x for x in launched if x.shape[-1] == 64]
+    assert of_attention and not any(x.data_ptr() % 16 for x in of_attention)
+
+
+def test_no_sequence_has_no_sinks(recorder):
+    q, cu = randn(3, 4, 8, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    out, lse = attention_varlen(q, q, q, cu, cu, 1, 1, sinks=randn(4), return_lse=True)
+    assert out.eq(0).all() and lse.eq(-math.inf).all()
+
+
 def test_unsupported_traits(recorder):
     from cute_attn import Unsupported
 

@@ -455,3 +455,16 @@ def test_mem_efficient_threshold_is_tight(dropout_p):
 
     assert threshold == 0 or not kept(threshold - 1)
     assert threshold == 2**32 or kept(threshold)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_p_of_rows_whose_lse_has_no_digits_left_sums_to_one(sinks):
+    q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 7, 2, 8)
+    bias = torch.zeros(1, 1, 3, 7)
+    bias[..., 1, :] = torch.finfo(torch.float32).min
+    inputs = ScoreInputs(bias=bias, sinks=torch.randn(2) if sinks else None)
+    _, lse, _ = reference.attention(q, k, k, 0.3, inputs=inputs)
+    p = reference.softmax(q, k, lse, 0.3, inputs=inputs)
+    total = p.sum(-1)
+    assert total[..., 1].isclose(torch.tensor(0.0 if sinks else 1.0)).all()
+    assert (total <= 1 + 1e-5).all() and (sinks or total.isclose(torch.tensor(1.0)).all())

@@ -18,7 +18,7 @@ from cute_attn.host import backward, counters, fused_qkv, launcher, memory
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING, BackwardLauncher, BiasGradient, Workspace
 from cute_attn.host.call import NUM_TENSORS, Call, pack_epilogues
-from cute_attn.host.launch import ScoreArgs
+from cute_attn.host.launch import Recording, ScoreArgs
 from cute_attn.host.launcher import Launcher
 from cute_attn.host.memory import contiguous_strides
 from cute_attn.kernels.backward_convert import BackwardConvert
@@ -525,6 +525,25 @@ def test_a_repeated_backward_is_found_by_its_options_and_tensors(monkeypatch):
     assert found(grad_out=grad_out.expand(1, 8, 2, 16)[..., :1].expand(1, 8, 2, 16)) is None
     elsewhere = torch.zeros(8 * 2 * 16 + 1).half()[1:].view(1, 8, 2, 16)
     assert found(inputs=(elsewhere, *inputs[1:])) is None
+
+
+def test_a_call_that_adds_up_divided_heads_leaves_no_record(monkeypatch):
+    """dK and dV are summed by torch, perhaps into memory of the call's own, which no launch of a record writes."""
+    call = a_call(*(randn(1, 8, 2, 16, seed=i).half() for i in range(3)))
+    made = repeated_backward(Machine(monkeypatch, prepared=True), call)
+    shapes = (made.shapes[0], *[(1, 8, 4, 16)] * 2)
+    own = {
+        "shapes": shapes,
+        "strides": tuple(map(contiguous_strides, shapes)),
+        "main": as_tvm(lambda *_: None),
+    }
+    divided = dataclasses.replace(made, **own, convert=as_tvm(lambda *_: None), repeats=None).ready()
+    q, lse = call.q, torch.ones(1, 2, 8)
+    for one, recorded in ((made, True), (divided, False)):
+        steps = Recording((*call[:NUM_TENSORS], q, q, lse))
+        own = [steps.empty(q, tuple(q.shape), contiguous_strides(tuple(q.shape)), q.dtype) for _ in range(2)]
+        found = one.run(call, (q, None), (q, lse), (None, *own, None, None), steps)
+        assert (steps.replay(found) is not None) == recorded
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
