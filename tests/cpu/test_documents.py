@@ -233,3 +233,60 @@ def test_a_dotted_name_exists(name):
         if not hasattr(found, part):
             importlib.import_module(".".join(name.split(".")[:i]))
         found = getattr(found, part)
+
+
+# ---- places in the sources ----
+
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", TEXT)))
+FOLDERS = [ROOT, ROOT / "cute_attn", ROOT / "cute_attn/kernels/forward_sm90"]
+"""What paths in documents are relative to."""
+
+
+def source_of(path: str) -> Path | None:
+    """The file that a document names."""
+    return next((folder / path for folder in FOLDERS if (folder / path).exists()), None)
+
+
+def is_defined(name: str, path: Path) -> bool:
+    """Whether a file defines a class, function, method, attribute or constant of that dotted name."""
+    body = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        found: list[ast.stmt] | None = None
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part:
+                found = node.body
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == part for target in targets):
+                found = []
+        if found is None:
+            return False
+        body = found
+    return True
+
+
+def test_places_in_the_sources_exist():
+    assert len(PLACES) > 60
+    assert [
+        f"{path}::{name}"
+        for path, name in PLACES
+        if (source := source_of(path)) is None or not is_defined(name, source)
+    ] == []
+
+
+def test_a_place_that_does_not_exist_is_found():
+    path = ROOT / "cute_attn/device/pipeline.py"
+    assert (
+        is_defined("Pipeline.init", path)
+        and is_defined("Pipeline.barriers", path)
+        and is_defined("WARPGROUP", path)
+    )
+    assert (
+        not is_defined("Pipeline.start", path)
+        and not is_defined("init", path)
+        and source_of("device/no.py") is None
+    )
+
+
+def test_named_modules_exist():
+    named = set(re.findall(r"`([\w/]+/\w+\.py)`", TEXT))
+    assert len(named) > 20 and [path for path in sorted(named) if source_of(path) is None] == []
