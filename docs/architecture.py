@@ -78,7 +78,7 @@ def imports() -> Imports:
     for path in (*ROOT.glob("cute_attn/**/*.py"), *ROOT.glob("layouts/**/*.py")):
         box = box_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
         if box is not None:
-            found[box] |= {other for name in imported(path) if (other := box_of(name)) not in (None, box)}  # type: ignore[misc]
+            found[box] |= {other for name in imported(path) if (other := box_of(name)) not in (None, box)}
     return {box: sorted(others) for box, others in found.items()}
 
 
