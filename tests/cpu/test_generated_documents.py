@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import architecture
+from docs import architecture, site
 from tests import processes
 
 ROOT = processes.ROOT
@@ -62,3 +62,24 @@ def test_the_support_tables_are_the_registrys():
     assert done.stdout in (ROOT / Path("docs/support.md")).read_text(), "python -m docs.support --write"
     lines = [line for line in done.stdout.splitlines() if line.startswith("| `causal`")]
     assert lines == ["| `causal` | 576 | 512 | 576 | 256 | 256 | 256 |"]
+
+
+def test_the_site_has_every_page():
+    import yaml
+
+    def pages(entries):
+        for entry in entries:
+            yield from (pages(next(iter(entry.values()))) if isinstance(entry, dict) else [entry])
+
+    nav = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    found = site.files()
+    assert sorted(nav) == sorted(str(path) for path in found if path.suffix == ".md")
+    written = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
+    assert set(written) <= set(found) and len(found) > 20
+
+
+def test_the_site_keeps_links(tmp_path):
+    site.copy(tmp_path / "pages")
+    for path in site.files():
+        links = site.linked(path) if path.suffix == ".md" else []
+        assert [link for link in links if not (tmp_path / "pages" / link).exists()] == [], path
