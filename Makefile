@@ -6,6 +6,7 @@
 # make bench-backward   the same for the backward
 # make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
+# make docs       a static site of the documents, build/site
 #
 # BASE_PYTHON=python3.12 chooses what .venv is made from. On a GPU machine whose python3 has torch with CUDA, the DSL and
 # pytest, the demo, test-gpu and the benchmarks use it as it is; PYTHON=... overrides that. ARGS=... goes to pytest
@@ -32,7 +33,7 @@ ifeq (,$(PYTHON))
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
-.PHONY: help demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
+.PHONY: help docs demo test test-doors cpu-tests test-gpu bench bench-backward bench-decode bench-shapes lint format types clean
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -89,9 +90,16 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(install) ".[dev]"
 	@touch $@ $(VENV)/installed
 
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(install) ".[docs]"
+	@touch $@
+
 $(VENV)/installed-doors: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(install) ".[dev,dev-doors]"
 	@touch $@ $(VENV)/installed-dev $(VENV)/installed
+
+docs: $(VENV)/installed-docs
+	PYTHONPATH=$(CURDIR) $(VENV)/bin/python -m docs.site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

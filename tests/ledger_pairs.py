@@ -1,4 +1,4 @@
-"""Pairs of tiles of which bench/notes.md says which is faster on an H200, to hold the static rank against."""
+"""Pairs of tiles of which bench/history.md says which is faster on an H200, to hold the static rank against."""
 
 from dataclasses import dataclass
 

@@ -130,7 +130,7 @@ def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
         if word == "-o":
             words[i + 1] = str(tmp_path / words[i + 1])
     done = processes.run("-m", "cute_attn", *words)
-    if words[0] in NEED_GPU and "--static" not in words:
+    if words[0] in NEED_GPU and not {"--static", "--help"} & set(words):
         assert done.returncode == 2 and "GPU" in done.stderr
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     else:
@@ -233,3 +233,109 @@ def test_a_dotted_name_exists(name):
         if not hasattr(found, part):
             importlib.import_module(".".join(name.split(".")[:i]))
         found = getattr(found, part)
+
+
+# ---- places in the sources ----
+
+PLACES = sorted(set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", TEXT)))
+FOLDERS = [ROOT, ROOT / "cute_attn", ROOT / "cute_attn/kernels/forward_sm90"]
+"""What paths in documents are relative to."""
+
+
+def source_of(path: str) -> Path | None:
+    """The file that a document names."""
+    return next((folder / path for folder in FOLDERS if (folder / path).exists()), None)
+
+
+def is_defined(name: str, path: Path) -> bool:
+    """Whether a file defines a class, function, method, attribute or constant of that dotted name."""
+    body = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        found: list[ast.stmt] | None = None
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part:
+                found = node.body
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == part for target in targets):
+                found = []
+        if found is None:
+            return False
+        body = found
+    return True
+
+
+def test_places_in_the_sources_exist():
+    assert len(PLACES) > 60
+    assert [
+        f"{path}::{name}"
+        for path, name in PLACES
+        if (source := source_of(path)) is None or not is_defined(name, source)
+    ] == []
+
+
+def test_a_place_that_does_not_exist_is_found():
+    path = ROOT / "cute_attn/device/pipeline.py"
+    assert (
+        is_defined("Pipeline.init", path)
+        and is_defined("Pipeline.barriers", path)
+        and is_defined("WARPGROUP", path)
+    )
+    assert (
+        not is_defined("Pipeline.start", path)
+        and not is_defined("init", path)
+        and source_of("device/no.py") is None
+    )
+
+
+def test_named_modules_exist():
+    named = set(re.findall(r"`([\w/]+/\w+\.py)`", TEXT))
+    assert len(named) > 20 and [path for path in sorted(named) if source_of(path) is None] == []
+
+
+# ---- notes and their history ----
+
+NOTES, HISTORY = ((ROOT / "bench" / name).read_text() for name in ("notes.md", "history.md"))
+
+
+def parts(text: str) -> dict[str, str]:
+    """Heading of the second level -> what stands under it."""
+    return {part.partition("\n")[0]: part for part in re.split(r"^## ", text, flags=re.M)[1:]}
+
+
+def rows_named(text: str) -> set[str]:
+    """Numbers of rows, as notes name them: ``#5, #6``, ``#18 to #22``, or in a table's first cell without the #."""
+    cells = re.findall(r"^\| ([\w, ]+?) \|", text, re.M)
+    ranges = re.findall(r"#(\d+)\b(?: to #(\d+))?", text)
+    ranges += [pair for cell in cells for pair in re.findall(r"\b(\d+)(?: to (\d+))?\b", cell)]
+    single = re.findall(r"#(\d+[a-z])\b", text) + re.findall(r"\b(\d+[a-z])\b", " ".join(cells))
+    return {*single, *(str(n) for a, b in ranges for n in range(int(a), int(b or a) + 1))}
+
+
+def test_the_notes_name_every_row_of_the_history():
+    notes, history = parts(NOTES), parts(HISTORY)
+    tables = {
+        heading: rows
+        for heading, part in history.items()
+        if heading != "Others" and (rows := re.findall(r"^\| (\d+[a-z]?) \|", part, re.M))
+    }
+    assert sum(map(len, tables.values())) > 100 and NOTES.count("\n") <= 400
+    for heading, rows in tables.items():
+        assert [row for row in rows if row not in rows_named(notes[heading])] == [], heading
+
+
+def test_rows_are_named_in_three_ways():
+    assert rows_named("| 5, 6b | x | 7 |\n| 8 to 10 | y |\nLost: #2 z; #11 to #12, #13a.") == {
+        *("5", "6b", "8", "9", "10", "2", "11", "12", "13a")
+    }
+
+
+def test_comments_name_headings_and_rows_of_the_notes():
+    """Such as "Ampere forward, on an H200" in bench/notes.md (#n: its rows)."""
+    named = set()
+    for path in (ROOT / "cute_attn").rglob("*.py"):
+        text = path.read_text()
+        for heading in re.findall(r'"([^"\n]+)" in\s+(?:# )?bench/notes\.md', text):
+            named.add(heading)
+            rows = set(re.findall(r"#(\d+)\b", text))
+            assert rows <= rows_named(parts(NOTES)[heading]), path
+    assert len(named) == 3

@@ -1,0 +1,1 @@
+"""The documents, and the scripts that make their generated parts."""

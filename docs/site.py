@@ -1,0 +1,60 @@
+"""A static site of the documents: every page with what it links to, at the same place, so that links stay as they are.
+
+python -m docs.site            copy the pages to build/pages and build build/site, by mkdocs.yml; or: make docs
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+START = Path("README.md")  # the site's first page
+PAGES, SITE = Path("build/pages"), Path("build/site")
+_LINK = re.compile(r"\]\(([^)\s:#]+)\)")
+
+
+def linked(page: Path) -> list[Path]:
+    """The files that a page links to, relative to the repository."""
+    found = _LINK.findall((ROOT / page).read_text())
+    return [(ROOT / page.parent / link).resolve().relative_to(ROOT.resolve()) for link in found]
+
+
+def files() -> list[Path]:
+    """All pages that lead from the README to each other, and what they link to."""
+    found, pending = {START}, [START]
+    while pending:
+        page = pending.pop()
+        if page.suffix == ".md":
+            new = [path for path in linked(page) if path not in found and (ROOT / path).is_file()]
+            found.update(new)
+            pending += new
+    return sorted(found)
+
+
+def copy(folder: Path) -> None:
+    """The files, in a folder that has nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in files():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, folder / path)
+
+
+def main() -> None:
+    """The command."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    copy(ROOT / PAGES)
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], cwd=ROOT, check=False
+    )
+    if done.returncode:
+        sys.exit(done.returncode)
+    print(f"{SITE}/index.html")
+
+
+if __name__ == "__main__":
+    main()

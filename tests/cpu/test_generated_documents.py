@@ -1,0 +1,85 @@
+"""What scripts generate of the documents is what they generate today: the package's picture, the support tables."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import architecture, site
+from tests import processes
+
+ROOT = processes.ROOT
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return json.loads((ROOT / architecture.DATA).read_text())
+
+
+def test_the_picture_is_of_todays_imports(drawn):
+    assert drawn == architecture.imports(), "python -m docs.architecture --write"
+
+
+def test_the_picture_has_every_box_and_arrow(drawn):
+    text = (ROOT / architecture.PICTURE).read_text()
+    arrows = {f"{a}..{b}" for a, b in architecture.arrows(drawn)}
+    assert set(re.findall(r'<g id="(\w+\.\.\w+)"', text)) == arrows and len(arrows) > 20
+    boxes = set(re.findall(r">([a-z_]+)</text>", text))
+    assert boxes == set(drawn) == set(architecture.CAPTIONS)
+    assert len(text) < 150_000
+
+
+def test_imports_point_down(drawn):
+    """No cycle, and kernels import nothing of the host, nor the host anything of a door."""
+    assert set(architecture.levels(drawn)) == set(drawn)
+    assert not {"compiler", "host", "api"} & set(drawn["kernels"])
+    assert not {"api", "sdpa", "flash_attn", "transformers", "lab", "cli"} & set(drawn["host"])
+
+
+def test_a_cycle_is_an_error():
+    with pytest.raises(ValueError, match="a cycle of imports"):
+        architecture.levels({"a": ["b"], "b": ["a"], "c": []})
+
+
+def test_an_arrow_that_others_imply_is_left_out():
+    assert architecture.arrows({"a": ["b", "c"], "b": ["c"], "c": []}) == [("a", "b"), ("b", "c")]
+
+
+def test_the_imports_of_a_file(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text(
+        "import layouts\ndef f():\n    from cute_attn import sdpa\n    from cute_attn.host.call import Call\n"
+    )
+    found = list(architecture.imported(path))
+    assert [architecture.box_of(name) for name in found] == ["layouts", "sdpa", "host"]
+    assert architecture.box_of("torch.nn") is None and architecture.box_of("cute_attn.__main__") is None
+
+
+def test_the_support_tables_are_the_registrys():
+    done = processes.run("-m", "docs.support")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in (ROOT / Path("docs/support.md")).read_text(), "python -m docs.support --write"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| `causal`")]
+    assert lines == ["| `causal` | 576 | 512 | 576 | 256 | 256 | 256 |"]
+
+
+def test_the_site_has_every_page():
+    import yaml
+
+    def pages(entries):
+        for entry in entries:
+            yield from (pages(next(iter(entry.values()))) if isinstance(entry, dict) else [entry])
+
+    nav = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    found = site.files()
+    assert sorted(nav) == sorted(str(path) for path in found if path.suffix == ".md")
+    written = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
+    assert set(written) <= set(found) and len(found) > 20
+
+
+def test_the_site_keeps_links(tmp_path):
+    site.copy(tmp_path / "pages")
+    for path in site.files():
+        links = site.linked(path) if path.suffix == ".md" else []
+        assert [link for link in links if not (tmp_path / "pages" / link).exists()] == [], path
