@@ -1,6 +1,6 @@
 """The public functions: :func:`attention` on batches, :func:`attention_varlen` on packed sequences."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,14 @@ from cute_attn.api import operators
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import with_readable_bias
-from cute_attn.host.call import NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
+from cute_attn.host.call import (
+    NUM_TENSORS,
+    PYTORCHS,
+    Call,
+    given_epilogues,
+    pack_epilogues,
+    pytorchs_precision,
+)
 from cute_attn.host.checks import check_dense, check_flags, check_starts, check_writable, is_one_of
 from cute_attn.host.dispatch import DIFFERENTIABLE, no_dispatch_mode, refuse_tangents
 from cute_attn.host.launcher import Outputs, key_of, launcher_for
@@ -21,6 +28,8 @@ from cute_attn.traits import DROPOUTS
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
 RngState = Tensor | tuple[Tensor | int, Tensor | int]
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 def attention(
@@ -39,6 +48,8 @@ def attention(
     dropout_mask: str = "flash",
     rng_state: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     return_lse: bool = False,
     return_softmax: bool = False,
@@ -51,8 +62,8 @@ def attention(
 ) -> Result:
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
-    Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues and the mask; the softmax in float32;
-    dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink. :mod:`cute_attn.reference` is the
+    Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues, score_mod, mask_mod and the mask; the
+    softmax in float32; dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink. :mod:`cute_attn.reference` is the
     definition; CPU tensors are computed by it, in float32 or float64.
 
     Parameters
@@ -98,8 +109,13 @@ def attention(
         replay of a CUDA graph. To use a mask again pass one from :func:`draw_rng_state`.
     seqused_k : Tensor (batch,), int32, optional
         How many keys of each batch exist; what lies beyond is never read.
+    score_mod : function (score, b, h, q_idx, kv_idx) -> score, optional
+        FlexAttention's: traced once, so of torch's elementwise operations and of elements of tensors that it captures,
+        at indices that are clamped to the tensor. Indices count within a sequence. docs/functions.md lists operations.
+    mask_mod : function (b, h, q_idx, kv_idx) -> bool, optional
+        FlexAttention's: where it is False the key is hidden. After score_mod.
     epilogues : sequence of str, or mapping of str to arguments
-        Users' registered epilogues, in order; arguments are tensors and numbers.
+        Users' registered epilogues, in order, before score_mod; arguments are tensors and numbers.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
     return_softmax : bool
@@ -145,6 +161,8 @@ def attention(
     NotImplementedError
         A CUDA tensor other than q, k, v, bias and sinks requires a gradient.
     """
+    if score_mod is not None or mask_mod is not None:
+        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (
         False,
@@ -189,6 +207,8 @@ def attention_varlen(
     rng_state: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     return_lse: bool = False,
     return_softmax: bool = False,
@@ -217,8 +237,8 @@ def attention_varlen(
         How many rows of each sequence exist; what lies beyond is never read.
     bias : Tensor (batch or 1, nheads or 1, max_seqlen_q or 1, max_seqlen_k or 1)
         As for :func:`attention`, indexed by a position in its sequence.
-    softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, epilogues, \
-return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
+    softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
+mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, out
         As for :func:`attention`.
 
     Returns
@@ -234,6 +254,8 @@ return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precisio
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`attention`.
     """
+    if score_mod is not None or mask_mod is not None:
+        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     tensors = (
         q,
         k,
@@ -290,6 +312,8 @@ def attention_backward(
     dropout_mask: str = "flash",
     rng_state: RngState | None = None,
     seqused_k: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     kernel: str | None = None,
     tile: Any = None,
@@ -323,8 +347,8 @@ def attention_backward(
     into : sequence of Tensor, optional
         Tensors to write the wanted gradients into, in that order, such as parts of one tensor; rows start at multiples
         of 16 bytes, in memory of their own. Default: new ones, which are parts of one tensor where q, k and v are.
-    softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, epilogues, \
-kernel, deterministic, precision
+    softmax_scale, causal, window, alibi_slopes, bias, sinks, softcap, dropout_p, dropout_mask, seqused_k, score_mod, \
+mask_mod, epilogues, kernel, deterministic, precision
         As the forward's.
 
     Returns
@@ -337,6 +361,8 @@ kernel, deterministic, precision
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
+    if score_mod is not None or mask_mod is not None:
+        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     state = _rng_state(rng_state, q) if dropout_p else None
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
@@ -391,6 +417,8 @@ def attention_varlen_backward(
     rng_state: RngState | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     kernel: str | None = None,
     tile: Any = None,
@@ -418,6 +446,8 @@ def attention_varlen_backward(
     TypeError, ValueError, Unsupported
         As :func:`attention`.
     """
+    if score_mod is not None or mask_mod is not None:
+        epilogues = with_functions(epilogues, score_mod, mask_mod, q)
     state = _rng_state(rng_state, q) if dropout_p else None
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, bias, sinks, state)
     options = _Options(
@@ -522,6 +552,22 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     As a call without ``rng_state`` would draw now. A CUDA graph captures the draw: each replay has new values.
     """
     return random_states.draw(torch.device(device)).clone()
+
+
+def with_functions(
+    epilogues: Sequence[str] | Mapping[str, Any],
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    q: Tensor,
+) -> Sequence[str] | Mapping[str, Any]:
+    """The epilogues and, after them, the one that functions are traced to."""
+    from cute_attn.epilogues.functions.epilogue import epilogue_of  # loads the DSL
+
+    device = q.device if isinstance(q, Tensor) else None
+    name, tensors = epilogue_of(score_mod, mask_mod, device)
+    if not name:
+        return epilogues
+    return {**given_epilogues(epilogues), name: tensors}
 
 
 class _Options(NamedTuple):

@@ -368,12 +368,11 @@ def schema(names: Sequence[str], **other: str) -> str:
 # ---- users' epilogues through a schema of plain lists ----
 
 
-def pack_epilogues(
-    epilogues: Sequence[str] | Mapping[str, Any],
-) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[float, ...]]:
-    """Epilogues and their arguments as lists that an operator's schema can carry.
+def given_epilogues(epilogues: Sequence[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Epilogues as a mapping of names to arguments.
 
-    Each name is followed by a letter for each of its arguments: ``"my_bias:tf"`` takes a tensor and a number.
+    Raises:
+        TypeError: they are neither names nor such a mapping.
     """
     if isinstance(epilogues, str):
         raise TypeError(
@@ -381,7 +380,17 @@ def pack_epilogues(
         )
     if not isinstance(epilogues, Iterable):
         raise TypeError(f"epilogues is {epilogues!r}; accepted: names, or a dict of names to arguments")
-    given = epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
+    return epilogues if isinstance(epilogues, Mapping) else dict.fromkeys(epilogues, ())
+
+
+def pack_epilogues(
+    epilogues: Sequence[str] | Mapping[str, Any],
+) -> tuple[tuple[str, ...], tuple[Tensor, ...], tuple[float, ...]]:
+    """Epilogues and their arguments as lists that an operator's schema can carry.
+
+    Each name is followed by a letter for each of its arguments: ``"my_bias:tf"`` takes a tensor and a number.
+    """
+    given = given_epilogues(epilogues)
     names: list[str] = []
     tensors: list[Tensor] = []
     numbers: list[float] = []

@@ -1,15 +1,20 @@
 """A user's epilogue against its own reference, on the CPU: its scores, and its derivative against autograd's.
 
 print(check_epilogue("relative_position", table))
+print(check_epilogue(score_mod))  # against torch's evaluation of the function
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cute_attn.epilogues.base import Epilogue, example_args, user_epilogue
+from cute_attn.epilogues.functions.epilogue import epilogue_of
+from cute_attn.epilogues.functions.trace import kind_of
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Scores, Tiling
 
 FORWARD = (SMALL, "wgmma1-64x80")
@@ -68,7 +73,7 @@ class EpilogueCheck:
 
 
 def check_epilogue(
-    epilogue: type[Epilogue] | str,
+    epilogue: type[Epilogue] | str | Callable,
     *args: Any,
     batch: int = 2,
     nheads: int = 3,
@@ -77,10 +82,14 @@ def check_epilogue(
 ) -> EpilogueCheck:
     """Run a registered epilogue's device code on the CPU, for every thread, and compare it with its ``reference``.
 
+    Of a score_mod or a mask_mod that reference is compared, too: with what torch computes where it calls the function
+    with all scores and indices at once, its lookups clamped, and with autograd's derivative of that.
+
     Scores, and with a ``backward`` their gradients, on tilings of Ampere and of Hopper. Needs no GPU; takes seconds.
 
     Args:
-        epilogue: the class, or the name that it is registered under.
+        epilogue: the class, or the name that it is registered under; or a function as ``attention`` takes it for
+            score_mod or mask_mod, its captured tensors on the CPU.
         args: its arguments as ``attention(..., epilogues={name: args})`` takes them, on the CPU and for the sizes
             below; without any, those of its ``example_args``.
         batch, nheads, seqlen_q, seqlen_k: sizes of the scores, which are random.
@@ -88,14 +97,58 @@ def check_epilogue(
     Raises:
         ValueError: nothing is registered under the name, or it takes arguments and there are none.
     """
-    name = epilogue if isinstance(epilogue, str) else epilogue.name
+    sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
+    if isinstance(epilogue, str):
+        name = epilogue
+    elif isinstance(epilogue, type):
+        name = epilogue.name
+    else:
+        kind = kind_of(epilogue)
+        name, args = epilogue_of(**{"score_mod": None, "mask_mod": None, kind: epilogue})
+        if not name:
+            return EpilogueCheck("", (), True)
+        found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)
     cls = user_epilogue(name)
-    sizes = (batch, nheads, seqlen_q, seqlen_k)
     problem = Scores.random(*sizes, extra={name: args or example_args(name, *sizes)})
-    found = [_forward(problem, TILINGS[tiling].of(name), tiling) for tiling in FORWARD]
+    found += [_forward(problem, TILINGS[tiling].of(name), tiling) for tiling in FORWARD]
     if cls.differentiable():
         found += [_backward(problem, TINY[tiling].of(name, op="backward"), tiling) for tiling in BACKWARD]
     return EpilogueCheck(name, tuple(found), cls.differentiable())
+
+
+class _ClampedLookups(TorchFunctionMode):
+    """``tensor[indices]`` with indices clamped to the tensor's bounds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            table, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(x, Tensor) and not x.is_floating_point() for x in index):
+                clamped = [x.clamp(0, n - 1) for x, n in zip(index, table.shape, strict=False)]
+                return table[tuple(clamped)]
+        return func(*args, **(kwargs or {}))
+
+
+def _function(function: Callable, kind: str, problem: Scores, name: str) -> list[Checked]:
+    """The reference of a traced function against torch's evaluation of the function, both in float64."""
+    tiling = TILINGS[SMALL].of(name)
+    assert tiling.traits is not None
+    coords = problem.coords(tiling.traits)
+    indices = (coords.batch, coords.head, coords.query, coords.key)
+    scores = [(problem.products.double() * problem.scale).requires_grad_() for _ in range(2)]
+    got = user_epilogue(name).reference(scores[0], coords, problem.inputs)
+    with _ClampedLookups():
+        if kind == "mask_mod":
+            expected = scores[1].masked_fill(~function(*indices), -torch.inf)
+        else:
+            expected = torch.as_tensor(function(scores[1], *indices), dtype=torch.float64).expand_as(scores[1])
+    checked = [_compared("forward, the trace", got.detach(), expected.detach(), 1.0)]
+    if expected.requires_grad:
+        seen = expected.detach().isfinite()
+        for x, result in zip(scores, (got, expected), strict=True):
+            result.backward(torch.where(seen, 1.0, 0.0).double())
+        slopes = [torch.zeros_like(x) if x.grad is None else x.grad for x in scores]
+        checked.append(_compared("backward, the trace", *slopes, 1.0))
+    return checked
 
 
 def _forward(problem: Scores, tiling: Tiling, name: str) -> Checked:

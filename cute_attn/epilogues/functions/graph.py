@@ -1,0 +1,305 @@
+"""The graph of a score function: nodes made once each, types as torch promotes them, and the derivative by the score.
+
+A graph is read three ways: as torch operations (:mod:`.definition`), as CuTe DSL expressions (:mod:`.device`), and by
+:func:`derivative` as another graph. Imports no compiler.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BOOL, INT, LONG, FLOAT = "bool", "int", "long", "float"
+KINDS = (BOOL, INT, LONG, FLOAT)
+"""Types in the order of promotion. On the device: a predicate, 32 bits, 64 bits, fp32."""
+
+SCORE, QUERY, KEY = 1, 2, 4
+"""What a node's value varies with; with none of them it is the same for a whole work tile."""
+INPUTS = {
+    "score": (FLOAT, SCORE),
+    "batch": (INT, 0),
+    "head": (INT, 0),
+    "query": (INT, QUERY),
+    "key": (INT, KEY),
+}
+
+LOADED = {
+    torch.bool: BOOL,
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), INT),
+    torch.int64: LONG,
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT),
+}
+"""The dtypes of captured tensors, and what their elements are in a graph."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One value. Nodes of a graph are equal where they are identical.
+
+    Attributes:
+        op: "const", "load", a name of ``INPUTS``, or an operation.
+        kind: of ``KINDS``.
+        args: operands; of a load its indices.
+        value: a constant's; of a load which tensor.
+        parts: of ``SCORE``, ``QUERY`` and ``KEY``, those that it varies with.
+    """
+
+    op: str
+    kind: str
+    args: tuple["Node", ...]
+    value: Any
+    parts: int
+
+    def is_const(self, value: float | None = None) -> bool:
+        """Whether it is a constant, or that one."""
+        return self.op == "const" and (value is None or self.value == value)
+
+
+class Graph:
+    """Makes nodes, each once, with constants folded where that is exact for every operand."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, Node] = {}
+
+    def make(
+        self, op: str, kind: str, args: Sequence[Node] = (), value: Any = None, parts: int = 0
+    ) -> Node:
+        """The node of these fields; ``parts`` beside its operands'."""
+        key = (op, kind, tuple(map(id, args)), type(value), repr(value))
+        found = self._made.get(key)
+        if found is None:
+            for arg in args:
+                parts |= arg.parts
+            found = self._made[key] = Node(op, kind, tuple(args), value, parts)
+        return found
+
+    def input(self, name: str) -> Node:
+        """One of ``INPUTS``."""
+        kind, parts = INPUTS[name]
+        return self.make(name, kind, parts=parts)
+
+    def const(self, value: bool | int | float) -> Node:
+        """A Python number."""
+        kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
+        if kind == INT and not -(2**31) <= value < 2**31:
+            kind = LONG
+        return self.make("const", kind, value=value)
+
+    def cast(self, x: Node, kind: str) -> Node:
+        """x as another type: numbers become True where they are not 0, fp32 loses its fraction as an integer."""
+        if x.kind == kind:
+            return x
+        if x.op == "const":
+            return self.make("const", kind, value={BOOL: bool, FLOAT: float}.get(kind, int)(x.value))
+        if kind == BOOL:
+            return self.compare("ne", x, self.const(0))
+        return self.make("cast", kind, (x,))
+
+    def promoted(self, *args: Node, least: str = BOOL) -> tuple[Node, ...]:
+        """All as the highest type among them, and at least that."""
+        kind = max((least, *(x.kind for x in args)), key=KINDS.index)
+        return tuple(self.cast(x, kind) for x in args)
+
+    def compare(self, op: str, a: Node, b: Node) -> Node:
+        """lt, le, gt, ge, eq or ne: a predicate."""
+        a, b = self.promoted(a, b, least=INT)
+        return self.make(op, BOOL, (a, b))
+
+    def binary(self, op: str, a: Node, b: Node, least: str = INT) -> Node:
+        """An operation on two values of one type, which its result has."""
+        a, b = self.promoted(a, b, least=least)
+        if op == "mul":
+            for x, y in ((a, b), (b, a)):
+                if x.is_const(1):
+                    return y
+        if (op in ("add", "sub") and b.is_const(0)) or (op in ("div", "floordiv") and b.is_const(1)):
+            return a
+        if op == "add" and a.is_const(0):
+            return b
+        return self.make(op, a.kind, (a, b))
+
+    def unary(self, op: str, x: Node) -> Node:
+        """neg or abs of a number, or a function of a float, which integers become."""
+        signed = op in ("neg", "abs")
+        (x,) = self.promoted(x, least=INT if signed else FLOAT)
+        if signed and x.op == "const":
+            return self.const(-x.value if op == "neg" else abs(x.value))
+        return self.make(op, x.kind, (x,))
+
+    def where(self, condition: Node, a: Node, b: Node) -> Node:
+        """a where the condition holds, else b."""
+        a, b = self.promoted(a, b)
+        if condition.op == "const" or a is b:
+            return a if a is b or condition.value else b
+        return self.make("where", a.kind, (condition, a, b))
+
+
+def ordered(*outputs: Node) -> list[Node]:
+    """Every node that the outputs need, operands first."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node not in found:
+            for arg in node.args:
+                visit(arg)
+            found[node] = None
+
+    for output in outputs:
+        visit(output)
+    return list(found)
+
+
+def digest(output: Node, tensors: Sequence[str]) -> str:
+    """16 hexadecimal digits of a graph, whose loads are numbered by ``tensors``' descriptions."""
+    nodes = ordered(output)
+    number = {node: i for i, node in enumerate(nodes)}
+    lines = [f"{x.op} {x.kind} {[number[arg] for arg in x.args]} {x.value!r}" for x in nodes]
+    return hashlib.sha256("\n".join([*tensors, *lines]).encode()).hexdigest()[:16]
+
+
+# ---- the derivative ----
+
+
+def derivative(graph: Graph, output: Node) -> Node | None:
+    """d(output) / d(score) as a graph, None for 0.
+
+    Where the output is -inf the derivative is any finite number: the gradient that it multiplies is 0 there.
+    """
+    return _Derivative(graph).of(output, True)
+
+
+class _Derivative:
+    """Forward mode: one value, so that dual numbers need one more node for each."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._known: dict[tuple[Node, bool], Node | None] = {}
+
+    def of(self, x: Node, outermost: bool = False) -> Node | None:
+        """outermost: -inf of this value is -inf of the output."""
+        if x.op == "score":
+            return self.graph.const(1.0)
+        if not x.parts & SCORE or x.kind != FLOAT or x.op not in _RULES:
+            return None  # constants, integers, and steps: floor, ceil, trunc
+        key = (x, outermost)
+        if key not in self._known:
+            outermost = outermost and x.op in ("add", "where")
+            slopes = [self.of(arg, outermost) for arg in x.args]
+            if x.op == "where" and outermost:
+                self._known[key] = self._where_seen(x, slopes)
+            else:
+                self._known[key] = _RULES[x.op](self, x, *x.args, *slopes)
+        return self._known[key]
+
+    def _where_seen(self, x: Node, slopes: list) -> Node | None:
+        for value, other in ((1, 2), (2, 1)):
+            if x.args[value].is_const(-math.inf):
+                return slopes[other]
+        return _where(self, x, *x.args, *slopes)
+
+    # ---- arithmetic where None is 0 ----
+
+    def add(self, a: Node | None, b: Node | None) -> Node | None:
+        if a is None or b is None:
+            return a if b is None else b
+        if b.op == "neg":
+            return self.graph.binary("sub", a, b.args[0])
+        return self.graph.binary("add", a, b)
+
+    def mul(self, slope: Node | None, factor: Node) -> Node | None:
+        return None if slope is None else self.graph.binary("mul", slope, factor)
+
+    def neg(self, a: Node | None) -> Node | None:
+        return None if a is None else self.graph.unary("neg", a)
+
+    def where(self, condition: Node, a: Node | None, b: Node | None) -> Node | None:
+        if a is None and b is None:
+            return None
+        zero = self.graph.const(0.0)
+        return self.graph.where(condition, zero if a is None else a, zero if b is None else b)
+
+
+Rule = Callable[..., Node | None]
+
+
+def _where(d: _Derivative, x: Node, c: Node, a: Node, b: Node, dc: Any, da: Any, db: Any) -> Node | None:
+    return d.where(c, da, db)
+
+
+def _div(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+    above = d.add(da, d.neg(d.mul(db, x)))
+    return None if above is None else d.graph.binary("div", above, b)
+
+
+def _abs(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
+    zero = d.graph.const(0.0)
+    below = d.where(d.graph.compare("lt", a, zero), d.neg(da), None)
+    return d.where(d.graph.compare("gt", a, zero), da, below)
+
+
+def _extreme(chosen: str) -> Rule:
+    """Of the larger or smaller one; of equal ones the mean, as torch's."""
+
+    def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+        mean = d.mul(d.add(da, db), d.graph.const(0.5))
+        first, second = ("gt", "lt") if chosen == "maximum" else ("lt", "gt")
+        other = d.where(d.graph.compare(second, a, b), db, mean)
+        return d.where(d.graph.compare(first, a, b), da, other)
+
+    return rule
+
+
+def _clamp(inside: str) -> Rule:
+    """Of the value where it is within the bound, as torch's clamp; else of the bound."""
+
+    def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+        return d.where(d.graph.compare(inside, a, b), da, db)
+
+    return rule
+
+
+def _function(slope: Callable[[Graph, Node, Node], Node]) -> Rule:
+    """slope: of the graph, the value and its operand."""
+
+    def rule(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
+        return d.mul(da, slope(d.graph, x, a))
+
+    return rule
+
+
+def _times(g: Graph, x: Node, factor: float) -> Node:
+    return g.binary("mul", x, g.const(factor))
+
+
+def _one_minus(g: Graph, x: Node) -> Node:
+    return g.binary("sub", g.const(1.0), x)
+
+
+_RULES: dict[str, Rule] = {
+    "cast": lambda d, x, a, da: da,
+    "add": lambda d, x, a, b, da, db: d.add(da, db),
+    "sub": lambda d, x, a, b, da, db: d.add(da, d.neg(db)),
+    "mul": lambda d, x, a, b, da, db: d.add(d.mul(da, b), d.mul(db, a)),
+    "div": _div,
+    "neg": lambda d, x, a, da: d.neg(da),
+    "abs": _abs,
+    "where": _where,
+    "minimum": _extreme("minimum"),
+    "maximum": _extreme("maximum"),
+    "clamp_min": _clamp("ge"),
+    "clamp_max": _clamp("le"),
+    "exp": _function(lambda g, x, a: x),
+    "exp2": _function(lambda g, x, a: _times(g, x, math.log(2))),
+    "log": _function(lambda g, x, a: g.binary("div", g.const(1.0), a)),
+    "log2": _function(lambda g, x, a: g.binary("div", g.const(1 / math.log(2)), a)),
+    "sqrt": _function(lambda g, x, a: g.binary("div", g.const(0.5), x)),
+    "rsqrt": _function(lambda g, x, a: g.binary("div", _times(g, x, -0.5), a)),
+    "tanh": _function(lambda g, x, a: _one_minus(g, g.binary("mul", x, x))),
+    "sigmoid": _function(lambda g, x, a: g.binary("mul", x, _one_minus(g, x))),
+    "sin": _function(lambda g, x, a: g.unary("cos", a)),
+    "cos": _function(lambda g, x, a: g.unary("neg", g.unary("sin", a))),
+}
+"""Of each operation but steps: the derivative from the node, its operands and their derivatives."""

@@ -1,0 +1,183 @@
+"""A graph as kernels compute it: on scores in a tile's units, with what is cheap on the device in place of what is not.
+
+A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the key,
+are multiplied with each other first, once a work tile, a row or a column: a bias costs one multiply-add an element, as in
+an epilogue written by hand.
+"""
+
+import math
+from dataclasses import dataclass
+
+from cute_attn.device.math import LN_2, LOG2_E, TANH_UNIT
+from cute_attn.epilogues.functions.graph import FLOAT, INT, KEY, QUERY, SCORE, Graph, Node, derivative, ordered
+
+_BOUNDED = frozenset(
+    ("score", "acc", "batch", "head", "query", "key", "const", "unit", "inverse", "cast", "add", "sub", "mul", "neg")
+    + ("abs", "where", "minimum", "maximum", "clamp_min", "clamp_max", "and", "or", "xor", "not", "floor", "ceil", "trunc")
+    + ("lt", "le", "gt", "ge", "eq", "ne", "tanh2", "sigmoid2", "sin", "cos", "position")
+)
+"""Operations that are finite for every query and key beyond the sequences, where a NaN would reach gradients."""
+_EXACT = 1 << 24
+"""Integers up to this are exact in fp32, and so are sequences' positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """What an epilogue computes.
+
+    Attributes:
+        forward: what replaces an element of the accumulator, "acc".
+        slope: the derivative, in natural units; None where it is 0.
+        clamps: whether positions beyond the sequences are replaced by the last ones.
+    """
+
+    forward: Node
+    slope: Node | None
+    clamps: bool
+
+    @property
+    def keeps_slope(self) -> bool:
+        """Whether the backward needs the slope from the forward: it varies with the score."""
+        return self.slope is not None and bool(self.slope.parts & SCORE)
+
+
+def varies(node: Node) -> bool:
+    """Whether a value is computed for each element, not once a row, a column or a work tile."""
+    return bool(node.parts & SCORE) or node.parts & (QUERY | KEY) == QUERY | KEY
+
+
+def lower(graph: Graph, output: Node) -> Lowered:
+    """A traced graph for the device."""
+    slope = derivative(graph, output)
+    lowering = _Lowering(graph)
+    forward = lowering.scaled(lowering.of(output))
+    lowered_slope = None if slope is None else lowering.of(slope)
+    nodes = ordered(forward, *([] if lowered_slope is None else [lowered_slope]))
+    return Lowered(forward, lowered_slope, any(x.op not in _BOUNDED for x in nodes))
+
+
+class _Lowering:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.acc = graph.make("acc", FLOAT, parts=SCORE)
+        self.inverse = graph.make("inverse", FLOAT)
+        self.score = self.mul(self.acc, graph.make("unit", FLOAT))
+        self._known: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        """The node's value in natural units."""
+        found = self._known.get(node)
+        if found is None:
+            found = self._known[node] = self._lowered(node)
+        return found
+
+    def _lowered(self, node: Node) -> Node:
+        g, args = self.graph, [self.of(arg) for arg in node.args]
+        if node.op == "score":
+            return self.score
+        if node.op == "cast" and node.kind == FLOAT:
+            return self._float(args[0])
+        if node.kind == FLOAT:
+            if node.op == "mul":
+                return self.mul(*args)
+            if node.op == "div" and not varies(args[1]):
+                return self.mul(args[0], self._reciprocal(args[1]))
+            if node.op == "tanh":
+                return g.make("tanh2", FLOAT, (self._times(args[0], TANH_UNIT),))
+            if node.op == "sigmoid":
+                return g.make("sigmoid2", FLOAT, (self._times(args[0], -LOG2_E),))
+            if node.op == "exp":
+                return g.make("exp2", FLOAT, (self._times(args[0], LOG2_E),))
+            if node.op == "log":
+                return self._times(g.make("log2", FLOAT, args), LN_2)
+        return g.make(node.op, node.kind, args, node.value, node.parts)
+
+    def _times(self, x: Node, factor: float) -> Node:
+        return self.mul(x, self.graph.const(factor))
+
+    def _reciprocal(self, x: Node) -> Node:
+        if x.op == "const" and x.value:
+            return self.graph.const(1.0 / x.value)
+        return self.graph.binary("div", self.graph.const(1.0), x)
+
+    def mul(self, a: Node, b: Node) -> Node:
+        """a * b, factors that vary less first."""
+        g = self.graph
+        if _rank(a) < _rank(b):
+            a, b = b, a
+        if a.op == b.op == "const":
+            return g.const(a.value * b.value)
+        if a.op == "mul" and _rank(a.args[1]) < _rank(a):
+            inner = self.mul(a.args[1], b) if _rank(b) < _rank(a) else None
+            if inner is not None:
+                return g.binary("mul", a.args[0], inner)
+        return g.binary("mul", a, b)
+
+    def scaled(self, x: Node) -> Node:
+        """x over the tile's unit. Sums without the score are scaled as a whole: positions cancel exactly before."""
+        g = self.graph
+        if x is self.score:
+            return self.acc
+        if x.is_const() and math.isinf(x.value):
+            return x
+        if x.op in ("add", "sub", "neg", "minimum", "maximum", "clamp_min", "clamp_max") and x.parts & SCORE:
+            if any(map(self._is_free, x.args)):
+                return g.make(x.op, FLOAT, [self.scaled(arg) for arg in x.args])
+        if x.op == "where" and all(map(self._is_free, x.args[1:])):
+            return g.make("where", FLOAT, [x.args[0], *(self.scaled(arg) for arg in x.args[1:])])
+        if x.op == "div" and self._is_free(x.args[0]):
+            return g.make("div", FLOAT, (self.scaled(x.args[0]), x.args[1]))
+        if x.op == "mul" and self._is_free(x.args[1]):
+            if x.args[1] is self.score:
+                return g.binary("mul", x.args[0], self.acc)
+            return g.binary("mul", x.args[0], self.scaled(x.args[1]))
+        if x.op == "mul" and self._is_free(x.args[0]):
+            return g.binary("mul", self.scaled(x.args[0]), x.args[1])
+        return self.mul(x, self.inverse)
+
+    def _is_free(self, x: Node) -> bool:
+        """Whether :meth:`scaled` adds nothing that is computed for each element."""
+        if x is self.score or not varies(x):
+            return True
+        if x.op in ("add", "sub", "neg") and x.parts & SCORE:
+            return all(map(self._is_free, x.args))
+        if x.op == "where":
+            return all(map(self._is_free, x.args[1:]))
+        if x.op == "div":
+            return self._is_free(x.args[0])
+        return x.op == "mul" and any(map(self._is_free, x.args))
+
+    # ---- integers to fp32 ----
+
+    def _float(self, x: Node) -> Node:
+        """x in fp32; of positions each on its own: a conversion costs as much as four additions."""
+        if _is_exact(x):
+            return self._exact(x)
+        return self.graph.cast(x, FLOAT)
+
+    def _exact(self, x: Node) -> Node:
+        if x.op in ("query", "key"):
+            return self.graph.make("position", FLOAT, (x,))
+        if x.op == "const":
+            return self.graph.const(float(x.value))
+        if not x.parts:
+            return self.graph.cast(x, FLOAT)
+        return self.graph.make(x.op, FLOAT, [self._exact(arg) for arg in x.args])
+
+
+def _is_exact(x: Node) -> bool:
+    """Whether x is computed from positions and numbers in fp32 without rounding."""
+    if x.kind != INT:
+        return False
+    if x.op in ("query", "key", "batch", "head"):
+        return True
+    if x.op == "const":
+        return abs(x.value) < _EXACT
+    return x.op in ("add", "sub", "neg", "abs", "minimum", "maximum") and all(map(_is_exact, x.args))
+
+
+def _rank(x: Node) -> int:
+    """How often a value is computed: for a constant never, a work tile, a row or a column, an element."""
+    if x.op == "const":
+        return 0
+    return 3 if varies(x) else 2 if x.parts else 1
