@@ -63,8 +63,8 @@ def attention(
     """softmax(softmax_scale * q k^T + ...) v for batches of equally long sequences.
 
     Scores pass, in this order, through softcap, ALiBi, bias, users' epilogues, score_mod, mask_mod and the mask; the
-    softmax in float32; dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink. :mod:`cute_attn.reference` is the
-    definition; CPU tensors are computed by it, in float32 or float64.
+    softmax in float32; dropout. A query that sees no key has out 0 and lse -inf, or with sinks the sink.
+    :mod:`cute_attn.reference` is the definition; CPU tensors are computed by it, in float32 or float64.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.traits import FEATURES, did_you_mean
+from cute_attn.traits import FEATURES, Traits, did_you_mean
 
 _REGISTERED: dict[str, type["Epilogue"]] = {}
 
@@ -28,6 +28,11 @@ class Epilogue:
     """Base of all score epilogues. ``forward`` and ``reference`` are required."""
 
     name: ClassVar[str] = ""
+
+    @classmethod
+    def of(cls, traits: Traits) -> "Epilogue":
+        """The object that a kernel of these traits uses, such as by whether it is a backward's."""
+        return cls()
 
     def fake_args(self) -> tuple:
         """Fake tensors and scalars to compile with, in the order of ``host_args``; () by default."""

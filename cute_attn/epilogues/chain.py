@@ -65,7 +65,7 @@ class EpilogueChain:
             modifiers.append(Bias(traits.bias, traits.bias_grad))
         if traits.tree:
             modifiers.append(Tree())
-        modifiers += [user_epilogue(name)() for name in traits.epilogues]
+        modifiers += [user_epilogue(name).of(traits) for name in traits.epilogues]
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
         return EpilogueChain(

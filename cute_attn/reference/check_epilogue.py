@@ -83,7 +83,7 @@ def check_epilogue(
     """Run a registered epilogue's device code on the CPU, for every thread, and compare it with its ``reference``.
 
     Of a score_mod or a mask_mod that reference is compared, too: with what torch computes where it calls the function
-    with all scores and indices at once, its lookups clamped, and with autograd's derivative of that.
+    by vmap, its lookups clamped, and with autograd's derivative of that.
 
     Scores, and with a ``backward`` their gradients, on tilings of Ampere and of Hopper. Needs no GPU; takes seconds.
 
@@ -101,10 +101,10 @@ def check_epilogue(
     if isinstance(epilogue, str):
         name = epilogue
     elif isinstance(epilogue, type):
-        name = epilogue.name
+        name = epilogue.name  # type: ignore[attr-defined]
     else:
         kind = kind_of(epilogue)
-        name, args = epilogue_of(**{"score_mod": None, "mask_mod": None, kind: epilogue})
+        name, args = epilogue_of(*((epilogue, None) if kind == "score_mod" else (None, epilogue)))
         if not name:
             return EpilogueCheck("", (), True)
         found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)
@@ -128,26 +128,42 @@ class _ClampedLookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Tensor]:
+    """A function of FlexAttention's signature for all scores (batch, nheads, seqlen_q, seqlen_k) and indices, by vmap.
+
+    It takes scores, where the function takes one, and one dimension of each index.
+    """
+
+    def tensor_of(*args: Any) -> Tensor:
+        return torch.as_tensor(function(*args))
+
+    mapped: Callable[..., Any] = tensor_of
+    for axis in (3, 2, 1, 0):
+        over = tuple(0 if axis == i else None for i in range(4))
+        mapped = torch.vmap(mapped, (0, *over) if takes_score else over)
+    return mapped
+
+
 def _function(function: Callable, kind: str, problem: Scores, name: str) -> list[Checked]:
     """The reference of a traced function against torch's evaluation of the function, both in float64."""
     tiling = TILINGS[SMALL].of(name)
     assert tiling.traits is not None
     coords = problem.coords(tiling.traits)
-    indices = (coords.batch, coords.head, coords.query, coords.key)
+    indices = [x.flatten() for x in (coords.batch, coords.head, coords.query, coords.key)]
     scores = [(problem.products.double() * problem.scale).requires_grad_() for _ in range(2)]
     got = user_epilogue(name).reference(scores[0], coords, problem.inputs)
     with _ClampedLookups():
         if kind == "mask_mod":
-            expected = scores[1].masked_fill(~function(*indices), -torch.inf)
+            expected = scores[1].masked_fill(~for_each(function)(*indices), -torch.inf)
         else:
-            expected = torch.as_tensor(function(scores[1], *indices), dtype=torch.float64).expand_as(scores[1])
+            expected = for_each(function, True)(scores[1], *indices).double()
     checked = [_compared("forward, the trace", got.detach(), expected.detach(), 1.0)]
     if expected.requires_grad:
         seen = expected.detach().isfinite()
-        for x, result in zip(scores, (got, expected), strict=True):
+        for result in (got, expected):
             result.backward(torch.where(seen, 1.0, 0.0).double())
-        slopes = [torch.zeros_like(x) if x.grad is None else x.grad for x in scores]
-        checked.append(_compared("backward, the trace", *slopes, 1.0))
+        slope, right = (torch.zeros_like(x) if x.grad is None else x.grad for x in scores)
+        checked.append(_compared("backward, the trace", slope, right, 1.0))
     return checked
 
 

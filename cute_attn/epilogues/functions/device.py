@@ -1,6 +1,7 @@
 """A lowered graph as CuTe DSL expressions on a score tile in registers."""
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cutlass
@@ -11,7 +12,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_attn.device.math import exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.lowering import varies
+from cute_attn.epilogues.functions.lowering import least, varies
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {
@@ -44,14 +45,45 @@ def uniform_roots(*outputs: Node) -> list[Node]:
     return list(dict.fromkeys(x for x in used if not x.parts and x.op != "const"))
 
 
+Row = tuple[int, tuple[Node, ...]]
+
+
+def row_of(load: Node) -> Row | None:
+    """A captured tensor's number and its first indices, those that a work tile has one of; None without such.
+
+    The last index is left, so that this part is a tensor.
+    """
+    first = tuple(itertools.takewhile(lambda x: not x.parts, load.args[:-1]))
+    return (load.value, first) if first and load.parts else None
+
+
+def rows_of(*outputs: Node) -> list[Row]:
+    """Those of all loads."""
+    found = (row_of(x) for x in ordered(*outputs) if x.op == "load")
+    return list(dict.fromkeys(x for x in found if x is not None))
+
+
 class Expressions:
     """Computes nodes from the values of others.
 
-    values: of the inputs, and all that is computed; tensors: the captured ones.
+    values: of the inputs, and all that is computed; tensors: the captured ones; rows: parts of these, as of
+    :func:`row_of`.
     """
 
-    def __init__(self, values: dict[Node, Any], tensors: Sequence[cute.Tensor]) -> None:
-        self.values, self.tensors = values, tensors
+    def __init__(
+        self,
+        values: dict[Node, Any],
+        tensors: Sequence[cute.Tensor],
+        rows: Mapping[Row, cute.Tensor] | None = None,
+    ) -> None:
+        self.values, self.tensors, self.rows = values, tensors, rows or {}
+
+    def row(self, row: Row) -> cute.Tensor:
+        """The part of a tensor behind the indices of a work tile."""
+        number, indices = row
+        tensor = self.tensors[number]
+        first = [_within(x, self.of(x), size) for x, size in zip(indices, tensor.shape, strict=False)]
+        return tensor[(*first, *(None,) * (len(tensor.shape) - len(first)))]
 
     def of(self, node: Node, known: Callable[[Node], dict[Node, Any]] | None = None) -> Any:
         """The node's value. known: where a node's value is kept, which may be for a row, a column or an element."""
@@ -71,15 +103,21 @@ class Expressions:
 
     def _load(self, node: Node, args: list) -> Any:
         tensor = self.tensors[node.value]
-        places = args or [Int32(0)]  # of a number
-        element = tensor[tuple(_within(x, size) for x, size in zip(places, tensor.shape, strict=True))]
+        if not args:  # a number
+            element = tensor[0]
+        else:
+            indices = list(zip(node.args, args, tensor.shape, strict=True))
+            row = row_of(node)
+            if row is not None and row in self.rows:
+                tensor, indices = self.rows[row], indices[len(row[1]) :]
+            element = tensor[tuple(_within(*one) for one in indices)]
         return element != 0 if node.kind == BOOL else TYPES[node.kind](element)
 
 
-def _within(index: Any, size: Any) -> Any:
+def _within(node: Node, index: Any, size: Any) -> Any:
     """An index clamped to a dimension."""
-    last = type(index)(size - 1)
-    return Int32(cutlass.max(cutlass.min(index, last), type(index)(0)))
+    index = cutlass.min(index, type(index)(size - 1))
+    return Int32(index if least(node) >= 0 else cutlass.max(index, type(index)(0)))
 
 
 def over_tile(
@@ -98,7 +136,11 @@ def over_tile(
     rows, cols = range(len(tile.rows)), range(len(tile.cols))
     of_row: dict[int, dict[Node, Any]] = {r: positions.of_row(tile, r) for r in rows}
     of_col: dict[int, dict[Node, Any]] = {c: positions.of_col(tile, c) for c in cols}
-    pairs = ((r, c) for r in rows for c in cols) if len(rows) > len(cols) else ((r, c) for c in cols for r in rows)
+    pairs = (
+        ((r, c) for r in rows for c in cols)
+        if len(rows) > len(cols)
+        else ((r, c) for c in cols for r in rows)
+    )
     for r, c in pairs:
         of_element: dict[Node, Any] = positions.of_element(tile, r, c)
 
@@ -111,36 +153,72 @@ def over_tile(
 
 
 class Positions:
-    """The inputs that vary within a tile: query, key and score.
+    """The inputs that vary within a tile: query, key, what follows from both, and the accumulator.
 
     last_q, last_k: what positions are clamped to, or None.
     """
 
     def __init__(self, nodes: Iterable[Node], last_q: Int32 | None, last_k: Int32 | None) -> None:
-        self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "position")]
+        self.inputs = [x for x in nodes if x.op in ("query", "key", "acc", "distance", "order")]
         self.last_q, self.last_k = last_q, last_k
-        self._floats: dict[str, Float32] = {}
+        self._known: dict[tuple, Any] = {}
 
     def of_row(self, tile: ScoreTile, r: int) -> dict[Node, Any]:
-        return self._of("query", tile.row0, tile.rows[r], self.last_q)
+        return {x: self._query(tile, r) for x in self.inputs if x.op == "query"}
 
     def of_col(self, tile: ScoreTile, c: int) -> dict[Node, Any]:
-        return self._of("key", tile.col0, tile.cols[c], self.last_k)
+        return {x: self._key(tile, c) for x in self.inputs if x.op == "key"}
 
     def of_element(self, tile: ScoreTile, r: int, c: int) -> dict[Node, Any]:
-        return {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}
-
-    def _of(self, name: str, first: Int32, offset: int, last: Int32 | None) -> dict[Node, Any]:
-        values: dict[Node, Any] = {}
+        values: dict[Node, Any] = {x: tile.acc[r, c] for x in self.inputs if x.op == "acc"}
         for x in self.inputs:
-            if x.op == name:
-                values[x] = first + offset if last is None else cutlass.min(first + offset, last)
-            elif x.op == "position" and x.args[0].op == name:
-                if name not in self._floats:
-                    self._floats[name] = Float32(first)
-                value = self._floats[name] + Float32(offset)
-                values[x] = value if last is None else _min(value, Float32(last))
+            if x.op == "distance":
+                distance = self._distance(tile, r, c, TYPES[x.kind])
+                values[x] = distance if x.args[0].op == "query" else -distance
+            elif x.op == "order":
+                values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
         return values
+
+    def _query(self, tile: ScoreTile, r: int) -> Int32:
+        return _at_most(tile.row0 + tile.rows[r], self.last_q)
+
+    def _key(self, tile: ScoreTile, c: int) -> Int32:
+        return _at_most(tile.col0 + tile.cols[c], self.last_k)
+
+    @property
+    def _clamps(self) -> bool:
+        return self.last_q is not None or self.last_k is not None
+
+    def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _distance(self, tile: ScoreTile, r: int, c: int, kind: Any) -> Any:
+        """query - key, as a number of that type: of a row's or a column's, where these are fewer, and a constant."""
+        if self._clamps:
+            query = self._kept(("query", r, kind), lambda: kind(self._query(tile, r)))
+            return query - self._kept(("key", c, kind), lambda: kind(self._key(tile, c)))
+        if len(tile.rows) <= len(tile.cols):
+            of_row = self._kept(("row", r, kind), lambda: kind(tile.row0 + tile.rows[r] - tile.col0))
+            return of_row - kind(tile.cols[c])
+        of_col = self._kept(("col", c, kind), lambda: kind(tile.row0 - tile.col0 - tile.cols[c]))
+        return of_col + kind(tile.rows[r])
+
+    def _ordered(self, tile: ScoreTile, r: int, c: int) -> tuple[Int32, Int32]:
+        """Two numbers that compare as query and key do, one of them a constant."""
+        if self._clamps:
+            return self._query(tile, r), self._key(tile, c)
+        if len(tile.rows) <= len(tile.cols):
+            first = self._kept(("row", r, Int32), lambda: tile.row0 + tile.rows[r] - tile.col0)
+            return first, Int32(tile.cols[c])
+        return self._kept(("col", c, Int32), lambda: tile.row0 - tile.col0 - tile.cols[c]), Int32(
+            -tile.rows[r]
+        )
+
+
+def _at_most(position: Int32, last: Int32 | None) -> Int32:
+    return position if last is None else cutlass.min(position, last)
 
 
 # ---- operations ----

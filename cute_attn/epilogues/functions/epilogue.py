@@ -12,15 +12,23 @@ from torch import Tensor
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import _REGISTERED, Epilogue, register_epilogue
 from cute_attn.epilogues.functions.definition import evaluate
-from cute_attn.epilogues.functions.device import Expressions, Positions, fake_tensor, over_tile, uniform_roots
+from cute_attn.epilogues.functions.device import (
+    Expressions,
+    Positions,
+    fake_tensor,
+    over_tile,
+    rows_of,
+    uniform_roots,
+)
 from cute_attn.epilogues.functions.graph import Node, digest, ordered
 from cute_attn.epilogues.functions.lowering import Lowered, lower
 from cute_attn.epilogues.functions.trace import Trace, trace
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.traits import Traits
 
 
 class Captured(NamedTuple):
-    """What is compiled in of a captured tensor: its torch dtype by name, dimensions, and whether the last stride is 1."""
+    """What is compiled in of a captured tensor: torch's name of its dtype, dimensions, whether rows are dense."""
 
     dtype: str
     rank: int
@@ -41,20 +49,31 @@ def _as_kernels_read(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FunctionState:
-    """Of a work tile: the captured tensors, its own values, and the last positions, where functions need them."""
+    """Of a work tile: the captured tensors, their rows and values that it has one of, and the last positions."""
 
     tensors: tuple
+    rows: tuple
     values: tuple
     last_q: Int32
     last_k: Int32
 
 
 class FunctionEpilogue(Epilogue):
-    """Base of traced functions' classes, which differ in what they compute alone."""
+    """Base of traced functions' classes, which differ in what they compute alone.
+
+    differentiates: whether it is a backward kernel's. A forward needs no slopes, and stores no rows beyond sequences.
+    """
 
     output: ClassVar[Node]
     lowered: ClassVar[Lowered]
     captured: ClassVar[tuple[Captured, ...]]
+
+    def __init__(self, differentiates: bool = False) -> None:
+        self.differentiates = differentiates
+
+    @classmethod
+    def of(cls, traits: Traits) -> "FunctionEpilogue":
+        return cls(traits.op == "backward")
 
     def fake_args(self) -> tuple:
         return tuple(fake_tensor(*one) for one in self.captured)
@@ -62,14 +81,12 @@ class FunctionEpilogue(Epilogue):
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(_as_kernels_read(x) for x in inputs.extra.get(self.name, ()))
 
-    def _outputs(self) -> tuple[Node, ...]:
-        """Of the forward: the slope too, where the backward needs it from there."""
-        slope = self.lowered.slope
-        return (self.lowered.forward, slope) if slope is not None and self.lowered.keeps_slope else (self.lowered.forward,)
+    @property
+    def _slope(self) -> Node | None:
+        return self.lowered.slope if self.differentiates else None
 
-    def _roots(self) -> list[Node]:
-        slope = self.lowered.slope
-        return uniform_roots(self.lowered.forward, *([] if slope is None else [slope]))
+    def _all(self) -> tuple[Node, ...]:
+        return (self.lowered.forward,) if self._slope is None else (self.lowered.forward, self._slope)
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
         names = {
@@ -78,20 +95,24 @@ class FunctionEpilogue(Epilogue):
             "unit": context.score_scale,
             "inverse": context.inv_score_scale,
         }
-        roots = self._roots()
-        values = {x: names[x.op] for x in ordered(*roots) if x.op in names}
+        values = {x: names[x.op] for x in ordered(*self._all()) if x.op in names}
         expressions = Expressions(values, args)
-        found = tuple(expressions.of(root) for root in roots)
-        return FunctionState(args, found, context.seqlen_q - 1, context.seqlen_k - 1)
+        rows = tuple(expressions.row(row) for row in rows_of(*self._all()))
+        found = tuple(expressions.of(root) for root in uniform_roots(*self._all()))
+        return FunctionState(args, rows, found, context.seqlen_q - 1, context.seqlen_k - 1)
 
-    def _over(self, state: FunctionState, tile: ScoreTile, outputs: Sequence[Node], write: Callable[..., None]) -> None:
-        values = dict(zip(self._roots(), state.values, strict=True))
-        lasts = (state.last_q, state.last_k) if self.lowered.clamps else (None, None)
-        positions = Positions(ordered(*outputs), *lasts)
-        over_tile(tile, Expressions(values, state.tensors), positions, outputs, write)
+    def _over(
+        self, state: FunctionState, tile: ScoreTile, outputs: Sequence[Node], write: Callable[..., None]
+    ) -> None:
+        values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
+        rows = dict(zip(rows_of(*self._all()), state.rows, strict=True))
+        last_q = state.last_q if self.differentiates and self.lowered.clamps_q else None
+        last_k = state.last_k if self.differentiates and self.lowered.clamps_k else None
+        positions = Positions(ordered(*outputs), last_q, last_k)
+        over_tile(tile, Expressions(values, state.tensors, rows), positions, outputs, write)
 
     def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> Any:
-        outputs = self._outputs()
+        outputs = self._all() if self.lowered.keeps_slope else (self.lowered.forward,)
         slopes: Any = ()
         if len(outputs) > 1:
             slopes = cute.make_rmem_tensor(cute.make_layout((len(tile.rows), len(tile.cols))), Float32)
@@ -107,7 +128,7 @@ class FunctionEpilogue(Epilogue):
     def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
         slope = self.lowered.slope
         if slope is None:
-            tile.acc.fill(0.0)
+            tile.registers().fill(0.0)
         elif self.lowered.keeps_slope:
             for r in range(len(tile.rows)):
                 for c in range(len(tile.cols)):
@@ -208,8 +229,11 @@ class _References:
             self._tensor(x)
         elif kind is tuple or kind is list:
             self.parts += (kind, len(x))
-            return all([self.walk(item) for item in x])
-        elif kind is BuiltinFunctionType or (kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES):
+            for item in x:
+                self.walk(item)
+        elif kind is BuiltinFunctionType or (
+            kind is ModuleType and x.__name__.partition(".")[0] in _LIBRARIES
+        ):
             self._identity(x)
         else:
             self.complete = False

@@ -64,9 +64,7 @@ class Graph:
     def __init__(self) -> None:
         self._made: dict[tuple, Node] = {}
 
-    def make(
-        self, op: str, kind: str, args: Sequence[Node] = (), value: Any = None, parts: int = 0
-    ) -> Node:
+    def make(self, op: str, kind: str, args: Sequence[Node] = (), value: Any = None, parts: int = 0) -> Node:
         """The node of these fields; ``parts`` beside its operands'."""
         key = (op, kind, tuple(map(id, args)), type(value), repr(value))
         found = self._made.get(key)

@@ -1,22 +1,73 @@
 """A graph as kernels compute it: on scores in a tile's units, with what is cheap on the device in place of what is not.
 
-A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the key,
-are multiplied with each other first, once a work tile, a row or a column: a bias costs one multiply-add an element, as in
-an epilogue written by hand.
+A tile holds scores over ``context.score_scale``. Factors that do not vary with the score, or with the query and the
+key, are multiplied with each other first, once a work tile, a row or a column: a bias costs one multiply-add an
+element, as in an epilogue written by hand.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cute_attn.device.math import LN_2, LOG2_E, TANH_UNIT
-from cute_attn.epilogues.functions.graph import FLOAT, INT, KEY, QUERY, SCORE, Graph, Node, derivative, ordered
+from cute_attn.epilogues.functions.graph import (
+    BOOL,
+    FLOAT,
+    INT,
+    KEY,
+    QUERY,
+    SCORE,
+    Graph,
+    Node,
+    derivative,
+    ordered,
+)
 
 _BOUNDED = frozenset(
-    ("score", "acc", "batch", "head", "query", "key", "const", "unit", "inverse", "cast", "add", "sub", "mul", "neg")
-    + ("abs", "where", "minimum", "maximum", "clamp_min", "clamp_max", "and", "or", "xor", "not", "floor", "ceil", "trunc")
-    + ("lt", "le", "gt", "ge", "eq", "ne", "tanh2", "sigmoid2", "sin", "cos", "position")
+    [
+        "acc",
+        "batch",
+        "head",
+        "query",
+        "key",
+        "const",
+        "unit",
+        "inverse",
+        "cast",
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "abs",
+        "where",
+        "minimum",
+        "maximum",
+        "clamp_min",
+        "clamp_max",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "floor",
+        "ceil",
+        "trunc",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq",
+        "ne",
+        "tanh2",
+        "sigmoid2",
+        "sin",
+        "cos",
+        "distance",
+        "order",
+    ]
 )
-"""Operations that are finite for every query and key beyond the sequences, where a NaN would reach gradients."""
+"""Operations that are finite for finite operands."""
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+"""A comparison of a and b as one of b and a."""
 _EXACT = 1 << 24
 """Integers up to this are exact in fp32, and so are sequences' positions."""
 
@@ -28,12 +79,14 @@ class Lowered:
     Attributes:
         forward: what replaces an element of the accumulator, "acc".
         slope: the derivative, in natural units; None where it is 0.
-        clamps: whether positions beyond the sequences are replaced by the last ones.
+        clamps_q, clamps_k: whether positions beyond the sequences are replaced by the last ones. Rows there have
+            P = 0 and no gradient, but not where a score is NaN; keys there are masked, but not the slope.
     """
 
     forward: Node
     slope: Node | None
-    clamps: bool
+    clamps_q: bool
+    clamps_k: bool
 
     @property
     def keeps_slope(self) -> bool:
@@ -52,8 +105,15 @@ def lower(graph: Graph, output: Node) -> Lowered:
     lowering = _Lowering(graph)
     forward = lowering.scaled(lowering.of(output))
     lowered_slope = None if slope is None else lowering.of(slope)
-    nodes = ordered(forward, *([] if lowered_slope is None else [lowered_slope]))
-    return Lowered(forward, lowered_slope, any(x.op not in _BOUNDED for x in nodes))
+    unbounded = _may_be_nan(forward) or (lowered_slope is not None and _may_be_nan(lowered_slope))
+    factor = lowered_slope is not None and not lowered_slope.is_const()
+    return Lowered(forward, lowered_slope, unbounded, unbounded and factor)
+
+
+def _may_be_nan(output: Node) -> bool:
+    """Whether a value that varies within a tile may be NaN beyond the sequences, where tensors may hold anything."""
+    nodes = (x for x in ordered(output) if x.parts)
+    return any(x.kind == FLOAT if x.op == "load" else x.op not in _BOUNDED for x in nodes)
 
 
 class _Lowering:
@@ -75,6 +135,12 @@ class _Lowering:
         g, args = self.graph, [self.of(arg) for arg in node.args]
         if node.op == "score":
             return self.score
+        if {arg.op for arg in args} == {"query", "key"} and len(args) == 2:
+            if node.op == "sub":
+                return g.make("distance", INT, args)
+            if node.op in _MIRRORED:
+                ordered_op = node.op if args[0].op == "query" else _MIRRORED[node.op]
+                return g.make("order", BOOL, sorted(args, key=lambda x: x.op != "query"), ordered_op)
         if node.op == "cast" and node.kind == FLOAT:
             return self._float(args[0])
         if node.kind == FLOAT:
@@ -156,11 +222,11 @@ class _Lowering:
         return self.graph.cast(x, FLOAT)
 
     def _exact(self, x: Node) -> Node:
-        if x.op in ("query", "key"):
-            return self.graph.make("position", FLOAT, (x,))
         if x.op == "const":
             return self.graph.const(float(x.value))
-        if not x.parts:
+        if x.op == "distance":
+            return self.graph.make("distance", FLOAT, x.args)
+        if not varies(x):
             return self.graph.cast(x, FLOAT)
         return self.graph.make(x.op, FLOAT, [self._exact(arg) for arg in x.args])
 
@@ -173,7 +239,9 @@ def _is_exact(x: Node) -> bool:
         return True
     if x.op == "const":
         return abs(x.value) < _EXACT
-    return x.op in ("add", "sub", "neg", "abs", "minimum", "maximum") and all(map(_is_exact, x.args))
+    return x.op in ("distance", "add", "sub", "neg", "abs", "minimum", "maximum") and all(
+        map(_is_exact, x.args)
+    )
 
 
 def _rank(x: Node) -> int:
@@ -181,3 +249,29 @@ def _rank(x: Node) -> int:
     if x.op == "const":
         return 0
     return 3 if varies(x) else 2 if x.parts else 1
+
+
+def least(x: Node) -> float:
+    """A number that no value of an integer node is below."""
+    args = [least(arg) for arg in x.args] if x.op in _LEAST else []
+    if x.op in ("query", "key", "batch", "head") or x.kind == BOOL:
+        return 0
+    if x.op == "const":
+        return x.value
+    return _LEAST[x.op](x, args) if args else -math.inf
+
+
+_LEAST: dict[str, Callable[[Node, list[float]], float]] = {
+    "add": lambda x, args: args[0] + args[1],
+    "abs": lambda x, args: 0,
+    "maximum": lambda x, args: max(args),
+    "clamp_min": lambda x, args: max(args),
+    "minimum": lambda x, args: min(args),
+    "clamp_max": lambda x, args: min(args),
+    "where": lambda x, args: min(args[1:]),
+    "mod": lambda x, args: 0 if args[1] > 0 else -math.inf,
+    "floordiv": lambda x, args: 0 if args[0] >= 0 and args[1] > 0 else -math.inf,
+    "and": lambda x, args: 0 if max(args) >= 0 else -math.inf,
+    "cast": lambda x, args: args[0] if x.args[0].kind in (BOOL, INT) else -math.inf,
+}
+"""Bounds from the operands'; sums of positions do not reach 32 bits."""

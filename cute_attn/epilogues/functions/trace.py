@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, INPUTS, LOADED, LONG, Graph, Node, ordered
+from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LOADED, LONG, Graph, Node, ordered
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
@@ -40,7 +39,11 @@ def kind_of(function: Callable) -> str:
         TypeError: of neither.
     """
     parameters = inspect.signature(function).parameters.values()
-    wanted = [x for x in parameters if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    wanted = [
+        x
+        for x in parameters
+        if x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
     for name, arguments in SIGNATURES.items():
         if len(wanted) == len(arguments):
             return name
@@ -71,7 +74,9 @@ def trace(
     if mask_mod is not None:
         seen = recorder.call("mask_mod", mask_mod)
         if seen.kind != BOOL:
-            raise TypeError(f"mask_mod returned {_THE_KINDS[seen.kind]}; accepted: a bool, such as q_idx >= kv_idx")
+            raise TypeError(
+                f"mask_mod returned {_THE_KINDS[seen.kind]}; accepted: a bool, such as q_idx >= kv_idx"
+            )
         output = graph.where(seen, output, graph.const(-math.inf))
     return _renumbered(recorder, output)
 
@@ -102,7 +107,9 @@ class Recorder(TorchFunctionMode):
     def call(self, what: str, function: Any) -> Node:
         """The node that a function returns for the inputs of its signature."""
         if not callable(function):
-            raise TypeError(f"{what} is {function!r}; accepted: a function of ({', '.join(SIGNATURES[what])})")
+            raise TypeError(
+                f"{what} is {function!r}; accepted: a function of ({', '.join(SIGNATURES[what])})"
+            )
         self.what = what
         with self:
             result = function(*(Symbol(self, self.graph.input(name)) for name in SIGNATURES[what]))
@@ -123,7 +130,7 @@ class Recorder(TorchFunctionMode):
             self.refuse(f"changes a value in place by {name}")
         made = _OPERATIONS.get(plain) or _OPERATIONS.get(plain.removeprefix("r"))
         if made is None:
-            self.refuse(f"uses {name}")
+            return self.refuse(f"uses {name}")
         reverse = plain not in _OPERATIONS
         try:
             return Symbol(self, made(self, *(args[::-1] if reverse else args), **kwargs))
@@ -150,7 +157,9 @@ class Recorder(TorchFunctionMode):
             return self.load(x, ())
         if isinstance(x, Tensor | Row):
             shape = tuple(x.shape)
-            return self.refuse(f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]")
+            return self.refuse(
+                f"{did} a tensor of shape {shape} as a whole", "its elements, such as table[h, q_idx]"
+            )
         return self.refuse(f"{did} {x!r}", "traced values, numbers and elements of captured tensors")
 
     def load(self, tensor: Tensor, indices: tuple[Node, ...]) -> Node:
@@ -160,12 +169,11 @@ class Recorder(TorchFunctionMode):
             accepted = f"dense ones of {', '.join(map(str, LOADED))}"
             return self.refuse(f"captures a tensor of {tensor.dtype}, {tensor.layout}", accepted)
         if not tensor.numel():
-            raise ValueError(f"{self.what} captures a tensor of shape {tuple(tensor.shape)}; accepted: one with elements")
-        for number, known in enumerate(self.tensors):
-            if known is tensor:
-                break
-        else:
-            number = len(self.tensors)
+            raise ValueError(
+                f"{self.what} captures a tensor of shape {tuple(tensor.shape)}; accepted: one with elements"
+            )
+        number = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        if number == len(self.tensors):
             self.tensors.append(tensor)
         return self.graph.make("load", kind, indices, number)
 
@@ -186,7 +194,9 @@ class Recorder(TorchFunctionMode):
                 node = self.graph.const(node.value + tensor.shape[len(nodes)])
             nodes.append(node)
         if len(nodes) > tensor.dim():
-            return self.refuse(f"indexes a tensor of {tensor.dim()} dimensions by {len(nodes)} integers", "one each")
+            return self.refuse(
+                f"indexes a tensor of {tensor.dim()} dimensions by {len(nodes)} integers", "one each"
+            )
         if len(nodes) < tensor.dim():
             return Row(self, tensor, tuple(nodes))
         return Symbol(self, self.load(tensor, tuple(nodes)))
@@ -537,7 +547,7 @@ _OPERATIONS: dict[str, Make] = {
     "to": _to,
     "type": _to,
     "type_as": _to,
-    **{name: _same for name in ("pos", "positive", "clone", "contiguous")},
+    **dict.fromkeys(("pos", "positive", "clone", "contiguous"), _same),
     **{name: _filled(1) for name in ("ones_like", "new_ones")},
     **{name: _filled(0) for name in ("zeros_like", "new_zeros")},
     **{name: _filled(None) for name in ("full_like", "new_full", "new_tensor")},

@@ -1,0 +1,420 @@
+"""score_mod and mask_mod: device code of traced functions against torch, identity, refusals, gradients on the CPU."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+from cute_attn import Traits, attention, attention_backward, attention_varlen, check_epilogue, compile, lookup
+from cute_attn.epilogues.base import user_epilogue
+from cute_attn.epilogues.functions import graph
+from cute_attn.epilogues.functions.epilogue import epilogue_of
+from cute_attn.host.call import Call
+from cute_attn.host.launcher import user_classes
+from cute_attn.reference.check_epilogue import for_each
+from cute_attn.reference.tilings import TINY, Scores
+from tests.cpu.test_examples import load
+
+torch.manual_seed(0)
+NHEADS = 3
+SLOPES = torch.rand(NHEADS)
+TABLE = torch.randn(NHEADS, 32)
+DOCUMENT = torch.randint(0, 3, (2, 100)).sort().values
+LENGTHS = torch.tensor([60, 90], dtype=torch.int16)
+KEPT = torch.rand(100, 2).T > 0.3  # last stride 2
+BIAS = torch.randn(NHEADS, 100).bfloat16()
+TEMPERATURE = torch.tensor(0.3, dtype=torch.float64)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window(b, h, q_idx, kv_idx):
+    return causal(b, h, q_idx, kv_idx) & (q_idx - kv_idx <= 17)
+
+
+def prefix_lm(b, h, q_idx, kv_idx):
+    return torch.logical_or(kv_idx < LENGTHS[b] // 2, q_idx >= kv_idx)
+
+
+def document(b, h, q_idx, kv_idx):
+    return DOCUMENT[b, q_idx] == DOCUMENT[b][kv_idx]
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score - SLOPES[h] * (q_idx - kv_idx).abs()
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return 20 * torch.tanh(score / 20)
+
+
+def t5(score, b, h, q_idx, kv_idx):
+    n = torch.abs(kv_idx - q_idx)
+    far = 8 + (torch.log(n.float() / 8 + 1e-6) / math.log(16) * 8).to(torch.long)
+    bucket = torch.where(n < 8, n, torch.minimum(far, torch.full_like(far, 15)))
+    return score + TABLE[h, bucket + torch.where(kv_idx > q_idx, 16, 0)]
+
+
+def transcendental(score, b, h, q_idx, kv_idx):
+    wave = torch.sin(q_idx * 0.37 - kv_idx) * torch.log(1 + score * score)
+    return (
+        score
+        + wave
+        + torch.sigmoid(score) * TEMPERATURE
+        - torch.exp(-score.square()) / (2 + torch.cos(score))
+    )
+
+
+def pieces(score, b, h, q_idx, kv_idx):
+    near = torch.clamp(score, -2, 2) + torch.maximum(score, score * 0.5) + torch.rsqrt(score * score + 1)
+    return torch.where(KEPT[b, kv_idx], near * BIAS[h, kv_idx] - score.abs(), -torch.inf) + 2.0 ** -(h + 1.0)
+
+
+def integers(score, b, h, q_idx, kv_idx):
+    d = q_idx - kv_idx
+    return (
+        score
+        + (d // 3 + -d % 7 + ((q_idx ^ kv_idx) & 5) + (~q_idx >> 1) + (kv_idx << 1) + (d * 0.75).floor())
+        * 0.1
+    )
+
+
+FUNCTIONS = (sliding_window, prefix_lm, document, alibi, softcap, t5, transcendental, pieces, integers)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_device_code_equals_torch(function):
+    found = check_epilogue(function, seqlen_q=80)
+    assert found.passed, str(found)
+    expected = 6 if len(function.__code__.co_varnames) >= 5 and function not in (prefix_lm, document) else 5
+    assert len(found.comparisons) >= expected
+
+
+@pytest.mark.parametrize("tiling", TINY)
+def test_a_derivative_on_every_kind_of_tile(tiling):
+    """With a mask, and positions beyond the sequences where the functions have no finite value."""
+    name, tensors = epilogue_of(
+        lambda s, b, h, q, k: s * torch.log2(80.0 - q) + s.abs() / (100 - k), document
+    )
+    problem = Scores.random(2, NHEADS, 80, 100, extra={name: tensors})
+    of = TINY[tiling].of(name, op="backward")
+    grad_out = torch.randn(problem.q.shape)
+    expected = problem.expected_gradients(of.traits, grad_out)
+    got = problem.differentiate(of, grad_out, expected.lse, -expected.dpsum)
+    torch.testing.assert_close(got.scores.double(), expected.scores, atol=1e-4, rtol=1e-4)
+    assert got.p.isfinite().all()
+
+
+def test_a_wrong_derivative_is_found(monkeypatch):
+    monkeypatch.setitem(graph._RULES, "tanh", graph._RULES["sin"])
+    found = check_epilogue(lambda s, b, h, q_idx, kv_idx: 19 * torch.tanh(s / 19))
+    assert {one.what.split(",")[0] for one in found.comparisons if not one.passed} == {"backward"}
+
+
+def test_a_wrong_trace_is_found(monkeypatch):
+    monkeypatch.setattr(
+        graph.Graph, "cast", lambda self, x, kind: x if x.op != "const" else self.const(float(x.value))
+    )
+    found = check_epilogue(lambda s, b, h, q_idx, kv_idx: s * 1.5 + (s * 0.5).int())
+    failed = [one.what for one in found.comparisons if not one.passed]
+    assert "forward, the trace" in failed
+
+
+# ---- attention on the CPU ----
+
+
+def dense(q, k, v, score_mod=None, mask_mod=None, bias=None, causal=False):
+    """FlexAttention's definition."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    at = [torch.arange(n) for n in scores.shape]
+    if score_mod is not None:
+        scores = for_each(score_mod, True)(scores, *at)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~for_each(mask_mod)(*at), -torch.inf)
+    if causal:
+        shift = scores.shape[3] - scores.shape[2]
+        scores = scores.masked_fill(at[2][:, None] + shift < at[3], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def inputs(seqlen_q=20, seqlen_k=30, nheads=4, nheads_kv=2):
+    shapes = ((2, seqlen_q, nheads, 8), (2, seqlen_k, nheads_kv, 8), (2, seqlen_k, nheads_kv, 8))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("score_mod", [alibi, softcap, transcendental, None])
+@pytest.mark.parametrize("mask_mod", [document, None])
+def test_attention_equals_dense_torch(score_mod, mask_mod):
+    q, k, v = inputs(nheads=3, nheads_kv=1)
+    bias = torch.randn(1, 3, 20, 30, dtype=torch.float64, requires_grad=True)
+    options = {"score_mod": score_mod, "mask_mod": mask_mod}
+    got = attention(q, k, v, **options, bias=bias, causal=True, return_lse=True)
+    expected = dense(q, k, v, **options, bias=bias, causal=True)
+    weights = [torch.randn(x.shape, dtype=x.dtype) for x in expected]
+    grads = [
+        torch.autograd.grad(
+            sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)), (q, k, v, bias)
+        )
+        for outputs in (got, expected)
+    ]
+    torch.testing.assert_close((*got, *grads[0]), (*expected, *grads[1]), atol=2e-6, rtol=1e-6)
+    if score_mod is not None and mask_mod is not None:
+        calls = attention_backward(
+            weights[0], q, k, v, *got, grad_lse=weights[1], bias=bias, causal=True, **options
+        )
+        torch.testing.assert_close(calls, grads[1][:3], atol=2e-6, rtol=1e-6)
+
+
+def test_captured_tensors_have_gradients_on_the_cpu():
+    q, k, v = inputs()
+    table = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+
+    def bias(score, b, h, q_idx, kv_idx):
+        return score + table[h, (q_idx - kv_idx).clamp(0, 11)]
+
+    out, expected = attention(q, k, v, score_mod=bias), dense(q, k, v, bias)[0]
+    weight = torch.randn_like(out)
+    got, right = (torch.autograd.grad((x * weight).sum(), table)[0] for x in (out, expected))
+    torch.testing.assert_close(got, right)
+
+
+def test_varlen_counts_within_a_sequence():
+    q, k, v = (x.detach() for x in inputs(30, 30, 3, 3))
+    starts = torch.tensor([0, 12, 30], dtype=torch.int32)
+    packed = [torch.cat([x[0, :12], x[1, 12:]]) for x in (q, k, v)]
+    out = attention_varlen(*packed, starts, starts, 18, 18, score_mod=alibi, mask_mod=document)
+    for i, (start, end) in enumerate(((0, 12), (12, 30))):
+        own = [x[None, start:end] for x in packed]
+        at_i = dense(*own, alibi, lambda b, h, q_idx, kv_idx, i=i: document(b + i, h, q_idx, kv_idx))[0]
+        torch.testing.assert_close(out[start:end], at_i[0], atol=1e-6, rtol=1e-6)
+
+
+def test_rows_without_keys_are_zero():
+    q, k, v = inputs()
+    out, lse = attention(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx > kv_idx + 4, return_lse=True)
+    assert (out[:, :5] == 0).all() and (lse[..., :5] == -torch.inf).all() and lse[..., 5:].isfinite().all()
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v)) and (q.grad[:, :5] == 0).all()
+
+
+def test_users_epilogues_come_first():
+    load("custom_epilogue")
+    q, k, v = inputs()
+    table = torch.randn(4, 9, dtype=torch.float64)
+    got = attention(q, k, v, epilogues={"relative_position": table}, score_mod=softcap)
+
+    def both(score, b, h, q_idx, kv_idx):
+        return softcap(score + table[h, (kv_idx - 10 - q_idx).clamp(-4, 4) + 4], b, h, q_idx, kv_idx)
+
+    torch.testing.assert_close(got, dense(q, k, v, both)[0])
+
+
+def test_functions_inside_torch_compile():
+    q, k, v = (x.detach() for x in inputs(30, 30, 3, 3))
+    compiled = torch.compile(
+        lambda *x: attention(*x, score_mod=alibi, mask_mod=document) * 2, backend="eager"
+    )
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, score_mod=alibi, mask_mod=document) * 2)
+
+
+# ---- identity ----
+
+
+def penalty(slopes, calls=None, factor=1.0):
+    def score_mod(score, b, h, q_idx, kv_idx):
+        if calls is not None:
+            calls.append(0)
+        return score - slopes[h] * (q_idx - kv_idx) * factor
+
+    return score_mod
+
+
+def test_equal_graphs_are_one_epilogue_and_one_kernel():
+    other = torch.rand(8)
+    first, one = epilogue_of(penalty(torch.rand(4)), None)
+    second, two = epilogue_of(lambda s, b, head, i, j: s.sub(torch.mul(torch.sub(i, j), other[head])), None)
+    assert first != second and len(one) == len(two) == 1  # operands in another order
+    third, _ = epilogue_of(lambda s, b, head, i, j: torch.sub(s, other[head] * (i - j)), None)
+    assert first == third and user_epilogue(first) is user_epilogue(third)
+    q = torch.empty(1, 8, 4, 64, dtype=torch.bfloat16)
+    calls = [Call(q, q, q, epilogue_tensors=(x,), epilogues=(f"{first}:t",)) for x in (one[0], other)]
+    assert user_classes(calls[0]) == user_classes(calls[1])
+    assert calls[0].traits("sm80") == calls[1].traits("sm80")
+    names = {
+        epilogue_of(penalty(torch.rand(4, dtype=dtype)), None)[0] for dtype in (torch.float32, torch.float16)
+    }
+    assert len(names | {epilogue_of(penalty(other, factor=2.0), None)[0]}) == 3
+
+
+def test_a_function_is_traced_once():
+    traced = []
+    slopes = [torch.rand(4) for _ in range(3)]
+    found = [epilogue_of(penalty(x, traced), None) for x in slopes]
+    assert len(traced) == 3  # a list may change
+    score_mod = penalty(slopes[0])
+    names = {epilogue_of(penalty(x), None)[0] for x in slopes} | {epilogue_of(score_mod, None)[0]}
+    assert names == {found[0][0]}
+    assert [epilogue_of(penalty(x), None)[1][0] is x for x in slopes] == [True] * 3
+
+
+def test_a_known_function_is_not_called(monkeypatch):
+    first = epilogue_of(penalty(SLOPES, factor=3.5), document)
+    monkeypatch.setattr("cute_attn.epilogues.functions.epilogue.trace", None)
+    slopes = torch.rand(NHEADS)
+    name, tensors = epilogue_of(penalty(slopes, factor=3.5), document)
+    assert name == first[0] and len(tensors) == 2 and tensors[0] is DOCUMENT and tensors[1] is slopes
+    with pytest.raises(TypeError, match="NoneType"):
+        epilogue_of(penalty(SLOPES, factor=4.5), document)
+
+
+def test_a_change_of_what_a_function_refers_to_is_seen():
+    class Module:
+        slope = 1.0
+
+    module = Module()
+    of_attribute, of_global = (lambda s, b, h, q, k: s * module.slope), (lambda s, b, h, q, k: s * GLOBAL)
+    before = [epilogue_of(x, None)[0] for x in (of_attribute, of_global)]
+    assert before == ["", ""]  # times one
+    module.slope = 2.0
+    globals()["GLOBAL"] = 2.0
+    assert {epilogue_of(x, None)[0] for x in (of_attribute, of_global)} == {
+        epilogue_of(lambda s, *_: s * 2, None)[0]
+    }
+    globals()["GLOBAL"] = 1.0
+    assert epilogue_of(of_global, None)[0] == ""
+
+
+GLOBAL = 1.0
+
+
+def test_one_tensor_in_two_places_is_not_mixed_up_with_two():
+    def pair(a, b):
+        return lambda s, batch, h, q, k: s + a[h] - b[h]
+
+    x, y = torch.rand(4), torch.rand(4)
+    assert len(epilogue_of(pair(x, x), None)[1]) == 1
+    tensors = epilogue_of(pair(x, y), None)[1]
+    assert tensors[0] is x and tensors[1] is y
+
+
+def test_flex_attentions_own_combinations():
+    mask = and_masks(causal, or_masks(document, lambda b, h, q, k: k < 4))
+    by_hand = epilogue_of(None, lambda b, h, q, k: causal(b, h, q, k) & (document(b, h, q, k) | (k < 4)))[0]
+    q, k, v = inputs(30, 30, 3, 3)
+    torch.testing.assert_close(attention(q, k, v, mask_mod=mask), dense(q, k, v, None, mask)[0])
+    assert epilogue_of(None, mask)[0] and by_hand and epilogue_of(None, noop_mask)[0] == ""
+
+
+def test_what_leaves_scores_alone_is_no_epilogue():
+    q, k, v = inputs()
+    assert torch.equal(attention(q, k, v, score_mod=lambda s, *_: s), attention(q, k, v))
+
+
+# ---- what is refused ----
+
+
+def score(function):
+    return {"score_mod": function}
+
+
+REFUSED = {
+    "operation": (score(lambda s, *_: torch.erf(s)), TypeError, r"score_mod uses erf; accepted: \+ - "),
+    "method": (score(lambda s, *_: s.erfc()), TypeError, "score_mod uses erfc; accepted"),
+    "in place": (score(lambda s, *_: s.clamp_(0)), TypeError, "changes a value in place by clamp_"),
+    "if": (
+        score(lambda s, b, h, q, k: s if q > k else 0.0),
+        TypeError,
+        "asks for the number .* accepted: torch.where",
+    ),
+    "math": (score(lambda s, *_: math.exp(s)), TypeError, "asks for the number of a traced value"),
+    "range": (score(lambda s, b, *_: sum(range(b))), TypeError, "asks for the number of a traced value"),
+    "whole tensor": (
+        score(lambda s, *_: s + SLOPES),
+        TypeError,
+        r"a tensor of shape \(3,\) as a whole; accepted: its",
+    ),
+    "row": (score(lambda s, b, h, q, k: s + TABLE[h]), TypeError, r"a tensor of shape \(32,\) as a whole"),
+    "slice": (score(lambda s, b, h, q, k: s + TABLE[h, 1:][q]), TypeError, "indexes a tensor by slice"),
+    "float index": (
+        score(lambda s, *_: s + SLOPES[s]),
+        TypeError,
+        "indexes a tensor by a float; accepted: traced int",
+    ),
+    "many indices": (
+        score(lambda s, b, h, q, k: s + SLOPES[h, q]),
+        TypeError,
+        "of 1 dimensions by 2 integers",
+    ),
+    "dtype": (
+        score(lambda s, b, h, *_: s + torch.ones(3, dtype=torch.complex64)[h]),
+        TypeError,
+        "captures a tensor of torch.complex64, .*; accepted: dense ones of torch.bool",
+    ),
+    "empty": (
+        score(lambda s, b, h, *_: s + torch.ones(0)[h]),
+        ValueError,
+        r"of shape \(0,\); accepted: one with",
+    ),
+    "power": (score(lambda s, *_: s**2.5), TypeError, "uses __pow__ with arguments that are not traced"),
+    "result": (score(lambda s, *_: None), TypeError, "score_mod returned None; accepted: traced values"),
+    "no function": (score(1.0), TypeError, r"score_mod is 1.0; accepted: a function of \(score, batch"),
+    "mask": (
+        {"mask_mod": lambda b, h, q, k: q - k},
+        TypeError,
+        "mask_mod returned an integer; accepted: a bool",
+    ),
+    "epilogues": (
+        {**score(lambda s, *_: s * 2), "epilogues": "name"},
+        TypeError,
+        "epilogues is 'name'; accepted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_sentence(case):
+    options, error, sentence = REFUSED[case]
+    with pytest.raises(error, match=sentence):
+        attention(*inputs(), **options)
+
+
+def test_a_function_of_other_arguments_is_not_checked():
+    with pytest.raises(TypeError, match="a function takes 3 arguments; accepted: score_mod"):
+        check_epilogue(lambda a, b, c: a)
+
+
+def test_an_error_in_a_function_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        attention(*inputs(), score_mod=lambda s, *_: s * (1 / 0))
+
+
+# ---- kernels ----
+
+
+def test_a_kernel_costs_what_one_by_hand_costs():
+    """A relative bias, once traced and once as the example's class, on the example's tile."""
+    example = load("custom_epilogue")
+    table = torch.randn(4, 257)
+    name, _ = epilogue_of(lambda s, b, h, q, k: s + table[h, (k - q).clamp(-128, 128) + 128], None)
+    by_hand, traced = (
+        compile(x, example.NARROW) for x in (example.NAME, example.NAME.replace("relative_position", name))
+    )
+    assert traced.resources.spill_store_bytes == 0
+    assert sum(traced.instructions.values()) < 1.1 * sum(by_hand.instructions.values())
+
+
+def test_a_hopper_kernel_has_room_for_a_relative_bias():
+    table = torch.randn(4, 257)
+    name, _ = epilogue_of(lambda s, b, h, q, k: s + table[h, (k - q).clamp(-128, 128) + 128], None)
+    traits = Traits.parse(f"forward-sm90-bf16-d128-causal-{name}")
+    assert compile(traits).resources.spill_store_bytes == 0
+    assert (
+        lookup(Traits.parse(f"backward-sm90-bf16-d128-causal-{name}")).epilogues.modifiers[0].differentiates
+    )

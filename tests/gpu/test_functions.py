@@ -1,0 +1,178 @@
+"""score_mod and mask_mod on the GPU: forward and backward against dense torch in float64, and what is refused.
+
+Kernels are built here, one after the other: the processes that build for other tests know no traced functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_attn import attention, attention_varlen
+from cute_attn.reference.check_epilogue import for_each
+from tests.gpu.archs import runnable_archs
+
+Made = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+SEQLEN, NHEADS = 300, 4
+
+
+def tensors(device: str) -> dict[str, Tensor]:
+    """What the functions capture."""
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        "slopes": torch.rand(NHEADS, generator=generator),
+        "table": torch.randn(NHEADS, 257, generator=generator).bfloat16(),
+        "document": torch.randint(0, 4, (2, SEQLEN), generator=generator).sort().values,
+        "kept": torch.rand(2, SEQLEN, generator=generator) > 0.3,
+        "cap": torch.tensor(20.0),
+    }
+    return {name: x.to(device) for name, x in made.items()}
+
+
+def functions(name: str, x: dict[str, Tensor]) -> Made:
+    """score_mod and mask_mod of a case, of captured tensors ``x``."""
+
+    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    def document(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return x["document"][b, q] == x["document"][b, k]
+
+    cases: dict[str, Made] = {
+        "causal": (None, causal),
+        "document": (None, document),
+        "padding": (None, lambda b, h, q, k: x["kept"][b, k]),
+        "alibi": (lambda s, b, h, q, k: s - x["slopes"][h] * (q - k).abs(), causal),
+        "relative": (lambda s, b, h, q, k: s + x["table"][h, (k - q).clamp(-128, 128) + 128], None),
+        "softcap": (lambda s, b, h, q, k: x["cap"] * torch.tanh(s / x["cap"]), document),
+        "wave": (lambda s, b, h, q, k: s * (1 + torch.sin(q * 0.37 - k) / 2) + torch.log(1 + s * s), None),
+    }
+    return cases[name]
+
+
+CASES = ("causal", "document", "padding", "alibi", "relative", "softcap", "wave")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
+    """In q's dtype; float64 as the reference."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    at = [torch.arange(n, device=q.device) for n in scores.shape]
+    if score_mod is not None:
+        scores = for_each(score_mod, True)(scores, *at)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~for_each(mask_mod)(*at), -torch.inf)
+    seen = scores.isfinite().any(-1, keepdim=True)
+    p = torch.where(seen, scores, 0.0).softmax(-1) * seen
+    return torch.einsum("bhqk,bkhd->bqhd", p, v), scores.logsumexp(-1)
+
+
+def inputs(head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    heads = (NHEADS, NHEADS // 2, NHEADS // 2)
+    return [
+        torch.randn(2, SEQLEN, n, head_dim, device="cuda", generator=generator).to(dtype).requires_grad_()
+        for n in heads
+    ]
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm80", 64), ("sm90", 128)])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
+    if arch not in runnable_archs():
+        pytest.skip(f"no GPU for {arch}")
+    score_mod, mask_mod = functions(name, tensors("cuda"))
+    leaves = inputs(head_dim, torch.bfloat16)
+    got = attention(*leaves, score_mod=score_mod, mask_mod=mask_mod, return_lse=True, kernel=arch)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    right = dense(*exact, score_mod, mask_mod)
+    rounded = [x.detach().requires_grad_() for x in leaves]
+    torchs = dense(*rounded, score_mod, mask_mod)
+    grad = torch.randn_like(got[0])
+    found = torch.autograd.grad(got[0], leaves, grad)
+    expected = torch.autograd.grad(right[0], exact, grad.double())
+    theirs = torch.autograd.grad(torchs[0], rounded, grad.to(torchs[0].dtype))
+    seen = right[1].isfinite()
+    assert torch.equal(got[1].isfinite(), seen)
+    torch.testing.assert_close(got[1][seen].double(), right[1][seen], atol=2e-3, rtol=1e-3)
+    triples = zip(
+        ("out", "dq", "dk", "dv"), (got[0], *found), (right[0], *expected), (torchs[0], *theirs), strict=True
+    )
+    for what, ours, exact_one, torch_one in triples:
+        error, allowed = (float((x.double() - exact_one).abs().max()) for x in (ours, torch_one))
+        floor = 2**-8 * float(exact_one.abs().max())
+        assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
+
+
+def test_composes_with_what_attention_has() -> None:
+    """Against the CPU's, which is the reference."""
+    x = {"cuda": tensors("cuda"), "cpu": tensors("cpu")}
+    leaves = [t.detach() for t in inputs(64, torch.bfloat16)]
+    bias, sinks = torch.randn(1, NHEADS, SEQLEN, SEQLEN).bfloat16(), torch.randn(NHEADS)
+    outputs = []
+    for device in ("cuda", "cpu"):
+        score_mod, mask_mod = functions("softcap", x[device])
+        own = [t.to(device) for t in (*leaves, bias, sinks)]
+        outputs.append(
+            attention(
+                *own[:3],
+                bias=own[3],
+                sinks=own[4],
+                causal=True,
+                window=(100, 0),
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+            )
+        )
+    torch.testing.assert_close(outputs[0].cpu(), outputs[1], atol=2e-2, rtol=2e-2)  # type: ignore[union-attr]
+
+
+def test_varlen_and_dropout_repeat() -> None:
+    score_mod, mask_mod = functions("alibi", tensors("cuda"))
+    q, k, v = (t.detach()[0] for t in inputs(64, torch.bfloat16))
+    starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32, device="cuda")
+    out = attention_varlen(q, k, v, starts, starts, 200, 200, score_mod=score_mod, mask_mod=mask_mod)
+    for start, end in ((0, 100), (100, SEQLEN)):
+        alone = attention(*(t[None, start:end] for t in (q, k, v)), score_mod=score_mod, mask_mod=mask_mod)
+        torch.testing.assert_close(out[start:end], alone[0], atol=4e-3, rtol=1e-2)  # type: ignore[index]
+    state = torch.tensor([1, 0], device="cuda")
+    dropped = [
+        attention(q[None], k[None], v[None], score_mod=score_mod, dropout_p=0.2, rng_state=state)
+        for _ in range(2)
+    ]
+    assert torch.equal(dropped[0], dropped[1])  # type: ignore[arg-type]
+
+
+def test_what_lies_beyond_the_sequences_reaches_no_gradient() -> None:
+    """Tensors that are NaN beyond a sequence's last position, and no multiple of a tile's."""
+    scale = torch.full((NHEADS, 2 * SEQLEN), torch.nan, device="cuda")
+    scale[:, :SEQLEN] = torch.rand(NHEADS, SEQLEN, device="cuda")
+    leaves = inputs(64, torch.bfloat16)
+    out = attention(*leaves, score_mod=lambda s, b, h, q, k: s * scale[h, k] * scale[h, q])
+    assert out.isfinite().all()  # type: ignore[union-attr]
+    for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):  # type: ignore[arg-type]
+        assert grad.isfinite().all()
+
+
+def test_other_tensors_are_launched_by_the_same_kernel() -> None:
+    leaves = [t.detach() for t in inputs(64, torch.bfloat16)]
+    outputs = []
+    for factor in (0.0, 1.0):
+        slopes = torch.full((NHEADS,), factor, device="cuda")
+        outputs.append(attention(*leaves, score_mod=lambda s, b, h, q, k, x=slopes: s - x[h] * (q - k).abs()))
+    torch.testing.assert_close(outputs[0], attention(*leaves), atol=4e-3, rtol=1e-2)
+    assert not torch.allclose(outputs[0], outputs[1], atol=1e-2)  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_a_captured_tensor_is_refused() -> None:
+    slopes = torch.rand(NHEADS, device="cuda", requires_grad=True)
+    with pytest.raises(NotImplementedError):
+        attention(*inputs(64, torch.bfloat16), score_mod=lambda s, b, h, q, k: s - slopes[h])
+
+
+def test_a_tensor_on_another_device_is_refused() -> None:
+    slopes = torch.rand(NHEADS)
+    with pytest.raises(ValueError, match="epilogues' tensor 0 is on cpu; accepted: cuda"):
+        attention(*inputs(64, torch.bfloat16), score_mod=lambda s, b, h, q, k: s - slopes[h])
