@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api import operators
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import with_readable_bias
@@ -561,8 +562,6 @@ def with_functions(
     q: Tensor,
 ) -> Sequence[str] | Mapping[str, Any]:
     """The epilogues and, after them, the one that functions are traced to."""
-    from cute_attn.epilogues.functions.epilogue import epilogue_of  # loads the DSL
-
     device = q.device if isinstance(q, Tensor) else None
     name, tensors = epilogue_of(score_mod, mask_mod, device)
     if not name:

@@ -110,6 +110,11 @@ def register_epilogue(name: str) -> Callable[[type[Epilogue]], type[Epilogue]]:
     return register
 
 
+def is_registered(name: str) -> bool:
+    """Whether an epilogue is registered under ``name``."""
+    return name in _REGISTERED
+
+
 def example_args(name: str, batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> tuple:
     """Arguments of the epilogue registered under ``name`` for a call of these sizes.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cute_attn.epilogues.base import Epilogue, example_args, user_epilogue
-from cute_attn.epilogues.functions.epilogue import epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.functions.trace import kind_of
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, Scores, Tiling
 

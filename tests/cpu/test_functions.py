@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 from cute_attn import Traits, attention, attention_backward, attention_varlen, check_epilogue, compile, lookup
 from cute_attn.epilogues.base import user_epilogue
 from cute_attn.epilogues.functions import graph
-from cute_attn.epilogues.functions.epilogue import epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host.call import Call
 from cute_attn.host.launcher import user_classes
 from cute_attn.reference.check_epilogue import for_each
@@ -266,7 +266,7 @@ def test_a_function_is_traced_once():
 
 def test_a_known_function_is_not_called(monkeypatch):
     first = epilogue_of(penalty(SLOPES, factor=3.5), document)
-    monkeypatch.setattr("cute_attn.epilogues.functions.epilogue.trace", None)
+    monkeypatch.setattr("cute_attn.epilogues.functions.known.trace", None)
     slopes = torch.rand(NHEADS)
     name, tensors = epilogue_of(penalty(slopes, factor=3.5), document)
     assert name == first[0] and len(tensors) == 2 and tensors[0] is DOCUMENT and tensors[1] is slopes
