@@ -315,7 +315,7 @@ def _one_length(
         pages = page_table.shape[1] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 1
         most = min(most, k_cache.shape[1] * pages)
     if not 0 <= cache_seqlens <= most:
-        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {most}")
+        raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {most}, the cache's capacity")
     if cu_seqlens_q is not None:
         check_starts("cu_seqlens_q", cu_seqlens_q)
     rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]

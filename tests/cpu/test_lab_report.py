@@ -207,7 +207,8 @@ def test_the_report_and_ledger_commands(tmp_path):
         ("ledger", *where, "--json"),
         ("report", str(result), "-o", str(tmp_path / "ab.html"), "--no-kernels"),
     ]
-    outs = [processes.run("-m", "cute_attn", *commands[0])]
+    wide = {"COLUMNS": "200"}  # words fold in a narrow terminal
+    outs = [processes.run("-m", "cute_attn", *commands[0], environment=wide)]
     outs += processes.run_at_once([("-m", "cute_attn", *command) for command in commands[1:]])
     assert [done.returncode for done in outs] == [0] * 4, [done.stderr for done in outs]
     assert "is it faster?" in outs[0].stdout and "not yet" in outs[0].stdout
