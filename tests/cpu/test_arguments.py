@@ -115,7 +115,7 @@ WRONG = {
     "cache-starts-number": (packed_cached(torch.tensor(3), cache_seqlens=3), r"cu_seqlens_q has shape \(\); accepted"),
     "cache-starts-none": (packed_cached(ints(), cache_seqlens=3), r"cu_seqlens_q has shape \(0,\); accepted: \(batch"),
     "cache-starts-alone": (packed_cached(torch.tensor(3)), r"cu_seqlens_q has shape \(\); accepted"),
-    "cache-length-2^40": (cached(cache_seqlens=2**40), "cache_seqlens is 1099511627776; accepted: 0 to 16, the cache's capacity"),
+    "cache-length-2^40": (cached(cache_seqlens=2**40), "cache_seqlens is 1099511627776; accepted: 0 to 16, the cache"),
     "cache-length-negative": (cached(cache_seqlens=-1), "cache_seqlens is -1; accepted: 0 to"),
     "cache-length-float": (cached(cache_seqlens=3.0), r"cache_seqlens is 3.0; accepted: int32 \(batch,\), an int or"),
     "cache-scale-0": (cached(softmax_scale=0.0), "softmax_scale is 0.0; accepted: a finite number above 0"),
