@@ -13,6 +13,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
 from cute_attn.host.bias import with_readable_bias
 from cute_attn.host.call import (
+    BIAS,
     NUM_TENSORS,
     PYTORCHS,
     Call,
@@ -613,7 +614,7 @@ def _attend(tensors: Tensors, given: tuple, out: Tensor | None = None) -> Result
         return _result(operators.forward_into(call, out), given[_RETURN_LSE])
     # A call of known metadata is checked already and has a launcher. Users' epilogues may have changed.
     if direct and not given[_EPILOGUES]:
-        known = plans.find(key_of(given, tensors[_BIAS]), tensors)
+        known = plans.find(key_of(given, tensors[BIAS]), tensors)
         if known is not None:
             return _result(operators.run(known.plan, tensors, (), known.constant), given[_RETURN_LSE])
     call = _call_of(tensors, _Options._make(given))
@@ -629,7 +630,6 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
     _Options._fields.index(name)
     for name in ("max_seqlen_k", "dropout_p", "epilogues", "return_lse", "precision")
 )
-_BIAS = Call._fields.index("bias")
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:

@@ -40,9 +40,9 @@ from cute_attn.host.memory import (
     is_aligned,
     is_broadcast,
     is_lazy,
+    is_readable,
     overwritten,
     readable,
-    rows_are_regular,
     write_owned,
 )
 from cute_attn.reference import kvcache as kvcache_reference
@@ -265,7 +265,7 @@ def _check_arguments(call: Call) -> None:
 
 def _is_written_directly(out: Tensor) -> bool:
     """Whether kernels write ``out``, which is not then copied to."""
-    return rows_are_regular(out) and is_aligned(out) and not is_lazy(out)
+    return is_readable(out) and not is_lazy(out)
 
 
 def _check_out(out: Tensor, call: Call) -> None:
@@ -311,9 +311,9 @@ def _one_length(
     if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         raise TypeError(f"cache_seqlens is {cache_seqlens!r}; accepted: int32 (batch,), an int or None")
     most = MAX_SEQLEN
-    if isinstance(k_cache, Tensor) and k_cache.dim() == 4:
-        pages = page_table.shape[1] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 1
-        most = min(most, k_cache.shape[1] * pages)
+    tables = page_table is None or (isinstance(page_table, Tensor) and page_table.dim() == 2)
+    if isinstance(k_cache, Tensor) and k_cache.dim() == 4 and tables:  # otherwise the checks refuse them
+        most = min(most, kvcache_reference.Cache(k_cache, k_cache, page_table).capacity)
     if not 0 <= cache_seqlens <= most:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {most}, the cache's capacity")
     if cu_seqlens_q is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients, repeated_gradients
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, schema
+from cute_attn.host.call import ATTENTION, NUM_TENSORS, SLOPES, Call, schema
 from cute_attn.host.checks import check, check_apart, check_gradients, check_out
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, no_dispatch_mode, transforms_are_active
 from cute_attn.host.launcher import Launcher, Outputs, launcher_for
@@ -30,7 +30,6 @@ _library.define(
     tags=_TAGS,
 )
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
-_SLOPES = Call._fields.index("alibi_slopes")
 
 
 def forward(call: Call) -> Outputs:
@@ -296,7 +295,7 @@ def _requires_grad(tensors: Tensors, epilogue_tensors: Sequence[Tensor]) -> bool
     Raises:
         NotImplementedError: a tensor requires a gradient that no kernel computes.
     """
-    slopes = tensors[_SLOPES]
+    slopes = tensors[SLOPES]
     if (slopes is not None and slopes.requires_grad) or any(x.requires_grad for x in epilogue_tensors):
         raise NotImplementedError(NO_GRADIENT)
     return any(x is not None and x.requires_grad for x in (tensors[index] for index in _INDICES))

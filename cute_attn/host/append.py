@@ -7,12 +7,10 @@ from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
 from cute_attn.host.launch import NOW, Steps
 from cute_attn.host.memory import (
-    as_strided,
     contiguous_strides,
     is_aligned,
     readable,
-    regular_strides,
-    rows_are_regular,
+    regular,
 )
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import Traits
@@ -91,10 +89,10 @@ def kernel_arguments(
     tables = None
     if call.page_table is not None or call.cache_batch_idx is not None:
         table = call.page_table
-        tables = CacheTables(None if table is None else _regular(table), call.cache_batch_idx)
+        tables = CacheTables(None if table is None else regular(table), call.cache_batch_idx)
     angles = None
     if call.rotary_cos is not None and call.rotary_sin is not None:
-        angles = Angles(_regular(call.rotary_cos), _regular(call.rotary_sin), first)
+        angles = Angles(regular(call.rotary_cos), regular(call.rotary_sin), first)
     queries = None if q is None else Queries(q, rotated, cu_seqlens_q, int(rises))
     rows = k.numel() // k.shape[-1] // k.shape[-2]
     if q is not None:
@@ -104,14 +102,9 @@ def kernel_arguments(
     check_count("k and v, or q, have elements in a row of all heads", heads, _MAX_ROW)
     if seqlens is None or seqlens.shape[0] == 0:
         rows = 0  # what rows there are belong to no sequence
-    new = NewKeys(_regular(k), _regular(v), seqlens, call.cu_seqlens_k_new)
-    return (_regular(call.k_cache), _regular(call.v_cache), tables, new, angles, queries), rows
+    new = NewKeys(regular(k), regular(v), seqlens, call.cu_seqlens_k_new)
+    return (regular(call.k_cache), regular(call.v_cache), tables, new, angles, queries), rows
 
 
 # The grid's second extent is at most 65,535 CTAs, of threads with 8 elements each.
 _MAX_ROW = 65_535 * AppendTile().num_threads * 8
-
-
-def _regular(x: Tensor) -> Tensor:
-    """A view with the strides that kernels assume, also of dimensions of size 1."""
-    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))

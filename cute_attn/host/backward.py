@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cute_attn.host import fused_qkv, memory, padding, plans
 from cute_attn.host.backward_splits import head_splits, key_splits
-from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.call import BIAS, NUM_TENSORS, Call
 from cute_attn.host.checks import (
     MAX_ROWS,
     check,
@@ -47,6 +47,7 @@ from cute_attn.host.memory import (
     as_strided,
     contiguous_strides,
     is_aligned,
+    is_readable,
     overwritten,
     rows_are_regular,
 )
@@ -528,7 +529,7 @@ def check_given(
             raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
         check_apart(f"d{name}", own, taken)
         taken.append((f"d{name}", own))
-        regular = not own.is_cuda or not call.aligned or (rows_are_regular(own) and is_aligned(own))
+        regular = not own.is_cuda or not call.aligned or is_readable(own)
         if name in ("q", "k", "v") and not regular:
             raise ValueError(
                 f"d{name} has strides {tuple(own.stride())} and starts {own.data_ptr() % 16} bytes past a multiple of "
@@ -603,12 +604,9 @@ def launcher_for(
 
 def _key(options: plans.Options, inputs: Tensors, needed: tuple[bool, ...]) -> tuple[Hashable, ...]:
     """What a backward's plan depends on beside its tensors' metadata. inputs: q to rng_state."""
-    bias = inputs[_BIAS]
+    bias = inputs[BIAS]
     starts = are_aligned(inputs) or tuple(map(is_aligned, inputs[:3])), bias is None or is_aligned(bias)
     return "backward", options, needed, torch.are_deterministic_algorithms_enabled(), starts
-
-
-_BIAS = Call._fields.index("bias")
 
 
 def repeated_gradients(

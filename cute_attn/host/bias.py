@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from cute_attn.host.call import Call
-from cute_attn.host.launcher import Tensors
-
-_BIAS = Call._fields.index("bias")
+from cute_attn.host.call import BIAS
+from cute_attn.host.memory import Tensors
 
 
 def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
@@ -14,7 +12,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
 
     max_seqlen_k: of packed sequences; None: k has the keys of a batch.
     """
-    q, k, bias = tensors[0], tensors[1], tensors[_BIAS]
+    q, k, bias = tensors[0], tensors[1], tensors[BIAS]
     if not isinstance(bias, Tensor) or not isinstance(k, Tensor) or k.dim() < 2 or k.is_nested:
         return tensors
     seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
@@ -23,7 +21,7 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
         return tensors
     bias = readable(bias, q.dtype, seqlen_k)
-    return (*tensors[:_BIAS], bias, *tensors[_BIAS + 1 :])
+    return (*tensors[:BIAS], bias, *tensors[BIAS + 1 :])
 
 
 def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:

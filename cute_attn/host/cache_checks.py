@@ -14,14 +14,16 @@ from cute_attn.host.call import SINGLE_TENSORS, Call
 from cute_attn.host.checks import (
     FLOAT_DTYPES,
     MAX_SEQLEN,
-    _check_cumulative,
-    _check_int32,
-    _check_strides,
     check_apart,
     check_count,
+    check_cumulative,
     check_dense,
+    check_int32,
     check_sinks,
+    check_slopes,
+    check_softcap,
     check_starts,
+    check_strides,
 )
 from cute_attn.host.memory import is_aligned, overlap
 
@@ -80,7 +82,7 @@ def _check_cache(call: Call, batch: int) -> None:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.shape[-1] % 8 or x.shape[-1] > 256:
             raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: multiples of 8 up to 256")
-        _check_strides(name, x)
+        check_strides(name, x)
     table = call.page_table
     if table is not None:
         if table.dtype != torch.int32:
@@ -93,14 +95,14 @@ def _check_cache(call: Call, batch: int) -> None:
     if call.cache.capacity > MAX_SEQLEN:
         raise ValueError(f"k_cache has capacity {call.cache.capacity}; accepted: up to {MAX_SEQLEN}")
     if call.cache_batch_idx is not None:
-        _check_int32("cache_batch_idx", call.cache_batch_idx, batch)
+        check_int32("cache_batch_idx", call.cache_batch_idx, batch)
     elif call.entries != batch:
         name = "k_cache" if table is None else "page_table"
         raise ValueError(
             f"{name} has {call.entries} entries; accepted: {batch}, the batch, or cache_batch_idx beside it"
         )
     if call.cache_seqlens is not None:
-        _check_int32("cache_seqlens", call.cache_seqlens, batch)
+        check_int32("cache_seqlens", call.cache_seqlens, batch)
 
 
 def _check_new(call: Call, batch: int) -> None:
@@ -126,9 +128,9 @@ def _check_new(call: Call, batch: int) -> None:
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v has shape {tuple(v.shape)}; accepted: k's rows, {tuple(k.shape[:-1])}")
     if cu_seqlens is not None:
-        _check_int32("cu_seqlens_k_new", cu_seqlens, batch + 1)
+        check_int32("cu_seqlens_k_new", cu_seqlens, batch + 1)
         if cu_seqlens.device.type == "cpu":
-            _check_cumulative("cu_seqlens_k_new", cu_seqlens, k.shape[0], k.shape[0])
+            check_cumulative("cu_seqlens_k_new", cu_seqlens, k.shape[0], k.shape[0])
     check_apart("k_cache", call.k_cache, ())
     check_apart("v_cache", call.v_cache, [("k_cache", call.k_cache)])
 
@@ -156,7 +158,7 @@ def _check_rotary(call: Call, batch: int) -> None:
             f"rotary_sin has shape {tuple(sin.shape)}; accepted: {tuple(cos.shape)}, rotary_cos's"
         )
     if seqlens is not None:
-        _check_int32("rotary_seqlens", seqlens, batch)
+        check_int32("rotary_seqlens", seqlens, batch)
         return
     if call.cache_seqlens is None:
         raise ValueError("cache_seqlens is None; accepted with rotary_cos: it or rotary_seqlens, int32")
@@ -176,13 +178,13 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"q has shape {tuple(q.shape)}; accepted: {dims}")
     if cu_seqlens is not None:
         check_starts("cu_seqlens_q", cu_seqlens)
-        _check_int32("cu_seqlens_q", cu_seqlens, call.batch + 1)
+        check_int32("cu_seqlens_q", cu_seqlens, call.batch + 1)
         if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
             raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
         if cu_seqlens.device.type == "cpu":
-            _check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], call.max_seqlen_q)
+            check_cumulative("cu_seqlens_q", cu_seqlens, q.shape[0], call.max_seqlen_q)
     if call.cache_leftpad is not None:
-        _check_int32("cache_leftpad", call.cache_leftpad, call.batch)
+        check_int32("cache_leftpad", call.cache_leftpad, call.batch)
     check_append(call, call.batch, call.cache_leftpad)
     if q.dtype != k_cache.dtype:
         raise TypeError(f"q has dtype {q.dtype}; accepted: {k_cache.dtype}, k_cache's")
@@ -195,8 +197,7 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"q has seqlen {call.longest[0]}; accepted: up to {MAX_SEQLEN}")
     if not (math.isfinite(call.softmax_scale) and call.softmax_scale > 0):
         raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number above 0")
-    if not (math.isfinite(call.softcap) and call.softcap >= 0):
-        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
+    check_softcap(call.softcap)
     slopes = call.alibi_slopes
     if slopes is not None:
         _check_slopes(slopes, call.batch, nheads, q.dtype)
@@ -207,10 +208,7 @@ def check_attention(call: Call) -> None:
 
 
 def _check_slopes(slopes: Tensor, batch: int, nheads: int, dtype: torch.dtype) -> None:
-    if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
-        )
+    check_slopes(slopes, batch, nheads)
     if slopes.dtype != torch.float32 and (slopes.dtype, dtype) != (torch.float64, torch.float64):
         raise TypeError(f"alibi_slopes has dtype {slopes.dtype}; accepted: torch.float32")
     if slopes.shape[-1] > 1 and slopes.stride(-1) != 1:

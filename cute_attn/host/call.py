@@ -339,6 +339,8 @@ class Call(NamedTuple):
 
 NUM_TENSORS = Call._fields.index("epilogue_tensors")
 """How many of the first fields are single tensors, or None."""
+BIAS, SINKS, SLOPES = map(Call._fields.index, ("bias", "sinks", "alibi_slopes"))
+"""Where these are among them."""
 _FIRST_CACHE, _LAST_CACHE = map(Call._fields.index, ("k_cache", "rotary_interleaved"))
 SINGLE_TENSORS = (*Call._fields[:NUM_TENSORS], *Call._fields[_FIRST_CACHE:_LAST_CACHE])
 """The fields that are tensors or None."""

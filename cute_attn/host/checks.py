@@ -18,9 +18,9 @@ from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     is_aligned,
     is_broadcast,
+    is_readable,
     overlap,
     overlaps_itself,
-    rows_are_regular,
 )
 from cute_attn.traits import (
     DROPOUTS,
@@ -118,8 +118,7 @@ _ONE_IN_FLOAT32 = 1 - 2**-25
 def _check_numbers(call: Call) -> None:
     if not math.isfinite(call.softmax_scale):
         raise ValueError(f"softmax_scale is {call.softmax_scale}; accepted: a finite number")
-    if not (math.isfinite(call.softcap) and call.softcap >= 0):
-        raise ValueError(f"softcap is {call.softcap}; accepted: a finite number above 0, or 0 for none")
+    check_softcap(call.softcap)
     if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
         raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
     if call.dropout_p and not call.dropout:
@@ -153,11 +152,11 @@ def _check_lengths(call: Call) -> None:
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
             check_starts(name, cu_seqlens)
-            _check_int32(name, cu_seqlens, call.batch + 1)
+            check_int32(name, cu_seqlens, call.batch + 1)
             if cu_seqlens.device.type == "cpu":
-                _check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
+                check_cumulative(name, cu_seqlens, rows[side], getattr(call, f"max_seqlen_{side}"))
         if seqused is not None:
-            _check_int32(f"seqused_{side}", seqused, call.batch)
+            check_int32(f"seqused_{side}", seqused, call.batch)
 
 
 def check_starts(name: str, cu_seqlens: Any) -> None:
@@ -169,7 +168,8 @@ def check_starts(name: str, cu_seqlens: Any) -> None:
         )
 
 
-def _check_int32(name: str, tensor: Tensor, length: int) -> None:
+def check_int32(name: str, tensor: Tensor, length: int) -> None:
+    """Raise TypeError or ValueError for what are not so many contiguous int32."""
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {tensor.dtype}; accepted: torch.int32")
     if tuple(tensor.shape) != (length,):
@@ -178,7 +178,8 @@ def _check_int32(name: str, tensor: Tensor, length: int) -> None:
         raise ValueError(f"{name} has stride {tensor.stride(0)}; accepted: 1, contiguous")
 
 
-def _check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
+def check_cumulative(name: str, cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
+    """Raise ValueError for cumulative lengths, which are read, that ``rows`` or ``max_seqlen`` do not hold."""
     bounds = cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]
     if bounds[0] < 0 or bounds[-1] > rows or any(length < 0 for length in lengths):
@@ -194,10 +195,8 @@ def _check_score_tensors(call: Call) -> None:
     slopes, bias, rng_state = call.alibi_slopes, call.bias, call.rng_state
     if call.sinks is not None:
         check_sinks(call.sinks, nheads, call.q.dtype)
-    if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
-        raise ValueError(
-            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
-        )
+    if slopes is not None:
+        check_slopes(slopes, batch, nheads)
     if bias is not None:
         full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
         if (
@@ -220,6 +219,20 @@ def _check_score_tensors(call: Call) -> None:
         if tuple(rng_state.shape) != (2,) or rng_state.stride(0) != 1:
             shape, stride = tuple(rng_state.shape), tuple(rng_state.stride())
             raise ValueError(f"rng_state has shape {shape}, stride {stride}; accepted: (2,), (1,)")
+
+
+def check_softcap(softcap: float) -> None:
+    """Raise ValueError for a cap of scores that is none."""
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap is {softcap}; accepted: a finite number above 0, or 0 for none")
+
+
+def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
+    """Raise ValueError for ALiBi slopes but one number a head, or a sequence and head."""
+    if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise ValueError(
+            f"alibi_slopes has shape {tuple(slopes.shape)}; accepted: ({nheads},) or ({batch}, {nheads})"
+        )
 
 
 def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
@@ -256,7 +269,7 @@ def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
             accepted = head_dims_text(multiple, MAX_HEAD_DIM)
             raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
         if not unaligned:
-            _check_strides(name, tensor)
+            check_strides(name, tensor)
     _check_sizes(call)
     if call.alibi_slopes is not None:
         if call.alibi_slopes.dtype != torch.float32:
@@ -305,7 +318,8 @@ def _check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
 
 
-def _check_strides(name: str, tensor: Tensor) -> None:
+def check_strides(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for rows that are not contiguous, or not whole 16 bytes apart."""
     _check_last_stride(name, tensor)
     for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
@@ -351,7 +365,7 @@ def check_out(call: Call, out: Tensor) -> None:
     differentiable = torch.is_grad_enabled() and any(x.requires_grad for _, x in call.tensors())
     if out.requires_grad or differentiable:
         raise ValueError("out is given where autograd records; accepted: without gradients")
-    regular = not out.is_cuda or not call.aligned or (rows_are_regular(out) and is_aligned(out))
+    regular = not out.is_cuda or not call.aligned or is_readable(out)
     if broadcast or not regular:
         start = f"starts {out.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}"
         raise ValueError(

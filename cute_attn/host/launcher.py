@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.host import memory, padding, plans
-from cute_attn.host.call import NUM_TENSORS, Call
+from cute_attn.host.call import NUM_TENSORS, SINKS, Call
 from cute_attn.host.checks import MAX_ROWS, check, check_count, check_for_kernels, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
@@ -131,7 +131,7 @@ class Launcher(Repeatable):
             return self._launch_divided(tensors, out, lse, steps, keeps_rows=keeps_rows)
         if self.function is None:
             steps.also()
-            if tensors[_SINKS] is not None:
+            if tensors[SINKS] is not None:
                 _fill_with_sinks(lse, tensors)
             return out, lse, None if self.softmax_shape is None else q.new_zeros(self.softmax_shape)
         tensors = self._viewed(tensors)
@@ -243,7 +243,7 @@ def are_aligned(tensors: Tensors) -> bool:
 
 def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
     """LSE of a call without keys: the head's sink in the rows of sequences."""
-    cu_seqlens_q, seqused_q, sinks = tensors[3], tensors[5], tensors[_SINKS]
+    cu_seqlens_q, seqused_q, sinks = tensors[3], tensors[5], tensors[SINKS]
     if cu_seqlens_q is not None and len(cu_seqlens_q) == 1:
         return  # no sequence has rows
     row = torch.arange(lse.shape[-1], device=lse.device)
@@ -257,8 +257,6 @@ def _fill_with_sinks(lse: Tensor, tensors: Tensors) -> None:
 
 
 # ---- launchers by metadata ----
-
-_BIAS, _SINKS = (Call._fields.index(name) for name in ("bias", "sinks"))
 
 
 def key_of(options: Hashable, bias: Tensor | None) -> tuple[Hashable, ...]:

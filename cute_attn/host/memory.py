@@ -93,11 +93,19 @@ def is_broadcast(x: Tensor) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
+def regular(x: Tensor) -> Tensor:
+    """``x``, or a view of it with regular strides of dimensions of size 1."""
+    return x if rows_are_regular(x) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether kernels read and write ``x`` by its strides and at its address."""
+    return rows_are_regular(x) and is_aligned(x)
+
+
 def readable(x: Tensor) -> Tensor:
     """``x``, or a copy where kernels cannot read its strides or its address."""
-    if rows_are_regular(x) and is_aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- what the dispatcher would do with a tensor ----

@@ -19,7 +19,12 @@ from cute_attn.host import memory
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
 from cute_attn.host.launch import Layout, Steps
-from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, rows_are_regular, rows_are_whole
+from cute_attn.host.memory import (
+    as_strided,
+    contiguous_strides,
+    is_readable,
+    rows_are_whole,
+)
 from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 
 MAX_ROWS = 2**31 - 2**16
@@ -36,7 +41,7 @@ def to_copy(tensors: Sequence[Tensor], starts: Sequence[bool] = ()) -> tuple[boo
 
 def is_writable(given: Tensor | None) -> bool:
     """Whether kernels write the rows of a tensor that was given, or of a new one."""
-    return given is None or (rows_are_regular(given) and is_aligned(given))
+    return given is None or is_readable(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,14 +310,12 @@ def attention(
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, v4 = (x.unsqueeze(0) if varlen else x for x in (q, k, v))
     nheads = q4.shape[2]
-    max_seqlen_q = lengths.max_seqlen_q if varlen else q4.shape[1]
-    max_seqlen_k = lengths.max_seqlen_k if varlen else k4.shape[1]
-    batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
+    batch, longest = _extents(q4, k4, lengths)
     out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
-    softmax = q4.new_zeros((batch, nheads, max_seqlen_q, max_seqlen_k)) if return_softmax else None
+    softmax = q4.new_zeros((batch, nheads, *longest)) if return_softmax else None
 
-    for block in _blocks(q4, k4, lengths, features, (max_seqlen_q, max_seqlen_k)):
+    for block in _blocks(q4, k4, lengths, features, longest):
         piece, piece_lse, p = _attend(
             block.queries(q4).to(dtype),
             block.keys(k4).to(dtype),
@@ -332,6 +330,13 @@ def attention(
         if softmax is not None:
             block.write(softmax, p)
     return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
+
+
+def _extents(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[int, tuple[int, int]]:
+    """How many sequences there are, and the longest of queries and of keys; q and k have four dimensions."""
+    if lengths.cu_seqlens_q is None:
+        return q.shape[0], (q.shape[1], k.shape[1])
+    return lengths.cu_seqlens_q.numel() - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
 
 
 @torch.no_grad()
@@ -355,8 +360,7 @@ def softmax(
     """
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, lse4 = (x.unsqueeze(0) if varlen else x for x in (q, k, lse))
-    longest = (lengths.max_seqlen_q, lengths.max_seqlen_k) if varlen else (q4.shape[1], k4.shape[1])
-    batch = lengths.cu_seqlens_q.numel() - 1 if lengths.cu_seqlens_q is not None else q4.shape[0]
+    batch, longest = _extents(q4, k4, lengths)
     result = q4.new_zeros((batch, q4.shape[2], *longest))
     for block in _blocks(q4, k4, lengths, features, longest):
         own_q, own_k = (x.transpose(1, 2).to(lse.dtype) for x in (block.queries(q4), block.keys(k4)))

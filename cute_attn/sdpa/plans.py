@@ -7,7 +7,7 @@ promises, and the launch. Inputs that kernels cannot read are copied; CPU tensor
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     as_strided,
     contiguous_strides,
-    is_aligned,
-    regular_strides,
-    rows_are_regular,
+    readable,
+    regular,
 )
 from cute_attn.sdpa.calls import Inputs, Request, translated
 
@@ -34,12 +33,7 @@ from cute_attn.sdpa.calls import Inputs, Request, translated
 
 def _readable(x: Tensor) -> Tensor:
     """``x``, perhaps with other strides of dimensions of size 1, or a copy where kernels cannot read its memory."""
-    if is_aligned(x):
-        shape = tuple(x.shape)
-        y = x if rows_are_regular(x) else as_strided(x, shape, regular_strides(x, shape))
-        if rows_are_regular(y):
-            return y
-    return x.clone(memory_format=torch.contiguous_format)
+    return readable(regular(x))
 
 
 def _narrow_bias(bias: Tensor) -> Tensor:
@@ -82,21 +76,6 @@ def _other_layout(x: Tensor, y: Tensor) -> Layout | None:
 def _viewed(x: Tensor, layout: Layout | None) -> Tensor:
     """``x`` in that layout: a view, which costs as much host time as all else of an input, only where they differ."""
     return x if layout is None else as_strided(x, *layout)
-
-
-def _tensors(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    seqused_k: Any,
-    alibi_slopes: Any,
-    bias: Any,
-    rng_state: Any,
-) -> tuple:
-    """The first of Call, which PyTorch's operators have but seqused_q and sinks."""
-    return q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes, bias, None, rng_state
 
 
 # ---- layouts of outputs ----

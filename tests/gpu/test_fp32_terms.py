@@ -1,4 +1,4 @@
-"""fp32 in fp16 terms on the card: named cases, and inputs that the fallback kernel has to compute."""
+"""fp32 in fp16 terms on the GPU: named cases, and inputs that the fallback kernel has to compute."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The padding copies on the card: every element of tensors of any strides, in large and small tensors, and no other."""
+"""The padding copies on the GPU: every element of tensors of any strides, in large and small tensors, and no other."""
 
 from typing import Any
 
