@@ -3,13 +3,19 @@
 Host code, run once for the metadata of a call. Times are counted in steps: one query block with one key block.
 """
 
+import functools
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # the laboratory's estimates need no torch
     from cute_attn.host.call import Call
+
+Row = TypeVar("Row")
+Column = TypeVar("Column")
 
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
@@ -35,15 +41,15 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
         planes: batch times heads of dK.
         multiprocessors: of the GPU.
     """
-    times = {
-        splits: -(-splits * planes // multiprocessors) * -(-blocks // splits)
-        for splits in range(1, min(blocks, MAX_SPLITS) + 1)
-    }
-    return _fewest(times)
+
+    def time(splits: int) -> int:
+        return -(-splits * planes // multiprocessors) * -(-blocks // splits)
+
+    return fewest(range(1, min(blocks, MAX_SPLITS) + 1), time, time)
 
 
 def head_splits(call: "Call", tile: Any, multiprocessors: int) -> int:
-    """Work tiles among which the query heads of a kv head are divided, a divisor of their number.
+    """Work tiles among which the query heads of a kv head are divided, as evenly as their number allows.
 
     Each has its own dK and dV, which are added up afterwards: more of them fill the GPU where a call has few key blocks
     and kv heads, but cost memory and time. The fewest within 5 % of the least simulated time.
@@ -53,33 +59,111 @@ def head_splits(call: "Call", tile: Any, multiprocessors: int) -> int:
         tile: the main kernel's.
         multiprocessors: of the GPU.
     """
-    group, nheads_kv = call.group, call.k.shape[-2]
-    if group == 1 or call.batch * nheads_kv > MOST_TILES:
+    work = HeadSplitWork.of(call, tile, multiprocessors)
+    return 1 if work is None else fewest(range(1, work.most + 1), work.time, work.bound)
+
+
+@dataclass(frozen=True)
+class HeadSplitWork:
+    """Work tiles of a main kernel, for any number of splits of a kv head's query heads.
+
+    Attributes:
+        steps: of each row of the kernel's :class:`cute_attn.work.key_tiles.KeyTileOrder`, for one query head.
+        columns: of that, without splits.
+        most: splits that there may be.
+    """
+
+    call: "Call"
+    steps: tuple[int, ...]
+    columns: int
+    most: int
+    multiprocessors: int
+
+    @staticmethod
+    def of(call: "Call", tile: Any, multiprocessors: int) -> "HeadSplitWork | None":
+        """None where nothing can be divided."""
+        group, nheads_kv = call.group, call.k.shape[-2]
+        if group == 1 or call.batch * nheads_kv > MOST_TILES:
+            return None
+        sequences, columns = _sequences(call), nheads_kv * (1 if call.varlen else call.batch)
+        count = sum(-(-seqlen_k // tile.tile_n) for _, seqlen_k in sequences) * columns
+        most = min(group, MOST_TILES // max(count, 1))
+        if most < 2:
+            return None
+        steps = tuple(n for lengths in sequences for n in steps_of_keys(call, tile, *lengths))
+        return HeadSplitWork(call, steps, columns, most, multiprocessors)
+
+    def time(self, splits: int) -> float:
+        """Simulated, with the time that adding up dK and dV takes."""
+        cost = [self._step(heads) for heads in divided_heads(self.call.group, splits)] * self.columns
+        tiles = in_sections(self.steps, cost, section_columns(self.call, len(cost), self.multiprocessors))
+        costs = (of_row * of_column + TILE_STEPS for of_row, of_column in tiles)
+        return makespan(costs, self.multiprocessors) + self._adding(splits)
+
+    def bound(self, splits: int) -> float:
+        """What ``time`` is at least: that of evenly divided work, and of the longest work tile."""
+        least, longer = divmod(self.call.group, splits)
+        step = longer * self._step(least + 1) + (splits - longer) * self._step(least)
+        work = self.columns * (sum(self.steps) * step + len(self.steps) * splits * TILE_STEPS)
+        longest = max(self.steps) * self._step(least + (longer > 0)) + TILE_STEPS
+        return max(work / self.multiprocessors, longest) + self._adding(splits)
+
+    @functools.cached_property
+    def _miss(self) -> float:
+        return cost_of_a_head(self.call)
+
+    def _step(self, heads: int) -> float:
+        """What a step of each of a work tile's query heads costs together."""
+        return heads * (1 + self._miss * (heads - 1))
+
+    def _adding(self, splits: int) -> float:
+        """What it costs to add up dK and dV."""
+        gradient_bytes = 2 * (self.call.k.numel() + self.call.v.numel())
+        return (splits + 1) * gradient_bytes / BYTES_PER_STEP + 1 if splits > 1 else 0
+
+
+def fewest(splits: Sequence[int], time: Callable[[int], float], bound: Callable[[int], float]) -> int:
+    """The first number of splits whose time is within 5 % of the least; ``bound``: no time is less than its.
+
+    The most promising time first, then from the fewest splits on those that may matter, until none that follows can.
+    """
+    bounds = [bound(n) for n in splits]
+    later = [*itertools.accumulate(reversed(bounds[1:]), min, initial=math.inf)][::-1]
+    promising = splits[bounds.index(min(bounds))]
+    times = {promising: time(promising)}
+    for i, n in enumerate(splits):
+        if n not in times and bounds[i] <= 1.05 * min(times.values()):
+            times[n] = time(n)
+        least = min(times.values())
+        first = next((m for m in splits[: i + 1] if times.get(m, math.inf) <= 1.05 * least), None)
+        if first is not None and times[first] <= 1.05 * min(least, later[i]):
+            return first
+    raise AssertionError("the least is within 5 % of itself")
+
+
+def divided_heads(group: int, splits: int) -> list[int]:
+    """Query heads of each split of a kv head, as ``HeadSplits`` of :mod:`cute_attn.work.key_tiles` has them."""
+    return [group // splits + (split < group % splits) for split in range(splits)]
+
+
+def section_columns(call: "Call", columns: int, multiprocessors: int) -> int:
+    """Columns of a section of :class:`cute_attn.work.key_tiles.KeyTileOrder`."""
+    from cute_attn.tiles import padded
+    from cute_attn.work.key_tiles import L2_SECTION_BYTES
+
+    if not call.mask.startswith("causal"):
         return 1
-    sequences = _sequences(call)
-    count = sum(-(-seqlen_k // tile.tile_n) for _, seqlen_k in sequences) * nheads_kv
-    most = min(group, MOST_TILES // max(count, 1))
-    splits = [n for n in range(1, most + 1) if group % n == 0]
-    if len(splits) < 2:
-        return 1
-    steps = [n for lengths in sequences for n in steps_of_keys(call, tile, *lengths)]
-    gradient_bytes = 2 * (call.k.numel() + call.v.numel())
-    miss = cost_of_a_head(call)
-
-    def time(n: int) -> float:
-        heads = group // n
-        step = heads * (1 + miss * (heads - 1))
-        tiles = [count * step + TILE_STEPS for count in steps for _ in range(nheads_kv * n)]
-        adding = (n + 1) * gradient_bytes / BYTES_PER_STEP + 1 if n > 1 else 0
-        return makespan(tiles, multiprocessors) + adding
-
-    return _fewest({n: time(n) for n in splits})
+    head_bytes = call.longest[0] * 4 * padded(call.q.shape[-1])
+    most = min(max(L2_SECTION_BYTES // max(head_bytes, 1), 1), multiprocessors // 4)
+    return -(-columns // -(-columns // max(most, 1)))
 
 
-def _fewest(times: Mapping[int, float]) -> int:
-    """The first number of splits whose time is within 5 % of the least."""
-    least = min(times.values())
-    return next(splits for splits, time in times.items() if time <= 1.05 * least)
+def in_sections(
+    rows: Sequence[Row], columns: Sequence[Column], together: int
+) -> Iterator[tuple[Row, Column]]:
+    """The cells of a table, a section of ``together`` columns after the other, row by row."""
+    sections = [columns[first : first + together] for first in range(0, len(columns), together)]
+    return ((row, column) for section in sections for row in rows for column in section)
 
 
 def cost_of_a_head(call: "Call") -> float:
@@ -132,10 +216,13 @@ def steps_of_block(
 
 
 def _sequences(call: "Call") -> list[tuple[int, int]]:
-    """Lengths of queries and keys; of packed sequences the mean of all others, then the longest: the worst order."""
+    """Lengths of queries and keys of the sequences whose key blocks are rows of a ``KeyTileOrder``: one unless varlen.
+
+    Of packed sequences the mean of all others, then the longest: the worst order.
+    """
     longest, batch = call.longest, call.batch
     if not call.varlen:
-        return [longest] * batch
+        return [longest]
     rows = (call.q.shape[0], call.k.shape[0])
     q, k = (max(0, math.ceil((n - most) / max(batch - 1, 1))) for n, most in zip(rows, longest, strict=True))
     return [*[(q, k)] * (batch - 1), longest]

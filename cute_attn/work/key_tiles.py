@@ -1,7 +1,7 @@
 """Work tiles of a backward kernel: key blocks of a kv head, and the order in which CTAs take them.
 
-If there are too few, the query heads of a kv head are divided among ``head_splits`` work tiles, each with its own head
-of dK and dV. They are summed afterwards.
+If there are too few, the query heads of a kv head are divided among several work tiles, each with its own head of dK
+and dV: :class:`HeadSplits`. They are summed afterwards.
 """
 
 from dataclasses import dataclass, replace
@@ -29,6 +29,41 @@ class BackwardSchedule(NamedTuple):
     split_stride: Int64
     counter: cute.Tensor
     multiprocessors: Int32
+
+
+@dataclass(frozen=True)
+class QueryHeads:
+    """The query heads ``first`` to ``end``, without ``end``, of kv head ``head_kv``: those of one head of dK and dV."""
+
+    head_kv: Int32
+    first: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class HeadSplits:
+    """How the query heads of each kv head are divided among its heads of dK and dV, as evenly as their number allows.
+
+    The first ``longer`` heads of dK and dV of a kv head have ``fewest + 1`` query heads, the others ``fewest``.
+    """
+
+    per_kvhead: cute.FastDivmodDivisorV2
+    qheads_per_kvhead: Int32
+    fewest: Int32
+    longer: Int32
+
+    @staticmethod
+    def make(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor) -> "HeadSplits":
+        """On the host: nheads, nheads_kv and heads of dK and dV are those tensors'."""
+        nheads_kv = cutlass.max(mK.shape[-2], 1)
+        splits, group = cutlass.max(mDK.shape[-2] // nheads_kv, 1), mQ.shape[-2] // nheads_kv
+        return HeadSplits(cute.FastDivmodDivisorV2(splits), group, group // splits, group % splits)
+
+    def of(self, head_dkv: Int32) -> QueryHeads:
+        """The query heads of a head of dK and dV."""
+        head_kv, split = divmod(head_dkv, self.per_kvhead)
+        first = head_kv * self.qheads_per_kvhead + split * self.fewest + cutlass.min(split, self.longer)
+        return QueryHeads(head_kv, first, first + self.fewest + Int32(split < self.longer))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host.backward_splits import (
     MAX_SPLITS,
     MOST_TILES,
+    HeadSplitWork,
+    divided_heads,
+    fewest,
     head_splits,
     key_splits,
     makespan,
@@ -23,12 +26,20 @@ TILE = BackwardSm90Tile(64, 128)
 
 
 def call(
-    seqlen_q, seqlen_k, nheads=1, nheads_kv=1, batch=1, mask="", window=(UNBOUNDED, UNBOUNDED), packed=()
+    seqlen_q,
+    seqlen_k,
+    nheads=1,
+    nheads_kv=1,
+    batch=1,
+    mask="",
+    window=(UNBOUNDED, UNBOUNDED),
+    packed=(),
+    head_dim=128,
 ):
     """Parameters without memory; ``packed``: all rows of queries and of keys, of sequences up to those lengths."""
     rows_q, rows_k = ((n,) for n in packed) if packed else ((batch, seqlen_q), (batch, seqlen_k))
-    q = torch.empty(*rows_q, nheads, 128, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(*rows_k, nheads_kv, 128, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(*rows_q, nheads, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(*rows_k, nheads_kv, head_dim, dtype=torch.bfloat16, device="meta")
     ends = torch.empty(batch + 1, dtype=torch.int32, device="meta") if packed else None
     longest = {"max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     left, right = window
@@ -48,6 +59,8 @@ def test_key_splits():
         (call(8192, 8192, 16, 16), 1, 1),
         (call(8192, 8192, 32, 8, mask="causal"), 1, 1),
         (call(7053, 7053, 16, 1), 4, 16),  # 56 key blocks for 132 multiprocessors
+        (call(2048, 2048, 71, 1, 8, "causal"), 2, 32),  # 128, the longest twice the mean
+        (call(2048, 2048, 10, 2, 8, "causal"), 1, 1),  # the longest come first
         (call(7088, 291, 64, 4), 8, 16),  # 12
         (call(100, 2**22, 64, 1), 1, 1),
         (call(1, 5, 2**25, 1), 2, MOST_TILES),
@@ -62,23 +75,74 @@ def test_key_splits():
     ids=lambda x: f"{x.longest}" if isinstance(x, Call) else str(x),
 )
 def test_query_heads_are_divided_where_work_tiles_are_few(params, fewest, most):
-    splits = head_splits(params, TILE, 132)
-    assert params.group % splits == 0 and fewest <= splits <= most
+    assert fewest <= head_splits(params, TILE, 132) <= most
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 3), st.integers(1, 24), st.integers(1, 200))
-def test_head_splits_divide_the_group_and_the_work_is_no_longer(
-    seqlen_q, seqlen_k, nheads_kv, group, processors
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.integers(1, 3),
+    st.integers(1, 24),
+    st.integers(1, 200),
+    st.sampled_from(("", "causal")),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_head_splits_are_the_fewest_within_5_percent_of_the_least_time(
+    seqlen_q, seqlen_k, nheads_kv, group, processors, mask, batch, packs
 ):
-    params = call(seqlen_q, seqlen_k, nheads_kv * group, nheads_kv, mask="causal")
-    splits = head_splits(params, TILE, processors)
-    steps = [n for n in steps_of_keys(params, TILE, seqlen_q, seqlen_k) for _ in range(nheads_kv)]
-    assert group % splits == 0 and (splits == 1 or len(steps) * splits <= MOST_TILES)
-    whole, divided = (
-        makespan([n * group // s for n in steps for _ in range(s)], processors) for s in (1, splits)
-    )
-    assert divided <= whole
+    packed = (seqlen_q * batch, seqlen_k * batch) if packs else ()
+    params = call(seqlen_q, seqlen_k, nheads_kv * group, nheads_kv, batch, mask, packed=packed)
+    splits, work = head_splits(params, TILE, processors), HeadSplitWork.of(params, TILE, processors)
+    if work is None:
+        assert splits == 1
+        return
+    blocks = batch * nheads_kv * -(-seqlen_k // TILE.tile_n)
+    assert work.most <= group and blocks * work.most <= MOST_TILES
+    times = {n: work.time(n) for n in range(1, work.most + 1)}
+    assert splits == next(n for n, time in times.items() if time <= 1.05 * min(times.values()))
+    assert all(work.bound(n) <= time * (1 + 1e-9) for n, time in times.items())
+
+
+@pytest.mark.parametrize(
+    ("params", "gain"),
+    [
+        (call(2048, 2048, 71, 1, 8, "causal", head_dim=64), 1.5),
+        (call(2048, 2048, 71, 1, 4, "causal", head_dim=64), 3),
+        (call(2048, 2048, 12, 1, 8, "causal", head_dim=64), 1.5),
+        (call(4096, 4096, 10, 2, 2, "causal"), 1.5),
+    ],
+    ids=lambda x: f"{x.nheads}-on-{x.k.shape[-2]}-b{x.batch}" if isinstance(x, Call) else "",
+)
+def test_what_head_splits_gain_where_the_longest_work_tile_is_too_long(params, gain):
+    """With the work tiles of KeyTileOrder's rows and columns, apart from what the chooser simulates."""
+    tile, splits = BackwardSm90Tile(128, 128), head_splits(params, BackwardSm90Tile(128, 128), 132)
+    (seqlen_q, seqlen_k), nheads_kv = params.longest, params.k.shape[-2]
+
+    def time(splits):
+        costs = [
+            steps * heads
+            for steps in steps_of_keys(params, tile, seqlen_q, seqlen_k)
+            for heads in divided_heads(params.group, splits) * (params.batch * nheads_kv)
+        ]
+        return makespan(costs, 132)
+
+    assert splits > 1 and time(1) >= gain * time(splits)
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_divided_heads_are_all_heads_as_evenly_as_can_be(group, splits):
+    heads = divided_heads(group, splits)
+    assert len(heads) == splits and sum(heads) == group and max(heads) - min(heads) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), min_size=1, max_size=12))
+def test_the_fewest_are_found_without_every_time(options):
+    times = {n: float(time) for n, (time, _) in enumerate(options, 1)}
+    bounds = {n: time * part for n, (time, part) in enumerate(options, 1)}
+    found = fewest(range(1, len(options) + 1), times.__getitem__, bounds.__getitem__)
+    assert found == next(n for n, time in times.items() if time <= 1.05 * min(times.values()))
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,9 +18,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cute_attn.device.seqlen import Seqlens
+from cute_attn.host.backward_splits import divided_heads, in_sections, section_columns
+from cute_attn.host.call import Call
 from cute_attn.kernels.forward_sm80.kernel import TILES_OF_A_SECTION
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
-from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
+from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
 
 MAX_TILES = 3000
@@ -156,6 +158,14 @@ def _key_blocks(
     for i in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1), unroll=1):
         first, head_kv, batch = order.find(i, cu_seqlens)
         out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = batch, head_kv, first
+
+
+@cute.jit
+def _head_splits(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor, out: cute.Tensor):
+    splits = HeadSplits.make(mQ, mK, mDK)
+    for i in cutlass.range(out.shape[0], unroll=1):
+        heads = splits.of(i)
+        out[i, 0], out[i, 1], out[i, 2] = heads.head_kv, heads.first, heads.end
 
 
 @functools.cache
@@ -312,6 +322,60 @@ def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down
     for section in sections:
         rows = [row0 for _, _, row0, _, _ in section]
         assert rows == sorted(rows, reverse=True)
+
+
+@functools.cache
+def compiled_head_splits():
+    return cute.compile(
+        _head_splits, *(dynamic(torch.empty(1, 1, 1)) for _ in range(3)), dynamic(int32([[0]]))
+    )
+
+
+def query_heads(group, nheads_kv, splits):
+    """[(kv head, first query head, end)] of each head of dK and dV."""
+    out = torch.full((nheads_kv * splits, 3), -1, dtype=torch.int32)
+    sizes = (group * nheads_kv, nheads_kv, nheads_kv * splits)
+    compiled_head_splits()(*(dynamic(torch.empty(1, n, 1)) for n in sizes), dynamic(out))
+    return out.tolist()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 130), st.integers(1, 130), st.integers(1, 9))
+def test_every_query_head_once_by_its_kv_head(group, splits, nheads_kv):
+    splits = min(splits, group)
+    found = query_heads(group, nheads_kv, splits)
+    for head_kv in range(nheads_kv):
+        own = found[head_kv * splits : (head_kv + 1) * splits]
+        assert all(kv == head_kv for kv, _, _ in own)
+        heads = [head for _, first, end in own for head in range(first, end)]
+        assert heads == [*range(head_kv * group, (head_kv + 1) * group)]
+        assert [end - first for _, first, end in own] == divided_heads(group, splits)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from((1, 70, 4096, 60_000)), st.integers(1, 900)), min_size=1, max_size=6),
+    st.integers(1, 70),
+    st.booleans(),
+    st.sampled_from(("", "causal", "causal_top_left", "window")),
+    st.sampled_from((132, 8)),
+)
+def test_head_splits_are_simulated_in_the_kernels_order(lengths, heads_dkv, packed, mask, multiprocessors):
+    lengths_q, lengths_k = zip(*(lengths if packed else lengths[:1] * len(lengths)), strict=True)
+    problem, tile_n = Problem(lengths_q, lengths_k, heads_dkv, heads_dkv, packed), 128
+    blocks = [-(-length // tile_n) for length in lengths_k]
+    found = key_blocks(problem, tile_n, max(blocks), mask.startswith("causal"), multiprocessors)
+    rows = [(b, block) for b in range(len(lengths) if packed else 1) for block in range(blocks[b])]
+    columns = [(b, head) for b in range(1 if packed else len(lengths)) for head in range(heads_dkv)]
+    q, k = (
+        torch.empty(*((sum(n),) if packed else (len(n), n[0])), heads_dkv, 128, device="meta")
+        for n in (lengths_q, lengths_k)
+    )
+    ends, (seqlen_q, seqlen_k) = problem.cu_seqlens("k"), problem.longest
+    call = Call(q, k, k, ends, ends, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, mask=mask)
+    order = in_sections(rows, columns, section_columns(call, len(columns), multiprocessors))
+    expected = [(row_b + column_b, head, block) for (row_b, block), (column_b, head) in order]
+    assert [tile for tile in found if tile[2] < blocks[tile[0]]] == expected
 
 
 # ---- maximum lengths far above the tensors' ----

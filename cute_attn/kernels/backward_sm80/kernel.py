@@ -74,7 +74,7 @@ from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, first_that_fits, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder, KeyTiles, key_tile_of
+from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder, KeyTiles, key_tile_of
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,12 @@ class BackwardSm80:
         if cutlass.const_expr(self.tile.in_terms):
             mQ, mK, mV, mDO = (first_term(m) for m in (mQ, mK, mV, mDO))
         nheads = mQ.shape[-2]
-        heads = nheads // cutlass.max(mDK.shape[-2], 1)
-        head_splits = cutlass.max(mDK.shape[-2] // cutlass.max(mK.shape[-2], 1), 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * padded(self.traits.head_dim))
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, self.tile.tile_n, self.traits.causal)
         # As an argument it takes no register. The cap is the first of the epilogues' arguments.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         tensors = (mQ, mK, mV, mDO, mLSElog2, mMinusD, mDQaccum, mDK, mDV)
-        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, heads, head_splits)
+        scalars = (softmax_scale, scale_log2, schedule.split_stride, nheads, HeadSplits.make(mQ, mK, mDK))
         rows = seqlens.max_seqlen_k if self.traits.varlen else mK.shape[1]
         # Launches run one after the other: their additions to the same accumulator come in a fixed order.
         for skipped in cutlass.range(
@@ -275,9 +273,9 @@ class BackwardSm80:
         traits, tile, chain, seqlens = self.traits, self.tile, self.epilogues, params.seqlens
         thread, _, _ = cute.arch.thread_idx()
         operands = self.operands(smem, thread)
-        head_kv = key_tile.head_dkv // params.head_splits
-        self.load_keys(params.mK, smem.k, traits.head_dim, key_tile, head_kv, key0, thread)
-        self.load_keys(params.mV, smem.v, traits.head_dim_v, key_tile, head_kv, key0, thread)
+        heads = params.query_heads(key_tile)
+        self.load_keys(params.mK, smem.k, traits.head_dim, key_tile, heads.head_kv, key0, thread)
+        self.load_keys(params.mV, smem.v, traits.head_dim_v, key_tile, heads.head_kv, key0, thread)
         cute.arch.cp_async_commit_group()
         if cutlass.const_expr(tile.v_in_regs):
             cute.arch.cp_async_wait_group(0)
@@ -285,8 +283,7 @@ class BackwardSm80:
             operands.v.load_all()  # type: ignore[union-attr]
             cute.arch.barrier()
         gradients = self.zero_gradients(operands.mma_dkv, thread)
-        head0 = key_tile.head_dkv * params.heads
-        for head in cutlass.range(head0, head0 + params.heads, unroll=1):
+        for head in cutlass.range(heads.first, heads.end, unroll=1):
             state = chain.begin(params.score_args, self.score_context(params, key_tile, head))
             # What is computed from key0 itself would stay in registers for all heads. After a shuffle ptxas takes the
             # loop over query blocks for one that lanes may leave apart, and builds what follows twice.

@@ -13,7 +13,7 @@ from cute_attn.kernels.backward_sm80.loads import BlockLoad
 from cute_attn.kernels.backward_sm80.products import Operands
 from cute_attn.kernels.backward_sm80.storage import BAND, BackwardSm80Storage, factor_of
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import KeyTileOrder, KeyTiles, key_tile_of
+from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, KeyTiles, QueryHeads, key_tile_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class BackwardParams:
     scale_log2: Float32
     split_stride: Int64
     nheads: Int32
-    heads: Int32  # query heads of a CTA
-    head_splits: Int32
+    head_splits: HeadSplits
     score_args: tuple
     order: KeyTileOrder
     skipped: Int32  # key blocks of each CTA that launches before this one computed
@@ -46,6 +45,10 @@ class BackwardParams:
     def key_tile(self, index: Int32) -> KeyTiles:
         """The key tiles of CTA ``index``."""
         return key_tile_of(self.order, self.seqlens, optimization_barrier(index))
+
+    def query_heads(self, key_tile: KeyTiles) -> QueryHeads:
+        """Those of a CTA's key tiles."""
+        return self.head_splits.of(key_tile.head_dkv)
 
     def first_key(self, key_tile: KeyTiles, tile_n: int) -> Int32:
         """The first key of this launch's key block."""

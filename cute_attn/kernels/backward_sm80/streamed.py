@@ -207,8 +207,8 @@ class Streamed:
             smem.scales.store(params.scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
         batch, info = key_tile.batch, key_tile.info
-        head_kv, head0 = key_tile.head_dkv // params.head_splits, key_tile.head_dkv * params.heads
-        for head in cutlass.range(head0, head0 + params.heads, unroll=1):
+        heads = params.query_heads(key_tile)
+        for head in cutlass.range(heads.first, heads.end, unroll=1):
             state = kernel.epilogues.begin(params.score_args, kernel.score_context(params, key_tile, head))
             key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
@@ -219,8 +219,8 @@ class Streamed:
                 operands,
                 sequence(params.mQ, batch, head, info.offset_q, varlen),
                 sequence(params.mDO, batch, head, info.offset_q, varlen),
-                sequence(params.mK, batch, head_kv, info.offset_k, varlen),
-                sequence(params.mV, batch, head_kv, info.offset_k, varlen),
+                sequence(params.mK, batch, heads.head_kv, info.offset_k, varlen),
+                sequence(params.mV, batch, heads.head_kv, info.offset_k, varlen),
                 workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
                 workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
                 params.of_split(dq_rows, key_tile),

@@ -97,7 +97,7 @@ from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
-from cute_attn.work.key_tiles import BackwardSchedule, KeyTileOrder
+from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,6 @@ class BackwardSm90(BackwardSm90Layouts):
         """Launch. Shapes and units: see ``cute_attn.kernels.arguments``."""
         traits, tile = self.traits, self.tile
         nheads = mQ.shape[-2]
-        heads = nheads // cutlass.max(mDK.shape[-2], 1)
-        head_splits = mDK.shape[-2] // cutlass.max(mK.shape[-2], 1)
         head_bytes = Int64(seqlens.max_seqlen_q) * (4 * self.dims[0])
         order = KeyTileOrder.make(seqlens, mDK, schedule, head_bytes, tile.tile_n, traits.causal)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -215,7 +213,6 @@ class BackwardSm90(BackwardSm90Layouts):
             bias_tma(self.epilogues.bias(score_args), self.layout_bias()) if self.loads_bias_by_tma else None,
             TmaVectors.make(mLSElog2, tile.tile_m, traits.varlen),
             TmaVectors.make(mMinusD, tile.tile_m, traits.varlen),
-            cutlass.max(head_splits, 1),
         )
         outputs = BackwardOutputs(
             self.rows(store, mDK, self.layout_k(), tile.tile_n, d),
@@ -228,7 +225,10 @@ class BackwardSm90(BackwardSm90Layouts):
             mDQaccum,
             schedule.split_stride,
         )
-        params = BackwardParams(seqlens, softmax_scale, score_args, order, schedule.counter, nheads, heads)
+        head_splits = HeadSplits.make(mQ, mK, mDK)
+        params = BackwardParams(
+            seqlens, softmax_scale, score_args, order, schedule.counter, nheads, head_splits
+        )
         self.kernel(params, inputs, outputs).launch(
             grid=[cutlass.min(order.blocks, schedule.multiprocessors), 1, 1],
             block=[tile.num_threads, 1, 1],
@@ -297,7 +297,7 @@ class BackwardSm90(BackwardSm90Layouts):
     def query_blocks(self, params: BackwardParams, key_tile: KeyTile) -> BlockRange:
         """The query blocks that see a key block, the same for all its query heads, and the first one visited."""
         tile = self.tile
-        _, state = self.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
+        _, state = self.begin(params, key_tile, params.query_heads(key_tile).first)
         key0 = key_tile.block * tile.tile_n
         blocks = BlockRange.of_keys(state.band, key0, key0 + tile.tile_n, key_tile.info.seqlen_q, tile.tile_m)
         if tile.staggered and not (self.traits.causal or self.traits.windowed):
@@ -311,7 +311,7 @@ class BackwardSm90(BackwardSm90Layouts):
         self, params: BackwardParams, outputs: BackwardOutputs, shared: BackwardStorage, thread: Int32
     ) -> None:
         """All key blocks, with all query blocks of their query heads that see them."""
-        tile, heads = self.tile, params.qheads_per_tile
+        tile = self.tile
         if cutlass.const_expr(not self.rematerializes_thread):
             # Otherwise ptxas reads the special register again at each use; see ``rematerialize_each``.
             thread = rematerialize(thread)
@@ -320,7 +320,7 @@ class BackwardSm90(BackwardSm90Layouts):
         i, steps = Int32(0), Int32(0)  # uses so far of the pipelines of K and V, of Q and dO
         while shared.work.holds(i):
             key_tile = shared.work.read(i, params.seqlens)
-            blocks = self.query_blocks(params, key_tile)
+            blocks, heads = self.query_blocks(params, key_tile), params.query_heads(key_tile)
             score_map = self.score_map(
                 rematerialize_each(thread, i) if self.rematerializes_thread else thread
             )
@@ -330,8 +330,7 @@ class BackwardSm90(BackwardSm90Layouts):
             self.zero_keys_out_of_bounds(
                 shared, key_tile.info.seqlen_k - key_tile.block * tile.tile_n, thread
             )
-            for h in cutlass.range(heads, unroll=1):
-                head = key_tile.head_dkv * heads + h
+            for head in cutlass.range(heads.first, heads.end, unroll=1):
                 context, begun = self.begin(params, key_tile, head)
                 ctx = HeadContext(
                     shared,
@@ -754,7 +753,7 @@ class BackwardSm90(BackwardSm90Layouts):
         thread = rematerialize(cute.arch.thread_idx()[0] - WARPGROUP)
         key_tile = shared.work.read(i, params.seqlens)
         block, leaves_k = key_tile.block, self.tile.dk_leaves_k(self.traits)
-        _, state = self.begin(params, key_tile, key_tile.head_dkv * params.qheads_per_tile)
+        _, state = self.begin(params, key_tile, params.query_heads(key_tile).first)
         rescale = self.epilogues.rescale(state)
         d, dv = self.dims
         consumer_barrier(self.tile.warpgroups)  # no product reads K, V and dS any more

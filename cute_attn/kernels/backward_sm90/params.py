@@ -15,7 +15,7 @@ from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile, KeyTileBroadcast
-from cute_attn.work.key_tiles import KeyTileOrder
+from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, QueryHeads
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,16 @@ class BackwardParams:
     order: KeyTileOrder
     counter: cute.Tensor
     nheads: Int32
-    qheads_per_tile: Int32  # of a kv head's
+    head_splits: HeadSplits
+
+    def query_heads(self, key_tile: KeyTile) -> QueryHeads:
+        """Those of a work tile."""
+        return self.head_splits.of(key_tile.head_dkv)
 
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """Operands in global memory; ``head_splits``: work tiles among which a kv head's query heads are divided."""
+    """Operands in global memory."""
 
     k: TmaTiles
     v: TmaTiles
@@ -68,11 +72,6 @@ class BackwardInputs:
     bias: Any  # TmaTiles, or None
     lse: TmaVectors  # LSE * log2(e)
     minus_d: TmaVectors
-    head_splits: Int32
-
-    def keys(self, rows: TmaTiles, key_tile: KeyTile) -> cute.Tensor:
-        """Blocks of K or V in the sequence and for the head of a work tile."""
-        return rows.sequence(key_tile.info.offset_k, key_tile.head_dkv // self.head_splits, key_tile.batch)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cute_attn.kernels.backward_sm90.params import (
     BackwardParams,
     BackwardStorage,
 )
+from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import columns_of
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.broadcast import KeyTile
@@ -52,7 +53,7 @@ class Producer:
     @cute.jit
     def load_block(self, key_tile: KeyTile, n: Int32, steps: Int32) -> Int32:
         """Broadcast and load one key block; returns the number of query blocks loaded with it."""
-        heads, shared = self.params.qheads_per_tile, self.shared
+        heads, shared = self.params.query_heads(key_tile), self.shared
         blocks = self.kernel.query_blocks(self.params, key_tile)
         count = blocks.end - blocks.begin
         shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
@@ -62,26 +63,28 @@ class Producer:
             for pipeline in (shared.pipeline_k, shared.pipeline_v):
                 pipeline.producer_wait(n)
                 pipeline.producer_commit(n)
-        for h in cutlass.range(heads, unroll=1):
-            head = key_tile.head_dkv * heads + h
-            self.load_queries(key_tile, head, blocks, steps + h * count, n, steps)
-        return heads * count
+        for head in cutlass.range(heads.first, heads.end, unroll=1):
+            self.load_queries(key_tile, head, blocks, steps + (head - heads.first) * count, n, steps)
+        return (heads.end - heads.first) * count
 
     @cute.jit
     def load_keys(self, key_tile: KeyTile, n: Int32) -> None:
         """Load K of a key block."""
         inputs, shared = self.inputs, self.shared
-        tiles = inputs.keys(inputs.k, key_tile)
         shared.pipeline_k.producer_acquire(n)
-        inputs.k.load(tiles, key_tile.block, shared.s_k, shared.pipeline_k, n)
+        inputs.k.load(self.of_keys(inputs.k, key_tile), key_tile.block, shared.s_k, shared.pipeline_k, n)
 
     @cute.jit
     def load_values(self, key_tile: KeyTile, n: Int32) -> None:
         """Load V of a key block."""
         inputs, shared = self.inputs, self.shared
-        tiles = inputs.keys(inputs.v, key_tile)
         shared.pipeline_v.producer_acquire(n)
-        inputs.v.load(tiles, key_tile.block, shared.s_v, shared.pipeline_v, n)
+        inputs.v.load(self.of_keys(inputs.v, key_tile), key_tile.block, shared.s_v, shared.pipeline_v, n)
+
+    def of_keys(self, rows: TmaTiles, key_tile: KeyTile) -> cute.Tensor:
+        """Blocks of K or V in the sequence and for the kv head of a work tile."""
+        head_kv = self.params.query_heads(key_tile).head_kv
+        return rows.sequence(key_tile.info.offset_k, head_kv, key_tile.batch)
 
     @cute.jit
     def load_queries(

@@ -37,13 +37,13 @@ class BackwardRole:
     @cute.jit
     def run(self) -> None:
         """All steps of the running CTA, in the consumers' order."""
-        work, seqlens, heads = self.shared.work, self.params.seqlens, self.params.qheads_per_tile
+        work, seqlens = self.shared.work, self.params.seqlens
         n, i = Int32(0), Int32(0)
         while work.holds(i):
             key_tile = work.take(i, seqlens)
-            blocks = self.kernel.query_blocks(self.params, key_tile)
-            for h in cutlass.range(heads, unroll=1):
-                of_head = self.begin_head(key_tile, key_tile.head_dkv * heads + h)
+            blocks, heads = self.kernel.query_blocks(self.params, key_tile), self.params.query_heads(key_tile)
+            for head in cutlass.range(heads.first, heads.end, unroll=1):
+                of_head = self.begin_head(key_tile, head)
                 for step in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     self.step(of_head, key_tile, blocks.rotated(step), n)
                     n += 1
