@@ -45,17 +45,17 @@ class Producer:
             rows = existing_rows(params.seqlens.cu_seqlens_k, self.outputs.mDK, batch)
             for block in cutlass.range(first, cute.ceil_div(rows, tile_n), splits, unroll=1):
                 key_tile = KeyTile(block, first, head_dkv, batch, info)
-                steps += self.load_block(key_tile, n, steps)
+                steps = self.load_block(key_tile, n, steps)
                 n += 1
             position = claims.index(claims.claim())
         self.shared.work.write_end(n)
 
     @cute.jit
     def load_block(self, key_tile: KeyTile, n: Int32, steps: Int32) -> Int32:
-        """Broadcast and load one key block; returns the number of query blocks loaded with it."""
+        """Broadcast and load one key block and its queries; steps, and the result: uses so far of their pipelines."""
         heads, shared = self.params.query_heads(key_tile), self.shared
         blocks = self.kernel.query_blocks(self.params, key_tile)
-        count = blocks.end - blocks.begin
+        count, first = blocks.end - blocks.begin, steps
         shared.work.write(n, key_tile.block, key_tile.split, key_tile.head_dkv, key_tile.batch)
         if count > 0:
             self.load_keys(key_tile, n)
@@ -64,8 +64,9 @@ class Producer:
                 pipeline.producer_wait(n)
                 pipeline.producer_commit(n)
         for head in cutlass.range(heads.first, heads.end, unroll=1):
-            self.load_queries(key_tile, head, blocks, steps + (head - heads.first) * count, n, steps)
-        return (heads.end - heads.first) * count
+            self.load_queries(key_tile, head, blocks, steps, n, first)
+            steps += count
+        return steps
 
     @cute.jit
     def load_keys(self, key_tile: KeyTile, n: Int32) -> None:
