@@ -102,18 +102,52 @@ def test_any_tile_equals_any_tile(case, arch, tile):
 
 DIVIDED = [
     Case("groups-of-6", seqlen_q=203, seqlen_k=300, nheads=12, nheads_kv=2, head_dim=128, causal=True),
+    Case("group-of-7", seqlen_q=300, seqlen_k=203, nheads=7, nheads_kv=1, causal=True),
     replace(BY_NAME["varlen-causal"], name="packed-groups-of-6", nheads=12, nheads_kv=2, dropout_p=0.2),
+    replace(BY_NAME["bias-over-b"], name="bias-for-groups-of-6", nheads=12, nheads_kv=2),
 ]
 
 
+def divide_heads(monkeypatch, splits: int) -> list:
+    """Let ``splits`` work tiles share the query heads of a kv head; the list gets the call of each plan."""
+    planned = []
+    monkeypatch.setattr(backward, "head_splits", lambda call, *_: planned.append(call) or splits)
+    return planned
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("case", DIVIDED, ids=lambda case: case.name)
 def test_query_heads_may_be_divided(case, splits, arch, monkeypatch):
     """Whatever the number of work tiles that share the query heads of a kv head; the default depends on the GPU."""
-    monkeypatch.setattr(backward, "_launchers", {})
-    monkeypatch.setattr(backward, "head_splits", lambda *_: splits)
+    planned = divide_heads(monkeypatch, splits)
     check_case(case, kernel=arch)
+    assert planned
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", DIVIDED[:3], ids=lambda case: case.name)
+def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, arch, monkeypatch):
+    planned = divide_heads(monkeypatch, 4)
+    check_case(case, kernel=arch, deterministic=True)
+    assert planned
+    monkeypatch.setattr(memory, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    problem, start, _, _ = prepared(case)
+    first = problem.gradients(start, kernel=arch, deterministic=True)
+    for _ in range(200):
+        again = problem.gradients(start, kernel=arch, deterministic=True)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+PRIME = Case("71-heads-on-1", batch=3, seqlen_q=300, seqlen_k=300, nheads=71, nheads_kv=1, causal=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [PRIME], ids=lambda case: case.name)
+def test_a_prime_number_of_query_heads(case, arch):
+    """With as many splits as the host chooses."""
+    check_case(case, kernel=arch)
+    check_case(case, kernel=arch, deterministic=True)
 
 
 def tma_bias_cases() -> list:
