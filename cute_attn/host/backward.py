@@ -357,13 +357,13 @@ class BackwardLauncher:
         self.main(*terms, *shared, scales)
         self.fallback(*operands, *shared, scales)
 
-    def _packs(self, inputs: Sequence[Tensor], into: Gradients | None) -> bool:
-        """Whether gradients become parts of one tensor, which the inputs' addresses decide as well."""
+    def _packs(self, inputs: Tensors, into: Gradients | None) -> bool:
+        """Whether gradients become parts of one tensor, which the addresses of q, k and v decide as well."""
         return (
             self.parts > 0
             and into is not None
             and not any(x is not None for x in into[:3])
-            and fused_qkv.are_adjacent(inputs[3 - self.parts :])
+            and fused_qkv.are_adjacent(inputs[3 - self.parts : 3])
         )
 
     def _allocate(self, call: Call, given: Gradients, packs: bool, steps: Steps) -> list[Tensor]:

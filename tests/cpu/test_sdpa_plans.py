@@ -506,14 +506,16 @@ def test_what_a_users_class_derives_is_derived_in_each_call(monkeypatch):
     assert seen == [1.0, 2.0, 4.0]
 
 
-def test_a_repeated_backward_is_found_by_its_options_and_tensors(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_repeated_backward_is_found_by_its_options_and_tensors(packed, monkeypatch):
     """From the second call on, which leaves a record."""
     launcher_for, machine = backward.launcher_for, Machine(monkeypatch, prepared=True)
-    call = a_call(*(randn(1, 8, 2, 16, seed=i).half() for i in range(3)))
+    apart = [randn(1, 8, 2, 16, seed=i).half() for i in range(3)]
+    call = a_call(*(torch.stack(apart, 2).unbind(2) if packed else apart))
     needed, grad_out, lse = (True,) * 3 + (False, False), torch.ones_like(call.q), torch.ones(1, 2, 8)
     options, inputs, outputs = known.Options(call[NUM_TENSORS + 1 :]), call[:NUM_TENSORS], (call.q, lse)
     key = backward._key(options, inputs, needed)
-    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(machine, call))
+    known.keep(key, (*inputs, grad_out, None, *outputs), repeated_backward(machine, call, parts=3 * packed))
     monkeypatch.setattr(backward, "launcher_for", launcher_for)
 
     def found(options=options, inputs=inputs, grad_out=grad_out):

@@ -66,7 +66,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tup
         scores = scores.masked_fill(~for_each(mask_mod)(*at), -torch.inf)
     seen = scores.isfinite().any(-1, keepdim=True)
     p = torch.where(seen, scores, 0.0).softmax(-1) * seen
-    return torch.einsum("bhqk,bkhd->bqhd", p, v), scores.logsumexp(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(v.dtype), v), scores.logsumexp(-1)
 
 
 def inputs(head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -101,7 +101,7 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
         ("out", "dq", "dk", "dv"), (got[0], *found), (right[0], *expected), (torchs[0], *theirs), strict=True
     )
     for what, ours, exact_one, torch_one in triples:
-        error, allowed = (float((x.double() - exact_one).abs().max()) for x in (ours, torch_one))
+        error, allowed = (float((x.detach().double() - exact_one.detach()).abs().max()) for x in (ours, torch_one))
         floor = 2**-8 * float(exact_one.abs().max())
         assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
 
