@@ -18,7 +18,7 @@ they are divided: see :func:`cute_attn.host.backward_splits.head_splits`. Determ
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -20,10 +20,16 @@ Column = TypeVar("Column")
 MAX_SPLITS = 16
 """The most dQ accumulators of the deterministic mode."""
 
-TILE_STEPS = 3
+TILE_STEPS = 1
 """What a work tile costs beside its steps: K and V in, dK and dV out. Steps, measured: bench/notes.md."""
-BYTES_PER_STEP = 8 << 20
-"""Bytes that the GPU moves in the time of a step, 2 us."""
+BYTES_PER_STEP = 16 << 20
+"""Bytes of divided dK and dV, mostly in L2, that are added up in the time of a step, 2 us."""
+ADDING_STEPS = 14
+"""What the sums of dK and of dV cost beside their bytes, measured as well."""
+NEARLY = 1.02
+"""The fewest splits of query heads whose time is at most that much of the least are as good: they take less memory."""
+NEARLY_IN_LITTLE_MEMORY = 1.05
+"""The same of key blocks, of which each split takes a dQ in fp32."""
 MOST_TILES = 4096
 """More keep every multiprocessor busy."""
 _MOST_BLOCKS = 64  # of a sequence whose steps are counted
@@ -33,8 +39,7 @@ _L2_BYTES = 32 << 20
 def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     """Splits of a (batch, head of dK)'s key blocks in the deterministic mode, each with a dQ accumulator.
 
-    The fewest within 5 % of the least time of up to ``MAX_SPLITS``, where time is waves of CTAs times key blocks of
-    each.
+    The fewest that are nearly the fastest of up to ``MAX_SPLITS``: time is waves of CTAs times a CTA's key blocks.
 
     Args:
         blocks: key blocks of the longest sequence.
@@ -45,14 +50,15 @@ def key_splits(blocks: int, planes: int, multiprocessors: int) -> int:
     def time(splits: int) -> int:
         return -(-splits * planes // multiprocessors) * -(-blocks // splits)
 
-    return fewest(range(1, min(blocks, MAX_SPLITS) + 1), time, time)
+    return fewest(range(1, min(blocks, MAX_SPLITS) + 1), time, time, NEARLY_IN_LITTLE_MEMORY)
 
 
 def head_splits(call: "Call", tile: Any, multiprocessors: int) -> int:
     """Work tiles among which the query heads of a kv head are divided, as evenly as their number allows.
 
     Each has its own dK and dV, which are added up afterwards: more of them fill the GPU where a call has few key blocks
-    and kv heads, but cost memory and time. The fewest within 5 % of the least simulated time.
+    and kv heads and keep the query heads in L2 that CTAs work on at a time, but cost memory and time. The fewest that
+    are nearly the fastest, by simulation.
 
     Args:
         call: the call's.
@@ -60,7 +66,7 @@ def head_splits(call: "Call", tile: Any, multiprocessors: int) -> int:
         multiprocessors: of the GPU.
     """
     work = HeadSplitWork.of(call, tile, multiprocessors)
-    return 1 if work is None else fewest(range(1, work.most + 1), work.time, work.bound)
+    return 1 if work is None else fewest(range(1, work.most + 1), work.time, work.bound, NEARLY)
 
 
 @dataclass(frozen=True)
@@ -109,21 +115,24 @@ class HeadSplitWork:
         return max(work / self.multiprocessors, longest) + self._adding(splits)
 
     @functools.cached_property
-    def _miss(self) -> float:
-        return cost_of_a_head(self.call)
+    def _misses(self) -> tuple[float, float]:
+        return cost_of_heads(self.call)
 
     def _step(self, heads: int) -> float:
         """What a step of each of a work tile's query heads costs together."""
-        return heads * (1 + self._miss * (heads - 1))
+        in_l2, cost = self._misses
+        return heads * (1 + cost * max(heads - in_l2, 0))
 
     def _adding(self, splits: int) -> float:
         """What it costs to add up dK and dV."""
         gradient_bytes = 2 * (self.call.k.numel() + self.call.v.numel())
-        return (splits + 1) * gradient_bytes / BYTES_PER_STEP + 1 if splits > 1 else 0
+        return (splits + 1) * gradient_bytes / BYTES_PER_STEP + ADDING_STEPS if splits > 1 else 0
 
 
-def fewest(splits: Sequence[int], time: Callable[[int], float], bound: Callable[[int], float]) -> int:
-    """The first number of splits whose time is within 5 % of the least; ``bound``: no time is less than its.
+def fewest(
+    splits: Sequence[int], time: Callable[[int], float], bound: Callable[[int], float], nearly: float
+) -> int:
+    """The first number of splits whose time is at most ``nearly`` times the least; ``bound``: no time is less than its.
 
     The most promising time first, then from the fewest splits on those that may matter, until none that follows can.
     """
@@ -132,13 +141,13 @@ def fewest(splits: Sequence[int], time: Callable[[int], float], bound: Callable[
     promising = splits[bounds.index(min(bounds))]
     times = {promising: time(promising)}
     for i, n in enumerate(splits):
-        if n not in times and bounds[i] <= 1.05 * min(times.values()):
+        if n not in times and bounds[i] <= nearly * min(times.values()):
             times[n] = time(n)
         least = min(times.values())
-        first = next((m for m in splits[: i + 1] if times.get(m, math.inf) <= 1.05 * least), None)
-        if first is not None and times[first] <= 1.05 * min(least, later[i]):
+        first = next((m for m in splits[: i + 1] if times.get(m, math.inf) <= nearly * least), None)
+        if first is not None and times[first] <= nearly * min(least, later[i]):
             return first
-    raise AssertionError("the least is within 5 % of itself")
+    raise AssertionError("the least is at most itself")
 
 
 def divided_heads(group: int, splits: int) -> list[int]:
@@ -166,17 +175,17 @@ def in_sections(
     return ((row, column) for section in sections for row in rows for column in section)
 
 
-def cost_of_a_head(call: "Call") -> float:
-    """By how much a step takes longer for each further query head of its work tile.
+def cost_of_heads(call: "Call") -> tuple[float, float]:
+    """How many query heads a work tile may have before a step takes longer for each further one, and by how much.
 
     Under a mask key blocks have different numbers of steps, so that CTAs of one kv head soon work on different query
-    heads. Where those do not fit L2 together, Q, dO and dQ come from memory: at head dim 256 (1920 and 789 queries, 80
-    heads on 10) 8 heads a tile took 1.48 and 4 heads 1.1 of the time of 2; at 128 (4 x 598, 99 on 11) 9 took 1.1 of 1.
+    heads. Where those do not fit L2 together, Q, dO and dQ come from memory. Fitted to 100 calls, causal and full, of
+    head dims 64 to 256 with 2 to 128 splits, which it predicts to 4 %: bench/notes.md.
     """
     head_dim = call.q.shape[-1]
     if not call.mask or call.q.numel() * 8 <= _L2_BYTES:  # Q, dO and dQ
-        return 0.0
-    return max(0, head_dim - 64) * 2e-4
+        return 0.0, 0.0
+    return 256 / head_dim, head_dim * 2.2e-4
 
 
 def makespan(costs: Iterable[float], machines: int) -> float:

@@ -101,7 +101,9 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
         ("out", "dq", "dk", "dv"), (got[0], *found), (right[0], *expected), (torchs[0], *theirs), strict=True
     )
     for what, ours, exact_one, torch_one in triples:
-        error, allowed = (float((x.detach().double() - exact_one.detach()).abs().max()) for x in (ours, torch_one))
+        error, allowed = (
+            float((x.detach().double() - exact_one.detach()).abs().max()) for x in (ours, torch_one)
+        )
         floor = 2**-8 * float(exact_one.abs().max())
         assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
 
